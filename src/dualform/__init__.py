@@ -1,0 +1,46 @@
+"""See what a trained network owes to each thing it was trained on."""
+
+from typing import TYPE_CHECKING, Any
+
+from dualform._version import __version__
+
+if TYPE_CHECKING:
+    from dualform.attend.groups import bins
+    from dualform.attend.memory import Memory, open  # noqa: A004
+    from dualform.attend.spotlight import Spotlight
+    from dualform.errors import DualformError
+    from dualform.record.estimate import estimate
+    from dualform.record.recorder import Recorder
+    from dualform.store.recording import record
+
+_HOME = {
+    "DualformError": "dualform.errors",
+    "Memory": "dualform.attend.memory",
+    "Recorder": "dualform.record.recorder",
+    "Spotlight": "dualform.attend.spotlight",
+    "bins": "dualform.attend.groups",
+    "estimate": "dualform.record.estimate",
+    "open": "dualform.attend.memory",
+    "record": "dualform.store.recording",
+}
+
+__all__ = [
+    "DualformError",
+    "Memory",
+    "Recorder",
+    "Spotlight",
+    "__version__",
+    "bins",
+    "estimate",
+    "open",
+    "record",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, so that `dualform --help` needs no torch.
+    if name not in _HOME:
+        raise AttributeError(f"module 'dualform' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

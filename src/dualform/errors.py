@@ -1,0 +1,65 @@
+"""What can go wrong, by name.
+
+Every error of dualform is a `DualformError` and also the builtin that fits. A message says what came, what was
+expected, and what to do. Nothing here decides when to raise.
+"""
+
+
+class DualformError(Exception):
+    """Anything dualform raises on purpose."""
+
+
+class RefusedError(DualformError, RuntimeError):
+    """The identity does not cover what the training did, so the recording would not be exact."""
+
+
+class CoverageError(DualformError, ValueError):
+    """Parameters are trained that no recorded layer covers, and `strict=True` was asked for."""
+
+
+class AnnotationError(DualformError, ValueError):
+    """An annotation has the wrong length, type or name."""
+
+
+class UnknownLayerError(DualformError, LookupError):
+    """A layer was named that is not there."""
+
+
+class RunNotFoundError(DualformError, FileNotFoundError):
+    """The path holds no recorded run."""
+
+
+class RunExistsError(DualformError, FileExistsError):
+    """The path holds a recorded run already, or somebody else is writing to it."""
+
+
+class FormatError(DualformError, ValueError):
+    """The run folder was written in a form that this version does not read."""
+
+
+class CorruptError(DualformError, RuntimeError):
+    """A published file is missing, cut short or changed."""
+
+
+class StoreError(DualformError, OSError):
+    """The memory could not be written."""
+
+
+class ResumeError(DualformError, ValueError):
+    """The model or its optimizer does not stand where the memory says."""
+
+
+class SelectionError(DualformError, ValueError):
+    """A condition, a column or a grouping cannot be evaluated on the pattern table."""
+
+
+class QueryError(DualformError, ValueError):
+    """The queries do not fit the memory."""
+
+
+class KeysOnlyError(DualformError, RuntimeError):
+    """The answer needs values, and the layer was recorded with its keys only."""
+
+
+class DataError(DualformError, RuntimeError):
+    """A data set could not be had, or is not what it should be."""

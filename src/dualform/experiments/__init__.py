@@ -1,0 +1,1 @@
+"""The paper's experiments, and the data sets and models they train on."""

@@ -1,0 +1,80 @@
+"""Public downloads over HTTP: one address for each file, or one archive with all of them.
+
+Everything is held in memory until it is complete, so a download that breaks off leaves nothing behind. Does
+not write or verify anything.
+"""
+
+import http.client
+import io
+import urllib.error
+import urllib.request
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from dualform.experiments.datasets.contents import SourceError, gunzip, read_members
+from dualform.experiments.datasets.progress import bar
+
+TIMEOUT = 30.0
+"""Seconds without a sign of life after which a download counts as failed."""
+
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class FileDownload:
+    """Files that lie side by side under one address, each as `.gz`."""
+
+    base: str
+
+    @property
+    def label(self) -> str:
+        """The address."""
+        return f"download {self.base}"
+
+    def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
+        """Download and uncompress every file."""
+        return {
+            file: gunzip(download(f"{self.base}{file}.gz", progress=progress), name=f"{file}.gz")
+            for file in files
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveDownload:
+    """A tar archive, compressed or not, that holds all the files."""
+
+    url: str
+
+    @property
+    def label(self) -> str:
+        """The address."""
+        return f"download {self.url}"
+
+    def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
+        """Download the archive and read the files out of it."""
+        return read_members(io.BytesIO(download(self.url, progress=progress)), files)
+
+
+def download(url: str, *, progress: bool) -> bytes:
+    """Return what an address serves, complete, or raise `SourceError` with the reason."""
+    name = url.rpartition("/")[2]
+    request = urllib.request.Request(url, headers={"User-Agent": "dualform"})
+    received = io.BytesIO()
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            length = response.headers.get("Content-Length")
+            total = int(length) if length else None
+            with bar(name, total=total, unit="bytes", show=progress) as advance:
+                while chunk := response.read(_CHUNK):
+                    received.write(chunk)
+                    advance(len(chunk))
+    except urllib.error.HTTPError as error:
+        with error:
+            raise SourceError(f"{name}: HTTP {error.code} {error.reason}") from error
+    except urllib.error.URLError as error:
+        raise SourceError(f"{name}: {error.reason}") from error
+    except (http.client.HTTPException, OSError, ValueError) as error:
+        raise SourceError(f"{name}: {error or type(error).__name__}") from error
+    if total is not None and received.tell() != total:
+        raise SourceError(f"{name} broke off after {received.tell()} of {total} bytes")
+    return received.getvalue()

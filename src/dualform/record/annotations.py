@@ -1,0 +1,113 @@
+"""The user's columns: what `annotate` accepts, and which rows of a layer's call they belong to.
+
+A binding is one call of `annotate`: columns of one batch, of shape (B,), (B, L) or a constant. It knows nothing of files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dualform.errors import AnnotationError
+
+RESERVED = ("pattern", "layer", "step", "micro", "call", "row", "position")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Binding:
+    """One batch's annotations.
+
+    Attributes:
+        columns: each of shape (), (rows,) or (rows, positions).
+        rows: the batch size, or 0 when there are only constants.
+        positions: the length of the second axis, or 0 when no column has one.
+    """
+
+    columns: Mapping[str, npt.NDArray[Any]]
+    rows: int
+    positions: int
+
+    @property
+    def size(self) -> int:
+        """The number of table rows this binding takes at its finest column's resolution."""
+        return max(self.rows, 1) * max(self.positions, 1)
+
+    def fits(self, rows: int, positions: int) -> bool:
+        """Say whether a call of `rows × positions` patterns can take these columns.
+
+        It can when the rows agree and the positions do (columns without positions spread over any), or when the layer
+        saw the batch flattened to `rows · positions` rows.
+        """
+        if self.rows == 0:
+            return True
+        if self.positions == 0:
+            return rows == self.rows
+        flattened = rows == self.rows * self.positions and positions == 1
+        return (rows == self.rows and positions == self.positions) or flattened
+
+    def misfit(self, layer: str, rows: int, positions: int) -> str:
+        """Describe why a call does not fit, naming a column and both lengths."""
+        name, column = max(self.columns.items(), key=lambda item: item[1].ndim)
+        shape = f"{rows} rows" if positions == 1 else f"{rows} rows of {positions} positions"
+        return f"column {name!r} has shape {tuple(column.shape)}, but layer {layer!r} saw {shape}"
+
+    def flat(self) -> dict[str, npt.NDArray[Any]]:
+        """Return every column at the finest resolution, (size,) each."""
+        shape: tuple[int, ...] = (max(self.rows, 1), max(self.positions, 1))
+        return {
+            name: np.broadcast_to(column.reshape(column.shape + (1,) * (2 - column.ndim)), shape).reshape(-1)
+            for name, column in self.columns.items()
+        }
+
+
+def bind(columns: Mapping[str, Any]) -> Binding:
+    """Check the columns of one batch against each other.
+
+    >>> bind({"label": [3, 5], "task": "mnist"}).rows
+    2
+    """
+    if not columns:
+        raise AnnotationError("annotate() needs at least one column, for example annotate(label=labels).")
+    arrays = {name: _as_column(name, value) for name, value in columns.items()}
+    rows = positions = 0
+    of_rows = of_positions = ""
+    for name, array in arrays.items():
+        if array.ndim >= 1:
+            if of_rows and len(array) != rows:
+                raise AnnotationError(
+                    f"Column {name!r} has length {len(array)}, but column {of_rows!r} has length {rows}. "
+                    "All columns of one batch need one entry per row."
+                )
+            rows, of_rows = len(array), name
+        if array.ndim == 2:
+            if of_positions and array.shape[1] != positions:
+                raise AnnotationError(
+                    f"Column {name!r} has {array.shape[1]} positions, but column {of_positions!r} has {positions}."
+                )
+            positions, of_positions = array.shape[1], name
+    return Binding(columns=arrays, rows=rows, positions=positions)
+
+
+def _as_column(name: str, value: Any) -> npt.NDArray[Any]:
+    if name in RESERVED:
+        raise AnnotationError(f"{name!r} is a column that every pattern has already. Choose another name.")
+    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    if array.ndim > 2:
+        raise AnnotationError(
+            f"Column {name!r} has shape {tuple(array.shape)}; expected a constant, (rows,) or (rows, positions)."
+        )
+    match array.dtype.kind:
+        case "b" | "U":
+            return array.copy()
+        case "i" | "u":
+            return array.astype(np.int64)
+        case "f":
+            return array.astype(np.float64)
+        case _:
+            raise AnnotationError(
+                f"Column {name!r} holds {array.dtype}; expected strings, integers, floats or booleans "
+                "(all entries of one type)."
+            )

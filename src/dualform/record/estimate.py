@@ -1,0 +1,87 @@
+"""How many bytes a recording will take, from one example batch, before it takes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualform.record.hooks import capture
+from dualform.record.watch import Layers, watch
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of keys and values per layer over a whole run; tables and annotations add a little."""
+
+    steps: int
+    layers: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all layers."""
+        return sum(self.layers.values())
+
+    def __repr__(self) -> str:
+        rows = [(name, size) for name, size in self.layers.items()] + [("total", self.total)]
+        width = max(len(name) for name, _ in rows)
+        return f"Estimate for {self.steps} steps\n" + "\n".join(
+            f"  {name:<{width}}  {size_text(size):>9}" for name, size in rows
+        )
+
+
+def estimate(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    steps: int,
+    layers: Layers = None,
+    dtype: str | None = None,
+) -> Estimate:
+    """Say how many bytes a recording will take, per layer, if every step sees a batch like this one.
+
+    >>> estimate(nn.Linear(3, 2), torch.zeros(10, 3), steps=100).total
+    20000
+    """
+    watched = watch(model, layers)
+    with capture({layer.name: layer for layer in watched}) as captured:
+        forward(model, inputs)
+    sizes = {}
+    for layer in watched:
+        patterns = sum(keys.numel() // layer.d_in for keys in captured[layer.name])
+        width = layer.d_in + (0 if layer.keys_only else layer.d_out)
+        size = layer.parameters["weight"][1].dtype.itemsize * width
+        if dtype == "float16":
+            size = 2 * width + 4 * (1 if layer.keys_only else 2)  # a scale per row beside it
+        sizes[layer.name] = steps * patterns * size
+    return Estimate(steps, sizes)
+
+
+def forward(model: nn.Module, inputs: Any) -> Any:
+    """Run the model once in eval mode without gradients; a tuple is its arguments, a mapping its keywords."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            if isinstance(inputs, Mapping):
+                return model(**inputs)
+            if isinstance(inputs, tuple):
+                return model(*inputs)
+            return model(inputs)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def size_text(size: float) -> str:
+    """Return a number of bytes for people.
+
+    >>> size_text(1_234_567)
+    '1.2 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

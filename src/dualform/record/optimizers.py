@@ -1,0 +1,95 @@
+"""Which facts of an optimizer's step are logged, one registered class per optimizer.
+
+Looked up by exact type: a subclass may do anything (AdamW is an Adam). Nothing here derives coefficients.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.errors import RefusedError
+
+
+class FactLogger(ABC):
+    """Reads the settings that one step applies to one parameter."""
+
+    @abstractmethod
+    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float | bool]:
+        """Return the settings, before the step."""
+
+    @abstractmethod
+    def buffer(self, state: Mapping[str, Any]) -> Tensor | None:
+        """Return the momentum buffer, where there is one."""
+
+    @abstractmethod
+    def check_skipped(self, settings: Mapping[str, float | bool], parameter: str) -> None:
+        """Raise where a fused step that a gradient scaler skips would leave a broken state behind."""
+
+
+L = TypeVar("L", bound=FactLogger)
+_LOGGERS: dict[type[Optimizer], FactLogger] = {}
+
+
+def logs(optimizer_type: type[Optimizer]) -> Callable[[type[L]], type[L]]:
+    """Register a logger for an optimizer type."""
+
+    def register(logger: type[L]) -> type[L]:
+        _LOGGERS[optimizer_type] = logger()
+        return logger
+
+    return register
+
+
+def supported() -> tuple[str, ...]:
+    """Return the names of the optimizers whose steps can be recorded exactly."""
+    return tuple(sorted(optimizer_type.__name__ for optimizer_type in _LOGGERS))
+
+
+def find_logger(optimizer: Optimizer) -> FactLogger | None:
+    """Return the logger for an optimizer's exact type, or nothing."""
+    return _LOGGERS.get(type(optimizer))
+
+
+def require_logger(optimizer: Optimizer) -> FactLogger:
+    """Return the logger for an optimizer's exact type, or refuse by name."""
+    logger = find_logger(optimizer)
+    if logger is None:
+        raise RefusedError(
+            f"{type(optimizer).__name__} is not an optimizer whose coefficients are known; supported: "
+            f'{", ".join(supported())}. Record keys only (layers={{"*": "keys"}}) to have attention without '
+            "reconstruction."
+        )
+    return logger
+
+
+@logs(torch.optim.SGD)
+class SGD(FactLogger):
+    """torch.optim.SGD in every setting."""
+
+    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float | bool]:
+        """Return lr, momentum, dampening, weight_decay, nesterov, maximize, and whether a buffer exists."""
+        return {
+            "lr": float(group["lr"]),
+            "momentum": float(group["momentum"]),
+            "dampening": float(group["dampening"]),
+            "weight_decay": float(group["weight_decay"]),
+            "nesterov": bool(group["nesterov"]),
+            "maximize": bool(group["maximize"]),
+            "buffer": self.buffer(state) is not None,
+        }
+
+    def buffer(self, state: Mapping[str, Any]) -> Tensor | None:
+        """Return the momentum buffer."""
+        return state.get("momentum_buffer")
+
+    def check_skipped(self, settings: Mapping[str, float | bool], parameter: str) -> None:
+        """Fused SGD creates its buffer even in a skipped step, and leaves it uninitialised."""
+        if settings["momentum"] != 0.0 and not settings["buffer"]:
+            raise RefusedError(
+                f"The gradient scaler skips the first step of fused SGD with momentum; torch leaves the momentum buffer "
+                f"of {parameter!r} uninitialised then. Use foreach=True, or a smaller initial scale."
+            )

@@ -1,0 +1,410 @@
+"""The recorder: a context manager that turns a training loop's hooks into step records.
+
+It decides which patterns exist (accumulated, then stepped), measures what happened to gradients in between, refuses what
+the identity does not cover, and hands each finished step to its sink. It stores nothing and derives nothing.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from dualform.errors import AnnotationError, CoverageError, DualformError, RefusedError
+from dualform.record.annotations import Binding, bind
+from dualform.record.estimate import Estimate, estimate
+from dualform.record.hooks import Arrival, Hooks
+from dualform.record.optimizers import FactLogger, find_logger, require_logger
+from dualform.record.probes import Accumulation, Trail, predict_bias, predict_weight, projection, resolve
+from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord
+from dualform.record.watch import Layers, Watched, covered, uncovered, watch
+
+OnFailure = Literal["raise", "detach"]
+SAMPLE = 256  # elements of each parameter that fingerprint a step
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Accumulated since the last step: patterns by graph task, and a trail of probes per parameter."""
+
+    tasks: list[int] = field(default_factory=list)  # index = micro
+    arrivals: dict[int, list[Arrival]] = field(default_factory=dict)  # micro -> patterns
+    trails: dict[str, Trail] = field(default_factory=dict)  # parameter -> probes
+
+    def micro(self, task: int) -> int:
+        """Return which backward of the step this graph task is."""
+        if task not in self.tasks:
+            self.tasks.append(task)
+        return self.tasks.index(task)
+
+
+class Recorder:
+    """Record one model's training while the context lasts. Made by `dualform.record`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sink: Sink,
+        *,
+        layers: Layers = None,
+        strict: bool = False,
+        batch_axis: int = 0,
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._sink = sink
+        self._on_failure = on_failure
+        self._batch_axis = batch_axis
+        self._layers = watch(model, layers)
+        self._parameters = covered(self._layers)
+        keys_only = all(layer.keys_only for layer in self._layers)
+        self._logger: FactLogger | None = find_logger(optimizer) if keys_only else require_logger(optimizer)
+        self._exact = {name for layer in self._layers if not layer.keys_only for name, _ in layer.parameters.values()}
+        self._uncovered = {name: p.numel() for name, p in uncovered(model, [optimizer], self._layers).items()}
+        self._report_uncovered(strict=strict)
+
+        self._hooks = Hooks(self._layers, self)
+        self._handles: list[RemovableHandle] = []
+        self._pending = _Pending()
+        self._in_flight: StepRecord | None = None
+        self._binding: Binding | None = None
+        self._spent: set[int] = set()  # ids of bindings whose backward has been
+        self._graph_of: str | None = None  # a layer whose backward built a graph of itself
+        self._columns: dict[str, Tensor] = {}
+        self._warned: set[str] = set()
+        self._step = 0
+        self._state: Literal["new", "recording", "closed"] = "new"
+
+    @property
+    def step(self) -> int:
+        """The number of steps recorded so far, those of a resumed run included."""
+        return self._step
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the recorded layers."""
+        return tuple(layer.name for layer in self._layers)
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise RuntimeError("This recorder was used already. Call dualform.record again for another recording.")
+        parameters = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
+        self._step = self._sink.open(
+            Start(
+                layers={layer.name: _describe(layer) for layer in self._layers},
+                parameters=parameters,
+                buffers=self._buffers(),
+                optimizers=(type(self._optimizer).__name__,),
+                uncovered=self._uncovered,
+                batch_axis=self._batch_axis,
+            )
+        )
+        self._state = "recording"
+        self._hooks.attach()
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._state != "recording":
+            return
+        self._detach()
+        try:
+            self._sink.close({name: parameter.detach().cpu() for name, parameter in self._parameters.items()})
+        except DualformError as failure:
+            if error is None and self._on_failure == "raise":
+                raise
+            warnings.warn(f"The recording could not be closed properly: {failure}", stacklevel=2)
+
+    def annotate(self, **columns: Any) -> None:
+        """Attach columns to the patterns of the next forward pass.
+
+        Each column is a constant, one entry per row (B,), or one per row and position (B, L), of strings, integers,
+        floats or booleans. The annotation binds to the next forward and ends with its backward.
+        """
+        self._binding = bind(columns)
+        self._spent.clear()
+
+    def flush(self) -> None:
+        """Publish everything recorded so far, and return when it is on disk."""
+        if self._state == "recording":
+            self._guard(lambda: self._sink.flush(self._snapshot))
+
+    def estimate(self, inputs: Any, *, steps: int) -> Estimate:
+        """Say how many bytes the run will take, per layer, if every step sees a batch like this one."""
+        return estimate(self._model, inputs, steps=steps, layers={
+            layer.name: "keys" if layer.keys_only else "keys+values" for layer in self._layers
+        }, dtype=getattr(self._sink, "dtype", None))  # fmt: skip
+
+    # What the hooks report ---------------------------------------------------------------------------------------------
+
+    def binding_for_forward(self) -> Binding | None:
+        """Return the annotations that a forward call starting now takes."""
+        if self._binding is not None and id(self._binding) in self._spent:
+            self._binding = None
+        return self._binding
+
+    def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
+        """Take a probe of the gradient that is there already."""
+        self._trail(name).waiting = self._probe(name, parameter)
+
+    def after_accumulation(
+        self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]
+    ) -> None:
+        """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
+        if task not in self._pending.tasks and self._all_cleared(name):
+            self._pending = _Pending(trails={name: Trail()})  # nothing of what was pending can reach a step any more
+        micro = self._pending.micro(task)
+        patterns = self._pending.arrivals.setdefault(micro, [])
+        known = {id(arrival) for arrival in patterns}
+        for arrival in arrivals:
+            if id(arrival) not in known:
+                patterns.append(arrival)
+            if arrival.call.binding is not None:
+                self._spent.add(id(arrival.call.binding))
+        after = self._probe(name, parameter)
+        assert after is not None, "a gradient was just accumulated"
+        values = [arrival.values for arrival in arrivals if arrival.values is not None]
+        if parameter.dim() == 1:
+            predicted, magnitude = predict_bias(values, after)
+        else:
+            keys = [arrival.keys for arrival in arrivals if arrival.keys is not None]
+            predicted, magnitude = predict_weight(values, keys, self._projection(name, parameter), after)
+        trail = self._trail(name)
+        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, magnitude))
+        trail.waiting = None
+
+    def create_graph_seen(self, layer: str) -> None:
+        """Remember that a backward built a graph of itself; its gradients are not what they seem."""
+        self._graph_of = layer
+
+    # The optimizer's step ----------------------------------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._prepare(optimizer)
+            return None
+
+        def measured_closure() -> Any:
+            result = closure()
+            self._prepare(optimizer)  # the gradients exist only now
+            return result
+
+        if len(args) > 1:
+            return (args[0], measured_closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": measured_closure}
+
+    @torch.no_grad()
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Resolve everything that is pending into the record of the step that is about to happen."""
+        self._in_flight = None
+        with self._guarding():
+            scale, skipped = _scaler(optimizer)
+            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+            facts = []
+            for name, parameter in self._parameters.items():
+                group = groups.get(id(parameter))
+                if group is None:
+                    continue
+                facts.append(self._facts(name, parameter, group, scale=scale, skipped=skipped))
+            if self._graph_of is not None and self._exact:
+                layer, self._graph_of = self._graph_of, None
+                raise RefusedError(
+                    f"A backward through layer {layer!r} was run with create_graph=True; gradients of gradients are not "
+                    "sums over patterns. Record without it, or record keys only."
+                )
+            calls = self._calls(facts) if not skipped else []
+            self._in_flight = StepRecord(self._step, calls, facts, {}, self._snapshot)
+
+    def _facts(
+        self, name: str, parameter: nn.Parameter, group: Mapping[str, Any], *, scale: float, skipped: bool
+    ) -> ParameterFacts:
+        state = self._optimizer.state.get(parameter, {})
+        settings = self._logger.settings(group, state) if self._logger else {"lr": float(group.get("lr", "nan"))}
+        updated = parameter.grad is not None and not skipped
+        optimizer = type(self._optimizer).__name__
+        trail = self._pending.trails.get(name, Trail())
+        if skipped:
+            if self._logger:
+                self._logger.check_skipped(settings, name)
+            return ParameterFacts(name, optimizer, updated, settings, [])
+        resolution = resolve(trail, self._probe(name, parameter))
+        if resolution.objection is not None and name in self._exact:
+            raise RefusedError(
+                f"Parameter {name!r} cannot be recorded exactly: {resolution.objection}. "
+                f'Remove it, or record the layer\'s keys only (layers={{...: "keys"}}).'
+            )
+        micros = len(self._pending.tasks)
+        factors = [resolution.factors.get(micro, 0.0) / scale for micro in range(micros)]
+        return ParameterFacts(name, optimizer, updated, settings, factors)
+
+    def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
+        """Return the calls whose gradient reaches the step through at least one parameter."""
+        factors = {fact.parameter: fact.factors for fact in facts if fact.updated}
+        calls: list[CallRecord] = []
+        fitted: dict[int, bool] = {}
+        misfits: list[tuple[Binding, str, str]] = []
+        for micro, arrivals in sorted(self._pending.arrivals.items()):
+            numbers: dict[str, int] = {}
+            for arrival in sorted(arrivals, key=lambda arrival: arrival.call.number):
+                layer, binding = arrival.call.layer, arrival.call.binding
+                if not any(name in factors and factors[name][micro] != 0.0 for name, _ in layer.parameters.values()):
+                    continue
+                assert arrival.keys is not None, "only accumulated arrivals are pending"
+                rows, positions, inner = _address(arrival.call.inputs.shape[:-1], self._batch_axis)
+                if binding is not None:
+                    fits = binding.fits(rows, positions)
+                    fitted[id(binding)] = fitted.get(id(binding), False) or fits
+                    if not fits:
+                        misfits.append((binding, layer.name, binding.misfit(layer.name, rows, positions)))
+                        binding = None
+                number = numbers[layer.name] = numbers.get(layer.name, -1) + 1
+                values = None if layer.keys_only else arrival.values
+                keys = arrival.keys.cpu()
+                values = None if values is None else values.cpu()
+                calls.append(CallRecord(layer.name, micro, number, rows, positions, inner, keys, values, binding))
+        for binding, layer_name, text in misfits:
+            if not fitted[id(binding)]:
+                for arrivals in self._pending.arrivals.values():
+                    for arrival in arrivals:
+                        if arrival.call.binding is binding:
+                            arrival.call.binding = None  # a second attempt at this step goes through without it
+                raise AnnotationError(f"The annotation fits no recorded layer: {text}. Annotate one entry per row.")
+            if layer_name not in self._warned:
+                self._warned.add(layer_name)
+                warnings.warn(f"Patterns get no annotations: {text}.", stacklevel=3)
+        return calls
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        record, self._in_flight = self._in_flight, None
+        self._pending = _Pending()
+        if record is None or self._state != "recording":
+            return
+        samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
+        record = StepRecord(record.step, record.calls, record.facts, samples, record.snapshot)
+        self._guard(lambda: self._sink.write(record))
+        self._step += 1
+
+    # Small things ------------------------------------------------------------------------------------------------------
+
+    def _probe(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.dim() == 1:
+            return gradient.detach().clone()
+        return gradient.detach() @ self._projection(name, parameter)
+
+    def _projection(self, name: str, parameter: nn.Parameter) -> Tensor:
+        columns = self._columns.get(name)
+        if columns is None or columns.device != parameter.device:
+            columns = projection(parameter.shape[1], dtype=parameter.dtype, device=parameter.device)
+            self._columns[name] = columns
+        return columns
+
+    def _trail(self, name: str) -> Trail:
+        return self._pending.trails.setdefault(name, Trail())
+
+    def _all_cleared(self, accumulating: str) -> bool:
+        """Say whether every gradient that is pending was cleared without a step."""
+        for name, trail in self._pending.trails.items():
+            gradient = trail.waiting if name == accumulating else self._parameters[name].grad
+            if gradient is not None and bool(gradient.any()):
+                return False
+        return True
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        if self._logger is None:
+            return {}
+        buffers = {}
+        for name, parameter in self._parameters.items():
+            buffer = self._logger.buffer(self._optimizer.state.get(parameter, {}))
+            if buffer is not None:
+                buffers[name] = buffer.detach().cpu().clone()
+        return buffers
+
+    def _detach(self) -> None:
+        self._state = "closed"
+        self._hooks.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._pending = _Pending()
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        with self._guarding():
+            action()
+
+    @contextlib.contextmanager
+    def _guarding(self) -> Iterator[None]:
+        """Let failures out, or with on_failure="detach" stop recording and let training go on."""
+        try:
+            yield
+        except DualformError as error:
+            if self._on_failure == "raise" or isinstance(error, AnnotationError):
+                raise
+            self._detach()
+            with contextlib.suppress(DualformError):
+                self._sink.abandon()
+            warnings.warn(
+                f"Recording stopped at step {self._step} and training goes on without it: {error}", stacklevel=4
+            )
+
+    def _report_uncovered(self, *, strict: bool) -> None:
+        if not self._uncovered:
+            return
+        names = list(self._uncovered)
+        shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        total = sum(self._uncovered.values())
+        whole = total + sum(parameter.numel() for parameter in self._parameters.values())
+        text = f"{len(names)} trained parameters ({total / whole:.1%} of the elements) are not recorded: {shown}."
+        if strict:
+            raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True.")
+        warnings.warn(f"{text} What they learn stays in the model but is no part of the memory.", stacklevel=4)
+
+
+def sample(parameter: Tensor) -> Tensor:
+    """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // SAMPLE)].cpu().clone()
+
+
+def _describe(layer: Watched) -> LayerStart:
+    roles = {role: name for role, (name, _) in layer.parameters.items()}
+    return LayerStart(layer.kind.name, layer.d_in, layer.d_out, roles, layer.keys_only)
+
+
+def _address(leading: Sequence[int], batch_axis: int) -> tuple[int, int, int]:
+    """Return (rows, positions, inner) of an input's leading axes, (outer, rows, inner) around the batch axis."""
+    if not leading:
+        return 1, 1, 1
+    axis = min(batch_axis, len(leading) - 1)
+    size = torch.Size(leading)
+    inner = size[axis + 1 :].numel()
+    return leading[axis], size[:axis].numel() * inner, inner
+
+
+def _scaler(optimizer: Optimizer) -> tuple[float, bool]:
+    """Return what a fused step still divides gradients by, and whether a gradient scaler makes it skip."""
+    scale = getattr(optimizer, "grad_scale", None)
+    found_inf = getattr(optimizer, "found_inf", None)
+    return (1.0 if scale is None else float(scale)), (found_inf is not None and bool(found_inf))

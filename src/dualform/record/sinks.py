@@ -1,0 +1,105 @@
+"""What the recorder hands on, and the protocol of whoever takes it.
+
+The disk writer (`dualform.store.writer`) is one sink. A sink sees only steps that happened, in order, detached and copied.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dualform.record.annotations import Binding
+from dualform.record.layers import Role
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStart:
+    """A watched layer as it is described to a sink."""
+
+    kind: str
+    d_in: int
+    d_out: int
+    parameters: Mapping[Role, str]
+    keys_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a recording starts from."""
+
+    layers: Mapping[str, LayerStart]
+    parameters: Mapping[str, Tensor]  # covered parameters as they are now
+    buffers: Mapping[str, Tensor]  # momentum buffers that are warm already, by parameter
+    optimizers: tuple[str, ...]
+    uncovered: Mapping[str, int]
+    batch_axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """The patterns of one call of a layer in one backward.
+
+    The leading axes of the input are (outer, rows, inner) with the batch axis in the middle; positions = outer × inner.
+    """
+
+    layer: str
+    micro: int
+    call: int
+    rows: int
+    positions: int
+    inner: int
+    keys: Tensor  # (rows × positions, d_in)
+    values: Tensor | None  # (rows × positions, d_out)
+    binding: Binding | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values in memory."""
+        return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """What one step did to one parameter."""
+
+    parameter: str
+    optimizer: str
+    updated: bool
+    settings: Mapping[str, Any]
+    factors: Sequence[float]  # per micro, what the gradient was multiplied with between backward and step
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step: its patterns, its facts, and a sample of each parameter after it."""
+
+    step: int
+    calls: Sequence[CallRecord]
+    facts: Sequence[ParameterFacts]
+    samples: Mapping[str, Tensor]
+    snapshot: Callable[[], dict[str, Tensor]]  # copies of all covered parameters, valid until the next step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values in memory."""
+        return sum(call.nbytes for call in self.calls)
+
+
+class Sink(Protocol):
+    """Takes the records of a run."""
+
+    def open(self, start: Start) -> int:
+        """Begin, and return the number of the first step to come."""
+
+    def write(self, record: StepRecord) -> None:
+        """Take a step. May wait; raises `StoreError` when an earlier step could not be kept."""
+
+    def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
+        """Publish everything taken so far before returning."""
+
+    def close(self, final: Mapping[str, Tensor]) -> None:
+        """Publish everything, and the parameters as they are at the end."""
+
+    def abandon(self) -> None:
+        """Stop at once, keeping what is published already."""

@@ -1,0 +1,137 @@
+"""Which layers of a model are watched, and which of its parameters that leaves uncovered.
+
+Reads the model only; hooks are attached elsewhere.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.errors import RefusedError, UnknownLayerError
+from dualform.record.layers import LayerKind, Role, find_kind, kinds
+
+What = Literal["keys+values", "keys"]
+Layers = str | Sequence[str] | Mapping[str, What] | None
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watched:
+    """A layer that is recorded."""
+
+    name: str
+    module: nn.Module
+    kind: LayerKind
+    keys_only: bool
+    parameters: Mapping[Role, tuple[str, nn.Parameter]]  # role -> (name in the model, parameter)
+    d_in: int
+    d_out: int
+
+
+def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
+    """Choose the layers to record.
+
+    Args:
+        model: the model to look through.
+        layers: nothing for every supported layer; a name or pattern (`"encoder.*"`) or several; or a mapping from names
+            or patterns to `"keys+values"` or `"keys"`, of which the first that matches decides.
+    """
+    if type(model).__name__ in _WRAPPERS:
+        raise RefusedError(
+            f"{type(model).__name__} is not supported: several processes or replicas would each see a part of the "
+            "patterns. Record the plain module on one process."
+        )
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    inside_attention = {
+        id(child) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.modules()
+    }
+    candidates = {
+        plain_name(name): (module, kind)
+        for name, module in model.named_modules()
+        # MultiheadAttention never calls its projections as modules, so hooks on them would see nothing.
+        if id(module) not in inside_attention and (kind := find_kind(module)) is not None
+    }
+    if not candidates:
+        raise UnknownLayerError(
+            f"{type(model).__name__} holds no layer that can be recorded; supported kinds: {', '.join(kinds())}."
+        )
+    chosen = _choose(candidates, layers)
+    watched = []
+    for name, what in chosen.items():
+        module, kind = candidates[name]
+        parameters: dict[Role, tuple[str, nn.Parameter]] = {
+            role: (names[id(parameter)], parameter)
+            for attribute, role in kind.roles(module).items()
+            if (parameter := getattr(module, attribute)) is not None
+        }
+        low = [entry for entry, parameter in parameters.values() if parameter.dtype not in _EXACT]
+        if low and what != "keys":
+            dtype = parameters["weight"][1].dtype
+            raise RefusedError(
+                f"Layer {name!r} has parameters of dtype {dtype}, whose own rounding is larger than their updates; exact "
+                f"are float32 and float64. Train master weights in float32, or record this layer's keys only "
+                f'(layers={{{name!r}: "keys"}}).'
+            )
+        d_in, d_out = kind.widths(module)
+        watched.append(Watched(name, module, kind, what == "keys", parameters, d_in, d_out))
+    return tuple(watched)
+
+
+_EXACT = (torch.float32, torch.float64)
+
+
+def _choose(candidates: Iterable[str], layers: Layers) -> dict[str, What]:
+    everything: dict[str, What] = {"*": "keys+values"}
+    if layers is None:
+        wanted: Mapping[str, What] = everything
+    elif isinstance(layers, str):
+        wanted = {layers: "keys+values"}
+    elif isinstance(layers, Mapping):
+        wanted = layers
+    else:
+        wanted = dict.fromkeys(layers, "keys+values")
+    names = list(candidates)
+    for pattern, what in wanted.items():
+        if what not in get_args(What):
+            raise UnknownLayerError(f"Layer {pattern!r} is to store {what!r}; expected one of {get_args(What)}.")
+        if not any(pattern == name or fnmatchcase(name, pattern) for name in names):
+            raise UnknownLayerError(
+                f"{pattern!r} matches no layer that can be recorded. There are: {', '.join(map(repr, names))} "
+                f"(supported kinds: {', '.join(kinds())})."
+            )
+    chosen: dict[str, What] = {}
+    for name in names:
+        for pattern, what in wanted.items():
+            if pattern == name or fnmatchcase(name, pattern):
+                chosen[name] = what
+                break
+    return chosen
+
+
+def covered(watched: Iterable[Watched]) -> dict[str, nn.Parameter]:
+    """Return the parameters that the watched layers cover, by name, each once."""
+    return {name: parameter for layer in watched for name, parameter in layer.parameters.values()}
+
+
+def uncovered(model: nn.Module, optimizers: Iterable[Optimizer], watched: Iterable[Watched]) -> dict[str, Tensor]:
+    """Return the trained parameters that no watched layer covers, by name."""
+    seen = {id(parameter) for parameter in covered(watched).values()}
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    missing: dict[str, Tensor] = {}
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                if id(parameter) not in seen and parameter.requires_grad:
+                    missing[names.get(id(parameter), f"<optimizer {i}, group {j}, parameter {k}>")] = parameter
+    return missing
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or parameter's name without what torch.compile puts in front."""
+    return name.replace("_orig_mod.", "")

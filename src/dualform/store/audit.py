@@ -1,0 +1,140 @@
+"""Proof on every run: are the files what was published, and do they rebuild the weights?
+
+A parameter passes when `‖rebuilt − live‖ <= tolerance · ‖change‖ + 4 · eps · sqrt(S) · ‖live‖`: the first term is the
+rounding of the patterns' products, the second that of S additions to the live weight itself, which dominates where the
+change is tiny.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.errors import CorruptError
+from dualform.record.estimate import size_text
+from dualform.store.format import checksum
+from dualform.store.reader import Run
+from dualform.store.rebuild import tensors
+
+TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+"""What may be lost relative to the change, by the dtype that the patterns are stored in."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCheck:
+    """How well one parameter is rebuilt."""
+
+    parameter: str
+    error: float  # ‖rebuilt − live‖
+    change: float  # ‖live − initial‖
+    bound: float
+
+    @property
+    def relative(self) -> float:
+        """The error relative to the change (0 where nothing changed and nothing is wrong)."""
+        return self.error / self.change if self.change else (math.inf if self.error else 0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the bound."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCheck:
+    """What is stored of one layer, and how well its parameters are rebuilt (nothing to rebuild for keys only)."""
+
+    layer: str
+    patterns: int
+    bytes: int
+    parameters: tuple[ParameterCheck, ...]
+
+    @property
+    def error(self) -> float | None:
+        """The largest relative error of its parameters; nothing for keys only."""
+        return max((check.relative for check in self.parameters), default=None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every parameter passed."""
+        return all(check.passed for check in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The outcome of `Memory.verify`: files whole, weights rebuilt or not."""
+
+    step: int
+    files: int
+    layers: tuple[LayerCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every layer passed."""
+        return all(layer.passed for layer in self.layers)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __repr__(self) -> str:
+        width = max([len(layer.layer) for layer in self.layers] + [5])
+        lines = [f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}  result"]
+        for layer in self.layers:
+            error = "keys only" if layer.error is None else f"{layer.error:.1e}"
+            result = "passed" if layer.passed else "FAILED"
+            row = f"{layer.layer:<{width}}  {layer.patterns:>10,}  {size_text(layer.bytes):>9}  {error:>14}  {result}"
+            lines.append(row)
+        verdict = "passed" if self.passed else "FAILED"
+        return "\n".join([*lines, f"after {self.step} steps, {self.files} files: {verdict}"])
+
+
+def check_files(run: Run) -> int:
+    """Compare every listed file with its checksum; return how many there are."""
+    listed = run.files()
+    for name, entry in listed.items():
+        found = checksum(run.folder / name)
+        if found != entry.xxh3:
+            raise CorruptError(
+                f"{run.folder / name} has checksum {found}, but {entry.xxh3} was published: its content was changed. "
+                "Restore it from a copy of the run."
+            )
+    return len(listed)
+
+
+def compare(
+    run: Run, rebuilt: Mapping[str, Tensor], live: Mapping[str, Tensor], *, horizon: int
+) -> dict[str, ParameterCheck]:
+    """Compare rebuilt parameters with live ones, by the bound above."""
+    checks = {}
+    stored = {p: entry.dtype for entry in run.manifest.layers.values() for p in entry.parameters.values()}
+    for name, expected in rebuilt.items():
+        tensor = live[name].detach().cpu()
+        now = tensor.double()
+        change = float((now - run.initial[name].double()).norm())
+        eps = torch.finfo(tensor.dtype).eps / 2
+        tolerance = TOLERANCE[stored[name]] if stored[name] == "float16" else TOLERANCE[str(tensor.dtype)[6:]]
+        bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm())
+        checks[name] = ParameterCheck(name, float((expected - now).norm()), change, bound)
+    return checks
+
+
+def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verification:
+    """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
+    files = check_files(run)
+    checks = compare(run, tensors(run, horizon=horizon), live, horizon=horizon)
+    layers = []
+    for name, entry in run.manifest.layers.items():
+        mine = tuple(checks[p] for p in entry.parameters.values() if p in checks)
+        layers.append(LayerCheck(name, run.count(name), stored_bytes(run, name), mine))
+    return Verification(horizon, files, tuple(layers))
+
+
+def stored_bytes(run: Run, layer: str) -> int:
+    """Return the bytes of a layer's keys and values on disk."""
+    entry = run.layer(layer)
+    itemsize = getattr(torch, entry.dtype).itemsize
+    width = entry.d_in + (0 if entry.store == "keys" else entry.d_out)
+    scales = (4 if entry.dtype == "float16" else 0) * (1 if entry.store == "keys" else 2)
+    return run.count(layer) * (itemsize * width + scales)

@@ -1,0 +1,233 @@
+"""The run folder: names, the manifest, and how a file is published.
+
+docs/format.md describes the folder for people. Here are the same facts for the writer and the reader: dataclasses of
+the manifest, the names of files, and the write-fsync-rename that makes a file appear whole or not at all.
+"""
+
+import dataclasses
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from dualform.errors import FormatError, RunNotFoundError
+
+FORMAT = "dualform"
+VERSION = 1
+MANIFEST = "manifest.json"
+INITIAL = "initial.safetensors"
+FINAL = "final.safetensors"
+TESTS = "media/tests.safetensors"
+PARTIAL = ".partial-"
+LOCK = ".lock"
+BUFFER = "momentum_buffer:"  # prefix of a warm momentum buffer in initial.safetensors
+
+Stored = Literal["keys+values", "keys"]
+
+
+def shard_files(index: int) -> dict[str, str]:
+    """Return the relative path of each file of a shard, by what it holds."""
+    return {
+        "patterns": f"shards/{index:06d}.safetensors",
+        "calls": f"calls/{index:06d}.parquet",
+        "annotations": f"annotations/{index:06d}.parquet",
+        "steps": f"steps/{index:06d}.parquet",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A published file: its size and its xxh3 checksum."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEntry:
+    """A recorded layer: what it is and what is stored of it."""
+
+    kind: str
+    d_in: int
+    d_out: int
+    parameters: dict[str, str]  # role -> parameter name
+    store: Stored
+    dtype: str  # of the stored keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterEntry:
+    """A covered parameter."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """A published range of steps, `start <= step < stop`.
+
+    A resumed run may lower `stop`: patterns from there on are still in the file but no longer part of the memory.
+    """
+
+    index: int
+    start: int
+    stop: int
+    files: dict[str, FileEntry]
+    key_range: dict[str, tuple[float, float]]  # layer -> (least, greatest) key element
+    parameters: dict[str, str]  # parameter -> xxh3 of its bytes after the last step
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that the run folder promises."""
+
+    layers: dict[str, LayerEntry]
+    parameters: dict[str, ParameterEntry]
+    optimizers: tuple[str, ...]
+    uncovered: dict[str, int]  # trained parameters that no layer covers -> number of elements
+    batch_axis: int = 0
+    created: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    closed: bool = False
+    columns: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    shards: tuple[ShardEntry, ...] = ()
+    factory: str | None = None
+    factory_arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """The number of published steps."""
+        return self.shards[-1].stop if self.shards else 0
+
+    def to_json(self) -> str:
+        """Return the manifest as it stands in the folder."""
+        head = {"format": FORMAT, "version": VERSION, "steps": self.steps}
+        return json.dumps(head | dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, path: Path) -> "Manifest":
+        """Read a manifest, refusing other formats and newer versions."""
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise FormatError(f"{path} is not JSON ({error}). Restore it from a copy of the run.") from error
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise RunNotFoundError(f"{path} does not describe a dualform run. Give the folder of a recorded run.")
+        if raw.get("version") != VERSION:
+            raise FormatError(
+                f"{path} has format version {raw.get('version')!r}; this dualform reads version {VERSION}. "
+                "Install a newer dualform to open it."
+            )
+        try:
+            return cls(
+                layers={name: LayerEntry(**entry) for name, entry in raw["layers"].items()},
+                parameters={
+                    name: ParameterEntry(tuple(entry["shape"]), entry["dtype"])
+                    for name, entry in raw["parameters"].items()
+                },
+                optimizers=tuple(raw["optimizers"]),
+                uncovered=raw["uncovered"],
+                batch_axis=raw["batch_axis"],
+                created=raw["created"],
+                versions=raw["versions"],
+                closed=raw["closed"],
+                columns=raw["columns"],
+                files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
+                shards=tuple(_shard_entry(entry) for entry in raw["shards"]),
+                factory=raw["factory"],
+                factory_arguments=raw["factory_arguments"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{path} lacks or mangles an entry ({error}). Restore it from a copy.") from error
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of a run folder."""
+        path = folder / MANIFEST
+        if not folder.is_dir():
+            raise RunNotFoundError(f"{folder} is not a folder. Give the folder that dualform.record wrote to.")
+        if not path.is_file():
+            raise RunNotFoundError(
+                f"{folder} holds no {MANIFEST}, so it is not a recorded run. "
+                "Give the folder that dualform.record wrote to."
+            )
+        return cls.from_json(path.read_text(), path=path)
+
+    def publish(self, folder: Path) -> None:
+        """Replace the folder's manifest by this one, atomically."""
+        publish(folder / MANIFEST, lambda partial: partial.write_text(self.to_json()))
+
+
+def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
+    return ShardEntry(
+        index=raw["index"],
+        start=raw["start"],
+        stop=raw["stop"],
+        files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
+        key_range={layer: (low, high) for layer, (low, high) in raw["key_range"].items()},
+        parameters=raw["parameters"],
+    )
+
+
+def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
+    """Let `write` fill a partial file beside `path`, fsync it, rename it, fsync the folder; return size and checksum."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}-{path.name}")
+    try:
+        write(partial)
+        with partial.open("rb+") as file:
+            entry = FileEntry(bytes=partial.stat().st_size, xxh3=checksum(partial))
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+    return entry
+
+
+def checksum(path: Path) -> str:
+    """Return the xxh3 checksum of a file, as hexadecimal."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def partial_files(folder: Path) -> Iterator[Path]:
+    """Yield what a killed writer may have left behind."""
+    yield from folder.rglob(f"{PARTIAL}*")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold the folder's writer lock; yields whether it could be had. Released by the system if we are killed."""
+    import fcntl
+
+    path = folder / LOCK
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

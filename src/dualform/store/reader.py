@@ -1,0 +1,229 @@
+"""Read a run folder: its manifest, the patterns of a layer shard by shard, and the tables beside them.
+
+Everything is read where it lies (tensors are memory maps) and when it is asked for. A listed file that is missing or cut
+short is an error at opening; changed bytes are found by `dualform.store.audit`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import safetensors
+from torch import Tensor
+
+from dualform.coefficients import Coefficients, Facts, derive
+from dualform.coefficients.family import Of
+from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
+from dualform.store.encoding import SCALE
+from dualform.store.format import BUFFER, FINAL, INITIAL, LayerEntry, Manifest, ShardEntry, shard_files
+from dualform.store.tables import CALLS, addresses
+
+Columns = dict[str, npt.NDArray[Any]]
+Factors = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Stored rows of one layer in one shard, (n, d), with their scales where they are row-scaled."""
+
+    stored: Tensor
+    scales: Tensor | None
+
+
+class Shard:
+    """One published shard, of which only steps before `stop` belong to the memory."""
+
+    def __init__(self, folder: Path, entry: ShardEntry, batch_axis: int) -> None:
+        self.folder = folder
+        self.entry = entry
+        self._batch_axis = batch_axis
+        self._names = shard_files(entry.index)
+        self._calls: dict[str, Columns] = {}
+
+    def count(self, layer: str) -> int:
+        """Return how many patterns of a layer are here."""
+        calls = self.calls(layer)
+        return int((calls["rows"] * calls["positions"]).sum())
+
+    def calls(self, layer: str) -> Columns:
+        """Return the calls of a layer, as columns."""
+        if layer not in self._calls:
+            table = self._calls_table.filter(pc.field("layer") == layer)
+            columns: Columns = {
+                name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in CALLS.names if name != "layer"
+            }
+            columns["batch_axis"] = np.full(table.num_rows, self._batch_axis)
+            self._calls[layer] = columns
+        return self._calls[layer]
+
+    def addresses(self, layer: str) -> dict[str, npt.NDArray[np.int64]]:
+        """Return each pattern's step, micro, call, row, position, and its row in the annotation table."""
+        return addresses(self.calls(layer))
+
+    def rows(self, layer: str, what: str) -> Rows:
+        """Return the keys or values of a layer, as they are stored."""
+        name = f"{layer}/{what}"
+        count = self.count(layer)
+        with safetensors.safe_open(self.path("patterns"), framework="pt") as file:  # type: ignore[no-untyped-call]
+            names = set(file.keys())
+            if name not in names:
+                raise CorruptError(f"{self.path('patterns')} does not hold {name!r}. Restore the file from a copy.")
+            scales = file.get_tensor(name + SCALE)[:count] if name + SCALE in names else None
+            return Rows(file.get_tensor(name)[:count], scales)
+
+    @cached_property
+    def annotations(self) -> pa.Table:
+        """The user's columns in this shard."""
+        return self._read("annotations")
+
+    @cached_property
+    def steps(self) -> pa.Table:
+        """The optimizer facts in this shard."""
+        return self._kept(self._read("steps"))
+
+    @cached_property
+    def _calls_table(self) -> pa.Table:
+        return self._kept(self._read("calls"))
+
+    def path(self, what: str) -> Path:
+        """Return the path of one of the shard's files."""
+        return self.folder / self._names[what]
+
+    def _kept(self, table: pa.Table) -> pa.Table:
+        return table.filter(pc.field("step") < self.entry.stop)
+
+    def _read(self, what: str) -> pa.Table:
+        try:
+            return pq.read_table(self.path(what))
+        except (OSError, pa.ArrowException) as error:
+            raise CorruptError(f"{self.path(what)} cannot be read: {error}. Restore the file from a copy.") from error
+
+
+class Run:
+    """A run folder, opened for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self._check_sizes()
+        self.shards = tuple(
+            Shard(folder, entry, self.manifest.batch_axis) for entry in self.manifest.shards if entry.stop > entry.start
+        )
+        self._facts: dict[str, tuple[Facts, Factors]] = {}
+
+    @property
+    def steps(self) -> int:
+        """The number of published steps."""
+        return self.manifest.steps
+
+    def layer(self, name: str) -> LayerEntry:
+        """Return a layer's entry, or raise with the names there are."""
+        try:
+            return self.manifest.layers[name]
+        except KeyError:
+            known = ", ".join(map(repr, self.manifest.layers))
+            raise UnknownLayerError(f"Layer {name!r} was not recorded in {self.folder}. There are: {known}.") from None
+
+    def count(self, layer: str) -> int:
+        """Return how many patterns of a layer are stored."""
+        return sum(shard.count(layer) for shard in self.shards)
+
+    def key_range(self, layer: str) -> tuple[float, float]:
+        """Return the least and greatest element over all of a layer's keys; (0, 0) without patterns."""
+        ranges = [s.entry.key_range[layer] for s in self.shards if layer in s.entry.key_range]
+        return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (0.0, 0.0)
+
+    @cached_property
+    def steps_table(self) -> pa.Table:
+        """The optimizer facts of every (step, parameter)."""
+        tables = [shard.steps for shard in self.shards if shard.steps.num_rows]
+        return pa.concat_tables(tables or [pa.table({})], promote_options="permissive")
+
+    def facts(self, parameter: str) -> tuple[Facts, Factors]:
+        """Return a parameter's facts, and its gradient's factor in each step and micro, (S, micros)."""
+        if parameter not in self._facts:
+            table = self.steps_table
+            if table.num_rows:
+                table = table.filter((pc.field("parameter") == parameter) & pc.field("updated"))
+            dtype = self.manifest.parameters[parameter].dtype
+            columns: Columns = {
+                name: np.asarray(table[name])
+                for name in table.column_names
+                if name not in ("parameter", "optimizer", "factors", "fingerprint")
+            }
+            step = columns.pop("step", np.zeros(0)).astype(np.int64)
+            optimizer = table["optimizer"][0].as_py() if table.num_rows else self.manifest.optimizers[0]
+            factors = self._factors(table, step)
+            self._facts[parameter] = (Facts(optimizer, dtype, step, columns), factors)
+        return self._facts[parameter]
+
+    def _factors(self, table: pa.Table, step: npt.NDArray[np.int64]) -> Factors:
+        if not table.num_rows:
+            return np.zeros((self.steps, 1))
+        lists = table["factors"].combine_chunks()
+        lengths = np.asarray(pc.list_value_length(lists).fill_null(0), dtype=np.int64)
+        dense = np.zeros((self.steps, max(int(lengths.max()), 1)))
+        flat = np.asarray(pc.list_flatten(lists), dtype=np.float64)
+        row = np.repeat(step, lengths)
+        column = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        dense[row, column] = flat
+        return dense
+
+    def coefficients(self, parameter: str, horizon: int, of: Of = "parameter") -> tuple[Coefficients, Factors]:
+        """Return a parameter's coefficients after `horizon` steps, and its factor per (step, micro)."""
+        facts, factors = self.facts(parameter)
+        return derive(facts, horizon=horizon, of=of), factors
+
+    def require_values(self, layer: str) -> LayerEntry:
+        """Return a layer's entry if its values are stored, or raise."""
+        entry = self.layer(layer)
+        if entry.store == "keys":
+            raise KeysOnlyError(
+                f"Layer {layer!r} was recorded with its keys only: attention works, but weights, contributions and "
+                'outputs need values. Record it with layers={...: "keys+values"}.'
+            )
+        return entry
+
+    @cached_property
+    def initial(self) -> dict[str, Tensor]:
+        """The parameters at the start."""
+        return {name: tensor for name, tensor in self._tensors(INITIAL).items() if not name.startswith(BUFFER)}
+
+    @cached_property
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """The momentum buffers that were warm at the start."""
+        return {n.removeprefix(BUFFER): t for n, t in self._tensors(INITIAL).items() if n.startswith(BUFFER)}
+
+    @cached_property
+    def final(self) -> dict[str, Tensor] | None:
+        """The parameters when the recording was closed, if it was."""
+        return self._tensors(FINAL) if self.manifest.closed else None
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        with safetensors.safe_open(self.folder / name, framework="pt") as file:  # type: ignore[no-untyped-call]
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+
+    def files(self) -> dict[str, Any]:
+        """Return every listed file with its entry."""
+        listed = dict(self.manifest.files)
+        for shard in self.manifest.shards:
+            listed |= shard.files
+        return listed
+
+    def _check_sizes(self) -> None:
+        for name, entry in self.files().items():
+            path = self.folder / name
+            if not path.is_file():
+                raise CorruptError(f"{path} is listed in the manifest but missing. Restore it from a copy of the run.")
+            size = path.stat().st_size
+            if size != entry.bytes:
+                raise CorruptError(
+                    f"{path} has {size} bytes, but {entry.bytes} were published: it was cut short or changed. "
+                    "Restore it from a copy of the run."
+                )

@@ -1,0 +1,77 @@
+"""`dualform.record`: a recorder over a disk writer."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dualform.record.recorder import OnFailure, Recorder
+from dualform.record.watch import Layers
+from dualform.store.writer import DiskWriter
+
+
+def record(
+    model: nn.Module,
+    optimizer: Optimizer,
+    path: str | os.PathLike[str],
+    *,
+    layers: Layers = None,
+    dtype: Literal["float16"] | None = None,
+    strict: bool = False,
+    batch_axis: int = 0,
+    resume: bool | int = False,
+    on_failure: OnFailure = "raise",
+    steps: int | None = None,
+    shard_bytes: int = 128 << 20,
+    queue_bytes: int = 512 << 20,
+    factory: str | None = None,
+    factory_arguments: Mapping[str, Any] | None = None,
+) -> Recorder:
+    """Record a training run while the returned context lasts.
+
+        with dualform.record(model, optimizer, "runs/mnist") as recorder:
+            for images, labels, ids in loader:
+                recorder.annotate(sample=ids, label=labels)
+                loss = F.cross_entropy(model(images), labels)
+                optimizer.zero_grad(); loss.backward(); optimizer.step()
+
+    The loop is otherwise untouched, and the trained parameters are the same to the bit with and without recording.
+
+    Args:
+        model: the model that is trained.
+        optimizer: its optimizer.
+        path: the run folder to make.
+        layers: nothing for every supported layer; a name or pattern such as `"encoder.*"`, or several; or a mapping from
+            names or patterns to `"keys+values"` or `"keys"` (attention only), of which the first match decides.
+        dtype: store in the dtype that is trained, or in row-scaled `"float16"`.
+        strict: raise, instead of warning, when trained parameters are not covered.
+        batch_axis: which leading axis of an input is the batch: 0 for (B, L, d), 1 for (L, B, d).
+        resume: continue the run in `path` at the step where the model's own checkpoint stands (found from its weights, or
+            given as a number); later patterns are dropped.
+        on_failure: `"raise"` at the next step, or `"detach"`: warn, stop recording and let training go on.
+        steps: the planned number of steps, if known: the first step then checks that the disk holds them all.
+        shard_bytes: how much is collected before it is published.
+        queue_bytes: how much may wait to be written before training has to wait.
+        factory: `"package.module:function"` that makes the model, so that the command line can.
+        factory_arguments: its keyword arguments, of JSON types.
+    """
+    if dtype not in (None, "float16"):
+        raise ValueError(f'dtype is {dtype!r}; expected None (the dtype that is trained) or "float16".')
+    if on_failure not in ("raise", "detach"):
+        raise ValueError(f'on_failure is {on_failure!r}; expected "raise" or "detach".')
+    sink = DiskWriter(
+        Path(path),
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        queue_bytes=queue_bytes,
+        resume=resume,
+        steps=steps,
+        factory=factory,
+        factory_arguments=factory_arguments or {},
+    )
+    return Recorder(
+        model, optimizer, sink, layers=layers, strict=strict, batch_axis=batch_axis, on_failure=on_failure
+    )

@@ -1,0 +1,139 @@
+"""Continue a run from a checkpoint: find the step at which it stands, prove it, and drop what came later.
+
+A step is recognised by the fingerprint that was logged of each parameter, and proven by rebuilding the weights and
+momentum buffers there (or by their full checksum, where a shard ends at that very step).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow.compute as pc
+from torch import Tensor
+
+from dualform.errors import ResumeError
+from dualform.record.recorder import sample
+from dualform.record.sinks import Start
+from dualform.store.audit import compare
+from dualform.store.format import FINAL, Manifest, partial_files, shard_files
+from dualform.store.reader import Run
+from dualform.store.rebuild import tensors
+from dualform.store.tables import fingerprint
+
+
+def resume_at(folder: Path, wanted: Manifest, start: Start, step: int | None) -> Manifest:
+    """Cut the run back to the step where the model stands, and return its manifest from there on.
+
+    Args:
+        folder: the run folder.
+        wanted: what a new run would be described as; it must agree with the run.
+        start: the model and optimizer as they are now.
+        step: where the checkpoint stands, if the user says so; otherwise it is found.
+    """
+    run = Run(folder)
+    _same_shape(run.manifest, wanted)
+    step = _find(run, start.parameters) if step is None else _within(run, step)
+    _prove(run, start, step)
+    manifest = _cut(run.manifest, step)
+    manifest.publish(folder)
+    _sweep(folder, manifest)
+    return manifest
+
+
+def _same_shape(old: Manifest, new: Manifest) -> None:
+    for what in ("layers", "parameters", "optimizers", "batch_axis"):
+        before, now = getattr(old, what), getattr(new, what)
+        if before != now:
+            raise ResumeError(
+                f"The run was recorded with other {what}: {_difference(before, now)}. "
+                "Resume with the same model and options, or record to another folder."
+            )
+
+
+def _difference(before: object, now: object) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in {**before, **now}:
+            if before.get(name) != now.get(name):
+                return f"{name!r} was {before.get(name)}, is {now.get(name)}"
+    return f"was {before}, is {now}"
+
+
+def _find(run: Run, live: Mapping[str, Tensor]) -> int:
+    """Return the one step whose fingerprints are those of the live parameters."""
+    wanted = {name: fingerprint(sample(tensor).numpy()) for name, tensor in live.items()}
+    candidates: set[int] = set()
+    if all(fingerprint(sample(tensor).numpy()) == wanted[name] for name, tensor in run.initial.items()):
+        candidates.add(0)
+    table = run.steps_table
+    if table.num_rows:
+        matching: set[int] | None = None
+        for name, mark in wanted.items():
+            rows = table.filter((pc.field("parameter") == name) & (pc.field("fingerprint") == mark))
+            logged = pc.any(pc.equal(table["parameter"], name)).as_py()
+            if logged:  # a parameter outside the optimizer never moves and says nothing
+                steps = {step + 1 for step in rows["step"].to_pylist()}
+                matching = steps if matching is None else matching & steps
+        candidates |= matching or set()
+    if not candidates:
+        raise ResumeError(
+            f"The model's weights are those of no recorded step (0 to {run.steps}) of {run.folder}. "
+            "Load the checkpoint into the model before recording, or record to another folder."
+        )
+    if len(candidates) > 1:
+        raise ResumeError(
+            f"The model's weights are the same at steps {sorted(candidates)}. Pass the step of the checkpoint: "
+            f"resume={max(candidates)}."
+        )
+    return candidates.pop()
+
+
+def _within(run: Run, step: int) -> int:
+    if not 0 <= step <= run.steps:
+        raise ResumeError(f"Step {step} is outside the recorded run, which has steps 0 to {run.steps}.")
+    return step
+
+
+def _prove(run: Run, start: Start, step: int) -> None:
+    for shard in run.manifest.shards:
+        whole = {name: fingerprint(tensor.numpy()) for name, tensor in start.parameters.items()}
+        if shard.stop == step and shard.parameters == whole:
+            break
+    else:
+        checks = compare(run, tensors(run, horizon=step), start.parameters, horizon=step)
+        wrong = [check for check in checks.values() if not check.passed]
+        if wrong:
+            raise ResumeError(
+                f"The model's weights are not those of step {step}: {wrong[0].parameter!r} differs by "
+                f"{wrong[0].error:.1e} (at most {wrong[0].bound:.1e} is rounding). Load the checkpoint of that step."
+            )
+    if start.buffers:
+        rebuilt = tensors(run, horizon=step, of="buffer")
+        for name in rebuilt.keys() & start.buffers.keys():
+            expected, now = rebuilt[name], start.buffers[name].double()
+            if float((expected - now).norm()) > 2e-3 * max(float(now.norm()), float(expected.norm())):
+                raise ResumeError(
+                    f"The momentum buffer of {name!r} is not that of step {step}. "
+                    "Load the optimizer's checkpoint of that step too, or start it fresh."
+                )
+
+
+def _cut(manifest: Manifest, step: int) -> Manifest:
+    kept = [shard for shard in manifest.shards if shard.start < step]
+    if kept and kept[-1].stop > step:
+        kept[-1] = dataclasses.replace(kept[-1], stop=step, parameters={})
+    files = {name: entry for name, entry in manifest.files.items() if name != FINAL}
+    return dataclasses.replace(manifest, shards=tuple(kept), files=files, closed=False)
+
+
+def _sweep(folder: Path, manifest: Manifest) -> None:
+    """Remove what the manifest does not list: later shards, and what a killed writer left behind."""
+    for path in list(partial_files(folder)):
+        path.unlink(missing_ok=True)
+    listed = set(manifest.files) | {name for shard in manifest.shards for name in shard.files}
+    for kind in shard_files(0).values():
+        for path in (folder / kind).parent.glob("*"):
+            if path.relative_to(folder).as_posix() not in listed:
+                path.unlink()
+    (folder / FINAL).unlink(missing_ok=True)
+    for path in (folder / "cache").glob("*"):
+        path.unlink()

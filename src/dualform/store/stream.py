@@ -1,0 +1,126 @@
+"""A layer's patterns, chunk by chunk: decoded, masked, with their coefficients, in bounded memory.
+
+Every pass over a memory goes through here; what is done with a chunk is up to the caller.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualform.coefficients.family import Of
+from dualform.store.encoding import decode
+from dualform.store.reader import Rows, Run, Shard
+
+CHUNK = 8192
+Keep = Callable[[Shard, str], npt.NDArray[np.bool_] | None]
+"""Which patterns of a shard and layer to keep; nothing for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some patterns of one layer.
+
+    Attributes:
+        patterns: (n,) their numbers in the layer, counted over all shards.
+        keys: (n, d_in)
+        values: (n, d_out), where asked for.
+        weight: (n,) coefficients of the layer's weight, where asked for.
+        bias: (n,) coefficients of its bias, where asked for and there is one.
+    """
+
+    patterns: npt.NDArray[np.int64]
+    keys: Tensor
+    values: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def everything(shard: Shard, layer: str) -> None:
+    """Keep every pattern."""
+
+
+def stream(
+    run: Run,
+    layer: str,
+    *,
+    horizon: int,
+    keep: Keep = everything,
+    values: bool = False,
+    of: Of = "parameter",
+    size: int = CHUNK,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Iterator[Chunk]:
+    """Yield a layer's patterns of the first `horizon` steps in order.
+
+    Args:
+        run: the run to read.
+        layer: the layer's name.
+        horizon: patterns of later steps are left out, and coefficients are those after this many steps.
+        keep: which patterns to yield.
+        values: whether to give values and coefficients too.
+        of: coefficients of the parameter, or of its momentum buffer.
+        size: patterns per chunk at most.
+        device: where chunks are put.
+        dtype: what chunks are computed in; by default float64 where that is stored, else float32.
+    """
+    entry = run.require_values(layer) if values else run.layer(layer)
+    coefficients = {
+        role: run.coefficients(parameter, horizon, of) for role, parameter in entry.parameters.items() if values
+    }
+    dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
+    before = 0
+    for shard in run.shards:
+        count = shard.count(layer)
+        if shard.entry.start >= horizon:
+            break
+        if count:
+            kept = selected(shard, layer, horizon, keep)
+            keys = shard.rows(layer, "keys")
+            errors = shard.rows(layer, "values") if values else None
+            for start in range(0, len(kept), size):
+                rows = kept[start : start + size]
+                steps = _repeat(shard, layer, rows) if values else None
+                yield Chunk(
+                    patterns=rows + before,
+                    keys=_take(keys, rows, dtype, device),
+                    values=_take(errors, rows, dtype, device) if errors is not None else None,
+                    **{
+                        str(role): torch.from_numpy(found.step[steps[0]] * factors[steps]).to(device, dtype)
+                        for role, (found, factors) in coefficients.items()
+                        if steps is not None
+                    },
+                )
+        before += count
+
+
+def selected(shard: Shard, layer: str, horizon: int, keep: Keep) -> npt.NDArray[np.int64]:
+    """Return the kept patterns' places in a shard, ascending."""
+    calls = shard.calls(layer)
+    within = int((calls["rows"] * calls["positions"])[calls["step"] < horizon].sum())  # calls are in order of steps
+    mask = keep(shard, layer)
+    return np.arange(within) if mask is None else np.flatnonzero(mask[:within])
+
+
+def _repeat(
+    shard: Shard, layer: str, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the step and the micro of each row."""
+    calls = shard.calls(layer)
+    ends = np.cumsum(calls["rows"] * calls["positions"])
+    at = np.searchsorted(ends, rows, side="right")
+    return calls["step"][at], calls["micro"][at]
+
+
+def _take(
+    source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+    index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
+    scales = None if source.scales is None else source.scales[index].to(device)
+    return decode(source.stored[index].to(device), scales, dtype)
+

@@ -1,0 +1,155 @@
+"""The Parquet tables beside the patterns: calls, annotations, steps. Rows in, Arrow tables out, and back.
+
+A pattern has no row of its own. A call's row says how many patterns it has and where they start; a pattern's address
+follows by arithmetic, and so does its place in the annotation table.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from dualform.errors import AnnotationError
+from dualform.record.annotations import Binding
+from dualform.record.sinks import StepRecord
+
+CALLS = pa.schema(
+    [
+        ("layer", pa.string()),
+        ("step", pa.int64()),
+        ("micro", pa.int32()),
+        ("call", pa.int32()),
+        ("rows", pa.int64()),
+        ("positions", pa.int64()),
+        ("inner", pa.int64()),
+        ("offset", pa.int64()),  # of the call's first pattern among the layer's patterns in this shard
+        ("annotation_offset", pa.int64()),  # of its first row in this shard's annotation table; null: none
+        ("annotation_rows", pa.int64()),  # 0: constants only
+        ("annotation_positions", pa.int64()),  # 0: no column has positions
+    ]
+)
+
+
+def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
+    """Return the calls table and the annotations table of a shard."""
+    rows: dict[str, list[Any]] = {name: [] for name in CALLS.names}
+    offsets: dict[str, int] = {}
+    bindings: dict[int, tuple[Binding, int]] = {}  # id -> (binding, its offset)
+    taken = 0
+    for record in records:
+        for call in record.calls:
+            offset: int | None = None
+            if call.binding is not None:
+                if id(call.binding) not in bindings:
+                    bindings[id(call.binding)] = (call.binding, taken)
+                    taken += call.binding.size
+                offset = bindings[id(call.binding)][1]
+            values = (
+                call.layer,
+                record.step,
+                call.micro,
+                call.call,
+                call.rows,
+                call.positions,
+                call.inner,
+                offsets.get(call.layer, 0),
+                offset,
+                call.binding.rows if call.binding else None,
+                call.binding.positions if call.binding else None,
+            )
+            for name, value in zip(CALLS.names, values, strict=True):
+                rows[name].append(value)
+            offsets[call.layer] = offsets.get(call.layer, 0) + call.rows * call.positions
+    annotations = pa.concat_tables(
+        [pa.table(binding.flat()) for binding, _ in bindings.values()] or [pa.table({})],
+        promote_options="permissive",
+    )
+    return pa.table(rows, schema=CALLS), annotations
+
+
+def check_columns(known: dict[str, str], binding: Binding) -> None:
+    """Raise where a column has changed its type since it was first seen; integers may become floats."""
+    for name, column in binding.columns.items():
+        kind = {"b": "bool", "i": "int64", "f": "double", "U": "string"}[column.dtype.kind]
+        before = known.get(name, kind)
+        if before != kind and {before, kind} != {"int64", "double"}:
+            raise AnnotationError(
+                f"Column {name!r} held {before} so far and now holds {kind}. Keep one type, or use another column."
+            )
+        known[name] = "double" if "double" in (before, kind) else kind
+
+
+def steps_table(records: Sequence[StepRecord]) -> pa.Table:
+    """Return the steps table of a shard: a row per (step, parameter)."""
+    rows = [
+        {
+            "step": record.step,
+            "parameter": fact.parameter,
+            "optimizer": fact.optimizer,
+            "updated": fact.updated,
+            **fact.settings,
+            "factors": list(fact.factors),
+            "fingerprint": fingerprint(record.samples[fact.parameter].numpy()),
+        }
+        for record in records
+        for fact in record.facts
+    ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    schema = {"factors": pa.list_(pa.float64()), "fingerprint": pa.string()}
+    return pa.table(
+        {
+            name: pa.array([row.get(name) for row in rows], type=schema.get(name))
+            for name in (names or ["step", "parameter"])
+        }
+    )
+
+
+def fingerprint(elements: npt.NDArray[Any]) -> str:
+    """Return the xxh3 checksum of an array's bytes, as hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(elements).view(np.uint8))
+
+
+def addresses(calls: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.int64]]:
+    """Return each pattern's address, from its layer's calls in one shard.
+
+    Columns: which call row it belongs to (`at`), step, micro, call, row, position, and `annotation`, its row in the
+    shard's annotation table or -1.
+    """
+    sizes = calls["rows"] * calls["positions"]
+    at = np.repeat(np.arange(len(sizes)), sizes)
+    starts = np.cumsum(sizes) - sizes
+    local = np.arange(len(at)) - starts[at]
+    rows, inner = calls["rows"][at], calls["inner"][at]
+    row = (local // np.maximum(inner, 1)) % np.maximum(rows, 1)
+    position = (local // np.maximum(inner * rows, 1)) * inner + local % np.maximum(inner, 1)
+    return {
+        "at": at,
+        "step": calls["step"][at],
+        "micro": calls["micro"][at],
+        "call": calls["call"][at],
+        "row": row,
+        "position": position,
+        "annotation": _annotation_rows(calls, at, row, position),
+    }
+
+
+def _annotation_rows(
+    calls: Mapping[str, npt.NDArray[Any]],
+    at: npt.NDArray[np.int64],
+    row: npt.NDArray[np.int64],
+    position: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    offset = calls["annotation_offset"][at]  # -1 where there is none
+    rows, positions = calls["annotation_rows"][at], calls["annotation_positions"][at]
+    seen_rows = calls["rows"][at]
+    batch_last = calls["batch_axis"][at] > 0
+    local = row * np.maximum(positions, 1) + np.where(positions > 0, position, 0)
+    # A layer that saw the batch flattened to (B · L) rows: its row number runs over both axes.
+    flattened = (positions > 0) & (seen_rows == rows * positions) & (seen_rows != rows)
+    in_order = np.where(batch_last, (row % np.maximum(rows, 1)) * positions + row // np.maximum(rows, 1), row)
+    local = np.where(flattened, in_order, local)
+    local = np.where(rows == 0, 0, local)
+    return np.where(offset < 0, -1, offset + local)

@@ -1,0 +1,278 @@
+"""The disk sink: a background thread that turns step records into published shards.
+
+The training thread only queues; encoding, checksums and fsync happen here. A shard always ends between two steps, so
+what the manifest lists is a whole number of steps. Resuming is prepared elsewhere (`dualform.store.resume`).
+"""
+
+import dataclasses
+import datetime
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from dualform._version import __version__
+from dualform.errors import ResumeError, RunExistsError, StoreError
+from dualform.record.sinks import Start, StepRecord
+from dualform.store.encoding import SCALE, encode
+from dualform.store.format import (
+    BUFFER,
+    FINAL,
+    INITIAL,
+    MANIFEST,
+    FileEntry,
+    LayerEntry,
+    Manifest,
+    ParameterEntry,
+    ShardEntry,
+    locked,
+    publish,
+    shard_files,
+)
+from dualform.store.queue import ByteQueue
+from dualform.store.resume import resume_at
+from dualform.store.tables import call_tables, check_columns, fingerprint, steps_table
+
+Snapshot = dict[str, Tensor]
+_STOP = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seal:
+    """Publish what was taken so far; the parameters as they were then."""
+
+    parameters: Snapshot
+
+
+class DiskWriter:
+    """A sink that writes a run folder. Made by `dualform.record`."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: str | None,
+        shard_bytes: int,
+        queue_bytes: int,
+        resume: bool | int,
+        steps: int | None,
+        factory: str | None,
+        factory_arguments: Mapping[str, Any],
+    ) -> None:
+        self.path = path
+        self.dtype = dtype
+        self._shard_bytes = shard_bytes
+        self._resume = resume
+        self._planned = steps
+        self._factory = factory
+        self._factory_arguments = dict(factory_arguments)
+        self._queue: ByteQueue[StepRecord | _Seal | object] = ByteQueue(queue_bytes)
+        self._worker = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
+        self._unsealed = 0  # bytes handed over since the last seal
+        self._checked = False
+        self._columns: dict[str, str] = {}
+        self._taken: list[StepRecord] = []
+        self._manifest = Manifest({}, {}, (), {})
+        self._stack = ExitStack()
+
+    # On the training thread --------------------------------------------------------------------------------------------
+
+    def open(self, start: Start) -> int:
+        """Make the run folder, or continue in one; return the number of the first step to come."""
+        self._manifest = self._describe(start)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if any(self.path.iterdir()) and not (self.path / MANIFEST).is_file():
+                raise RunExistsError(f"{self.path} is not empty and holds no run. Choose a new folder.")
+            if not self._stack.enter_context(locked(self.path)):
+                raise RunExistsError(f"{self.path} is being recorded to by another process. Choose another folder.")
+            if (self.path / MANIFEST).is_file():
+                self._continue(start)
+            else:
+                self._begin(start)
+        except OSError as error:
+            self._stack.close()
+            if isinstance(error, StoreError | RunExistsError):
+                raise
+            raise StoreError(f"{self.path} cannot be written: {error}. Choose another folder.") from error
+        except BaseException:
+            self._stack.close()
+            raise
+        self._worker.start()
+        return self._manifest.steps
+
+    def write(self, record: StepRecord) -> None:
+        """Queue a step; every `shard_bytes` a shard is sealed."""
+        for call in record.calls:
+            if call.binding is not None:
+                check_columns(self._columns, call.binding)
+        if not self._checked:
+            self._check_space(record)
+        self._queue.put(record, record.nbytes)
+        self._unsealed += record.nbytes
+        if self._unsealed >= self._shard_bytes:
+            self._seal(record.snapshot)
+
+    def flush(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Publish everything taken so far before returning."""
+        self._seal(snapshot)
+        self._queue.join()
+
+    def close(self, final: Mapping[str, Tensor]) -> None:
+        """Publish everything, then the final parameters, then say so in the manifest."""
+        with self._stack:
+            self.flush(lambda: dict(final))
+            self._queue.put(_STOP, 0)
+            self._worker.join()
+            try:
+                entry = _publish_tensors(self.path / FINAL, final)
+                self._publish(closed=True, files={**self._manifest.files, FINAL: entry})
+            except OSError as error:
+                raise StoreError(f"The final parameters could not be written: {error}.") from error
+
+    def abandon(self) -> None:
+        """Stop at once, keeping what is published already."""
+        self._queue.fail(StoreError("The recording was abandoned."))
+        self._stack.close()
+
+    def _describe(self, start: Start) -> Manifest:
+        return Manifest(
+            layers={
+                name: LayerEntry(
+                    kind=layer.kind,
+                    d_in=layer.d_in,
+                    d_out=layer.d_out,
+                    parameters=dict(layer.parameters),
+                    store="keys" if layer.keys_only else "keys+values",
+                    dtype=self.dtype or _name(start.parameters[layer.parameters["weight"]].dtype),
+                )
+                for name, layer in start.layers.items()
+            },
+            parameters={
+                name: ParameterEntry(tuple(tensor.shape), _name(tensor.dtype))
+                for name, tensor in start.parameters.items()
+            },
+            optimizers=start.optimizers,
+            uncovered=dict(start.uncovered),
+            batch_axis=start.batch_axis,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions={"dualform": __version__, "torch": torch.__version__},
+            factory=self._factory,
+            factory_arguments=self._factory_arguments,
+        )
+
+    def _begin(self, start: Start) -> None:
+        if self._resume is not False and self._resume is not True:
+            raise ResumeError(f"{self.path} holds no run to resume at step {self._resume}.")
+        tensors = dict(start.parameters) | {BUFFER + name: tensor for name, tensor in start.buffers.items()}
+        self._publish(files={INITIAL: _publish_tensors(self.path / INITIAL, tensors)})
+
+    def _continue(self, start: Start) -> None:
+        if self._resume is False:
+            raise RunExistsError(
+                f"{self.path} holds a recorded run already. Pass resume=True to continue it from a checkpoint, "
+                "or choose another folder."
+            )
+        step = None if self._resume is True else int(self._resume)
+        self._manifest = resume_at(self.path, self._manifest, start, step)
+        self._columns = dict(self._manifest.columns)
+
+    def _check_space(self, record: StepRecord) -> None:
+        self._checked = True
+        need = self._shard_bytes if self._planned is None else self._planned * self._stored_bytes(record)
+        free = shutil.disk_usage(self.path).free
+        if free < need:
+            per = "one shard" if self._planned is None else f"{self._planned} steps"
+            raise StoreError(
+                f"{self.path} has {free / 1e9:.2f} GB free, but {per} will take {need / 1e9:.2f} GB. "
+                'Choose another disk, fewer layers, keys only, or dtype="float16".'
+            )
+
+    def _stored_bytes(self, record: StepRecord) -> int:
+        itemsize = {"float16": 2}.get(self.dtype or "")
+        elements = sum(c.keys.numel() + (c.values.numel() if c.values is not None else 0) for c in record.calls)
+        return record.nbytes if itemsize is None else itemsize * elements
+
+    def _seal(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._queue.put(_Seal(snapshot()), 0)
+        self._unsealed = 0
+
+    # On the writer's thread --------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not _STOP:
+            try:
+                if isinstance(item, StepRecord):
+                    self._taken.append(item)
+                elif isinstance(item, _Seal) and self._taken:
+                    self._publish_shard(self._taken, item.parameters)
+                    self._taken = []
+            except Exception as error:  # handed to the training thread, which raises it
+                self._queue.fail(error)
+                return
+            self._queue.done()
+        self._queue.done()
+
+    def _publish_shard(self, records: list[StepRecord], parameters: Snapshot) -> None:
+        index = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
+        names = shard_files(index)
+        calls, annotations = call_tables(records)
+        tensors, key_range = self._tensors(records)
+        files = {names["patterns"]: _publish_tensors(self.path / names["patterns"], tensors)}
+        tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
+        for what, table in tables.items():
+            files[names[what]] = publish(
+                self.path / names[what], lambda partial, table=table: pq.write_table(table, partial)
+            )
+        shard = ShardEntry(
+            index=index,
+            start=records[0].step,
+            stop=records[-1].step + 1,
+            files=files,
+            key_range=key_range,
+            parameters={name: fingerprint(tensor.numpy()) for name, tensor in parameters.items()},
+        )
+        columns = dict(self._manifest.columns)
+        columns |= {field.name: str(field.type) for field in annotations.schema}
+        self._publish(shards=(*self._manifest.shards, shard), columns=columns)
+
+    def _tensors(self, records: list[StepRecord]) -> tuple[dict[str, Tensor], dict[str, tuple[float, float]]]:
+        parts: dict[str, list[Tensor]] = {}
+        for record in records:
+            for call in record.calls:
+                parts.setdefault(f"{call.layer}/keys", []).append(call.keys)
+                if call.values is not None:
+                    parts.setdefault(f"{call.layer}/values", []).append(call.values)
+        tensors, key_range = {}, {}
+        for name, rows in parts.items():
+            layer, what = name.rsplit("/", 1)
+            whole = torch.cat(rows)
+            if what == "keys":
+                low, high = torch.aminmax(whole)
+                key_range[layer] = (float(low), float(high))
+            stored, scales = encode(whole, getattr(torch, self._manifest.layers[layer].dtype))
+            tensors[name] = stored
+            if scales is not None:
+                tensors[name + SCALE] = scales
+        return tensors, key_range
+
+    def _publish(self, **changes: Any) -> None:
+        self._manifest = dataclasses.replace(self._manifest, **changes)
+        self._manifest.publish(self.path)
+
+
+def _publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return publish(path, lambda partial: safetensors.torch.save_file(whole, partial))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
