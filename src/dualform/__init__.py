@@ -6,7 +6,7 @@ from dualform._version import __version__
 
 if TYPE_CHECKING:
     from dualform.attend.groups import bins
-    from dualform.attend.memory import Memory, open  # noqa: A004
+    from dualform.attend.memory import Memory, open
     from dualform.attend.spotlight import Spotlight
     from dualform.errors import DualformError
     from dualform.record.estimate import estimate

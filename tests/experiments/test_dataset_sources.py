@@ -108,9 +108,7 @@ def test_named_folder_is_used_in_place(
     assert not (tmp_path / "cache").exists()
 
 
-def test_local_sources_come_in_order(
-    register: Register, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_local_sources_come_in_order(register: Register, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DUALFORM_DATA", str(tmp_path / "mine"))
     for folder, source in (
         (tmp_path / "system" / "tiny", "system copy"),
@@ -124,9 +122,7 @@ def test_local_sources_come_in_order(
         assert_loads()
 
 
-def test_unsound_copy_is_passed_over(
-    register: Register, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unsound_copy_is_passed_over(register: Register, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put(tmp_path / "mine" / "tiny", images=CONTENTS["images"][:-1] + b"\xff")
     put(tmp_path / "system" / "tiny")
     monkeypatch.setenv("DUALFORM_DATA", str(tmp_path / "mine"))
@@ -426,9 +422,7 @@ def test_cache_folder_that_cannot_be_made_is_one_error(
     (tmp_path / "file").touch()
     monkeypatch.setenv("DUALFORM_CACHE", str(tmp_path / "file" / "cache"))
     register(FileDownload(refused_address()))
-    with pytest.raises(
-        DataError, match=r"the cache folder \S+/file/cache/datasets cannot be written"
-    ) as raised:
+    with pytest.raises(DataError, match=r"the cache folder \S+/file/cache/datasets cannot be written") as raised:
         datasets.fetch("tiny")
     assert "set DUALFORM_CACHE to a folder that can" in str(raised.value)
     assert "refused" not in str(raised.value), "nothing is fetched that cannot be kept"
@@ -441,9 +435,7 @@ def test_read_only_cache_folder_is_one_error(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    with pytest.raises(
-        DataError, match=r"the cache folder \S+ cannot be written \(\[Errno 13\] Permission denied\)"
-    ):
+    with pytest.raises(DataError, match=r"the cache folder \S+ cannot be written \(\[Errno 13\] Permission denied\)"):
         datasets.fetch("tiny")
 
 

@@ -72,9 +72,7 @@ def test_idx_files_make_an_image_set() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        DataError, match=r"no data set 'mnits'; there are cifar-10, .* Did you mean 'mnist'\?"
-    ):
+    with pytest.raises(DataError, match=r"no data set 'mnits'; there are cifar-10, .* Did you mean 'mnist'\?"):
         datasets.load("mnits")
 
 
@@ -106,9 +104,7 @@ def test_digits_are_split_the_same_way_every_time() -> None:
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        DataError, match=r"inside sklearn, which is not installed: pip install 'dualform\[data\]'"
-    ):
+    with pytest.raises(DataError, match=r"inside sklearn, which is not installed: pip install 'dualform\[data\]'"):
         datasets.load("digits")
 
 
@@ -141,9 +137,7 @@ def test_permuted_moves_pixels_alike_in_all_images(channels: tuple[int, ...]) ->
     assert other.train_labels is labels
     order = np.random.RandomState(0).permutation(20)
     for part, moved in ((train, other.train_images), (test, other.test_images)):
-        np.testing.assert_array_equal(
-            moved.reshape(len(part), 20, -1), part.reshape(len(part), 20, -1)[:, order]
-        )
+        np.testing.assert_array_equal(moved.reshape(len(part), 20, -1), part.reshape(len(part), 20, -1)[:, order])
     assert not np.array_equal(datasets.permuted(images, seed=1).train_images, other.train_images)
 
 
@@ -218,9 +212,7 @@ def test_cifar10_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cifar10_file_with_half_a_record() -> None:
     contents = {file: bytes(3073) for file in catalogue.find_dataset("cifar-10").files}
-    with pytest.raises(
-        DataError, match=r"cifar-10/test_batch\.bin has 3072 bytes; expected a multiple of 3073"
-    ):
+    with pytest.raises(DataError, match=r"cifar-10/test_batch\.bin has 3072 bytes; expected a multiple of 3073"):
         cifar10.build_cifar10({**contents, "test_batch.bin": bytes(3072)})
 
 
@@ -261,6 +253,4 @@ def test_real_cifar10() -> None:
         122.950394140625,
         113.86538318359375,
     ]  # mean of each channel, all 50,000 images
-    assert images.train_images.mean(axis=(0, 1, 2), dtype=np.float64).tolist() == pytest.approx(
-        published, rel=1e-12
-    )
+    assert images.train_images.mean(axis=(0, 1, 2), dtype=np.float64).tolist() == pytest.approx(published, rel=1e-12)

@@ -1,6 +1,6 @@
 """The user's columns: what `annotate` accepts, and which rows of a layer's call they belong to.
 
-A binding is one call of `annotate`: columns of one batch, of shape (B,), (B, L) or a constant. It knows nothing of files.
+A binding is one call of `annotate`: columns of one batch, of shape (B,), (B, L) or a constant. It knows no files.
 """
 
 from collections.abc import Mapping

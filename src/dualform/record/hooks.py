@@ -58,9 +58,7 @@ class Listener(Protocol):
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Note a parameter's gradient before a backward adds to it."""
 
-    def after_accumulation(
-        self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]
-    ) -> None:
+    def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Note that a backward was accumulated into a parameter, with the patterns that explain it."""
 
     def create_graph_seen(self, layer: str) -> None:
@@ -121,6 +119,9 @@ class Hooks:
         self.handles.clear()
         self.arrivals.clear()
 
+    def _forget(self, task: int) -> None:
+        self.arrivals.pop(task, None)
+
     def _forward_hook(self, layer: Watched) -> Callable[..., None]:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # A deep copy of the model carries this hook along, hence the identity test.
@@ -147,7 +148,7 @@ class Hooks:
                 if task not in self.arrivals:
                     self.arrivals[task] = []
                     # What was not accumulated by the end of this backward never will be.
-                    Variable._execution_engine.queue_callback(lambda: self.arrivals.pop(task, None))
+                    Variable._execution_engine.queue_callback(lambda: self._forget(task))
                 self.arrivals[task].append(Arrival(call, error.detach()))
 
             _hookable(output).register_hook(arrive)

@@ -90,6 +90,6 @@ class SGD(FactLogger):
         """Fused SGD creates its buffer even in a skipped step, and leaves it uninitialised."""
         if settings["momentum"] != 0.0 and not settings["buffer"]:
             raise RefusedError(
-                f"The gradient scaler skips the first step of fused SGD with momentum; torch leaves the momentum buffer "
-                f"of {parameter!r} uninitialised then. Use foreach=True, or a smaller initial scale."
+                f"The gradient scaler skips the first step of fused SGD with momentum; torch leaves the momentum "
+                f"buffer of {parameter!r} uninitialised then. Use foreach=True, or a smaller initial scale."
             )

@@ -134,8 +134,8 @@ def _unexplained(event: Accumulation) -> str | None:
         return None
     relative = difference / max(float(scale.norm()), 1e-300)
     return (
-        f"the recorded patterns do not explain its gradient (residual {relative:.1e}): the weight is also used where it "
-        "is not seen, such as a regulariser in the loss, a functional call, autocast, or a hook that changes gradients"
+        f"the recorded patterns do not explain its gradient (residual {relative:.1e}): the weight is also used where "
+        "it is not seen, such as a regulariser in the loss, a functional call, autocast, or a hook that changes gradients"
     )
 
 

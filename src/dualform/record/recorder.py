@@ -1,7 +1,7 @@
 """The recorder: a context manager that turns a training loop's hooks into step records.
 
-It decides which patterns exist (accumulated, then stepped), measures what happened to gradients in between, refuses what
-the identity does not cover, and hands each finished step to its sink. It stores nothing and derives nothing.
+It decides which patterns exist (accumulated, then stepped), measures what happened to gradients in between, refuses
+what the identity does not cover, and hands each finished step to its sink. It stores nothing and derives nothing.
 """
 
 import contextlib
@@ -148,7 +148,7 @@ class Recorder:
             layer.name: "keys" if layer.keys_only else "keys+values" for layer in self._layers
         }, dtype=getattr(self._sink, "dtype", None))  # fmt: skip
 
-    # What the hooks report ---------------------------------------------------------------------------------------------
+    # What the hooks report ----------------------------------------------------------------------------------------
 
     def binding_for_forward(self) -> Binding | None:
         """Return the annotations that a forward call starting now takes."""
@@ -160,9 +160,7 @@ class Recorder:
         """Take a probe of the gradient that is there already."""
         self._trail(name).waiting = self._probe(name, parameter)
 
-    def after_accumulation(
-        self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]
-    ) -> None:
+    def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
         if task not in self._pending.tasks and self._all_cleared(name):
             self._pending = _Pending(trails={name: Trail()})  # nothing of what was pending can reach a step any more
@@ -190,7 +188,7 @@ class Recorder:
         """Remember that a backward built a graph of itself; its gradients are not what they seem."""
         self._graph_of = layer
 
-    # The optimizer's step ----------------------------------------------------------------------------------------------
+    # The optimizer's step -----------------------------------------------------------------------------------------
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -225,8 +223,8 @@ class Recorder:
             if self._graph_of is not None and self._exact:
                 layer, self._graph_of = self._graph_of, None
                 raise RefusedError(
-                    f"A backward through layer {layer!r} was run with create_graph=True; gradients of gradients are not "
-                    "sums over patterns. Record without it, or record keys only."
+                    f"A backward through layer {layer!r} was run with create_graph=True; gradients of gradients are "
+                    "not sums over patterns. Record without it, or record keys only."
                 )
             calls = self._calls(facts) if not skipped else []
             self._in_flight = StepRecord(self._step, calls, facts, {}, self._snapshot)
@@ -301,7 +299,7 @@ class Recorder:
         self._guard(lambda: self._sink.write(record))
         self._step += 1
 
-    # Small things ------------------------------------------------------------------------------------------------------
+    # Small things -------------------------------------------------------------------------------------------------
 
     def _probe(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         gradient = parameter.grad
@@ -366,7 +364,8 @@ class Recorder:
             with contextlib.suppress(DualformError):
                 self._sink.abandon()
             warnings.warn(
-                f"Recording stopped at step {self._step} and training goes on without it: {error}", stacklevel=4
+                f"Recording stopped at step {self._step} and training goes on without it: {error}",
+                stacklevel=4,
             )
 
     def _report_uncovered(self, *, strict: bool) -> None:

@@ -1,6 +1,6 @@
 """What the recorder hands on, and the protocol of whoever takes it.
 
-The disk writer (`dualform.store.writer`) is one sink. A sink sees only steps that happened, in order, detached and copied.
+The disk writer (`dualform.store.writer`) is one. A sink sees only steps that happened, in order, detached and copied.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -49,7 +49,10 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
         )
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     inside_attention = {
-        id(child) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.modules()
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.modules()
     }
     candidates = {
         plain_name(name): (module, kind)
@@ -74,8 +77,8 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
         if low and what != "keys":
             dtype = parameters["weight"][1].dtype
             raise RefusedError(
-                f"Layer {name!r} has parameters of dtype {dtype}, whose own rounding is larger than their updates; exact "
-                f"are float32 and float64. Train master weights in float32, or record this layer's keys only "
+                f"Layer {name!r} has parameters of dtype {dtype}, whose own rounding is larger than their updates; "
+                f"exact are float32 and float64. Train master weights in float32, or record this layer's keys only "
                 f'(layers={{{name!r}: "keys"}}).'
             )
         d_in, d_out = kind.widths(module)

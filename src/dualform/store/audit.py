@@ -134,7 +134,7 @@ def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verificatio
 def stored_bytes(run: Run, layer: str) -> int:
     """Return the bytes of a layer's keys and values on disk."""
     entry = run.layer(layer)
-    itemsize = getattr(torch, entry.dtype).itemsize
+    itemsize: int = getattr(torch, entry.dtype).itemsize
     width = entry.d_in + (0 if entry.store == "keys" else entry.d_out)
     scales = (4 if entry.dtype == "float16" else 0) * (1 if entry.store == "keys" else 2)
     return run.count(layer) * (itemsize * width + scales)

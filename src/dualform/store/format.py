@@ -178,7 +178,7 @@ def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
-    """Let `write` fill a partial file beside `path`, fsync it, rename it, fsync the folder; return size and checksum."""
+    """Let `write` fill a partial file beside `path`, fsync it, rename it, fsync the folder; return its entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}-{path.name}")
     try:

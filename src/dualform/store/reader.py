@@ -1,7 +1,7 @@
 """Read a run folder: its manifest, the patterns of a layer shard by shard, and the tables beside them.
 
-Everything is read where it lies (tensors are memory maps) and when it is asked for. A listed file that is missing or cut
-short is an error at opening; changed bytes are found by `dualform.store.audit`.
+Everything is read where it lies (tensors are memory maps) and when it is asked for. A listed file that is missing or
+cut short is an error at opening; changed bytes are found by `dualform.store.audit`.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Shard:
         """Return the keys or values of a layer, as they are stored."""
         name = f"{layer}/{what}"
         count = self.count(layer)
-        with safetensors.safe_open(self.path("patterns"), framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safetensors.safe_open(self.path("patterns"), framework="pt") as file:
             names = set(file.keys())
             if name not in names:
                 raise CorruptError(f"{self.path('patterns')} does not hold {name!r}. Restore the file from a copy.")
@@ -206,7 +206,7 @@ class Run:
         return self._tensors(FINAL) if self.manifest.closed else None
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        with safetensors.safe_open(self.folder / name, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safetensors.safe_open(self.folder / name, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
 
     def files(self) -> dict[str, Any]:

@@ -44,13 +44,13 @@ def record(
         model: the model that is trained.
         optimizer: its optimizer.
         path: the run folder to make.
-        layers: nothing for every supported layer; a name or pattern such as `"encoder.*"`, or several; or a mapping from
-            names or patterns to `"keys+values"` or `"keys"` (attention only), of which the first match decides.
+        layers: nothing for every supported layer; a name or pattern such as `"encoder.*"`, or several; or a mapping
+            from names or patterns to `"keys+values"` or `"keys"` (attention only), of which the first match decides.
         dtype: store in the dtype that is trained, or in row-scaled `"float16"`.
         strict: raise, instead of warning, when trained parameters are not covered.
         batch_axis: which leading axis of an input is the batch: 0 for (B, L, d), 1 for (L, B, d).
-        resume: continue the run in `path` at the step where the model's own checkpoint stands (found from its weights, or
-            given as a number); later patterns are dropped.
+        resume: continue the run in `path` at the step where the model's own checkpoint stands (found from its weights,
+            or given as a number); later patterns are dropped.
         on_failure: `"raise"` at the next step, or `"detach"`: warn, stop recording and let training go on.
         steps: the planned number of steps, if known: the first step then checks that the disk holds them all.
         shard_bytes: how much is collected before it is published.
@@ -72,6 +72,4 @@ def record(
         factory=factory,
         factory_arguments=factory_arguments or {},
     )
-    return Recorder(
-        model, optimizer, sink, layers=layers, strict=strict, batch_axis=batch_axis, on_failure=on_failure
-    )
+    return Recorder(model, optimizer, sink, layers=layers, strict=strict, batch_axis=batch_axis, on_failure=on_failure)

@@ -116,11 +116,8 @@ def _repeat(
     return calls["step"][at], calls["micro"][at]
 
 
-def _take(
-    source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
+def _take(source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
     index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
     scales = None if source.scales is None else source.scales[index].to(device)
     return decode(source.stored[index].to(device), scales, dtype)
-

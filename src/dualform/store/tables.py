@@ -109,7 +109,7 @@ def steps_table(records: Sequence[StepRecord]) -> pa.Table:
 
 def fingerprint(elements: npt.NDArray[Any]) -> str:
     """Return the xxh3 checksum of an array's bytes, as hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(elements).view(np.uint8))
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(elements).tobytes())
 
 
 def addresses(calls: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.int64]]:

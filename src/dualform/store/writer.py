@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.torch
 import torch
@@ -83,7 +84,7 @@ class DiskWriter:
         self._manifest = Manifest({}, {}, (), {})
         self._stack = ExitStack()
 
-    # On the training thread --------------------------------------------------------------------------------------------
+    # On the training thread ---------------------------------------------------------------------------------------
 
     def open(self, start: Start) -> int:
         """Make the run folder, or continue in one; return the number of the first step to come."""
@@ -150,7 +151,7 @@ class DiskWriter:
                     kind=layer.kind,
                     d_in=layer.d_in,
                     d_out=layer.d_out,
-                    parameters=dict(layer.parameters),
+                    parameters={str(role): parameter for role, parameter in layer.parameters.items()},
                     store="keys" if layer.keys_only else "keys+values",
                     dtype=self.dtype or _name(start.parameters[layer.parameters["weight"]].dtype),
                 )
@@ -205,7 +206,7 @@ class DiskWriter:
         self._queue.put(_Seal(snapshot()), 0)
         self._unsealed = 0
 
-    # On the writer's thread --------------------------------------------------------------------------------------------
+    # On the writer's thread ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not _STOP:
@@ -229,9 +230,7 @@ class DiskWriter:
         files = {names["patterns"]: _publish_tensors(self.path / names["patterns"], tensors)}
         tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
         for what, table in tables.items():
-            files[names[what]] = publish(
-                self.path / names[what], lambda partial, table=table: pq.write_table(table, partial)
-            )
+            files[names[what]] = _publish_table(self.path / names[what], table)
         shard = ShardEntry(
             index=index,
             start=records[0].step,
@@ -272,6 +271,10 @@ class DiskWriter:
 def _publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     return publish(path, lambda partial: safetensors.torch.save_file(whole, partial))
+
+
+def _publish_table(path: Path, table: pa.Table) -> FileEntry:
+    return publish(path, lambda partial: pq.write_table(table, partial))
 
 
 def _name(dtype: torch.dtype) -> str:

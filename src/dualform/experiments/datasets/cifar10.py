@@ -47,9 +47,7 @@ def from_png(members: Mapping[str, bytes], *, progress: bool) -> dict[str, bytes
     with bar("convert cifar-10", total=len(_TRAIN + _TEST), unit="steps", show=progress) as advance:
         for file, batches in _LABELS.items():
             try:
-                labels = np.array(json.loads(members[file]), dtype=np.uint8).reshape(
-                    len(batches), -1
-                )  # (B, N)
+                labels = np.array(json.loads(members[file]), dtype=np.uint8).reshape(len(batches), -1)  # (B, N)
                 for batch, batch_labels in zip(batches, labels, strict=True):
                     pixels = _decode(members[f"{batch}.png"])  # (N, 1024, 3)
                     planes = pixels.transpose(0, 2, 1).reshape(len(pixels), -1)  # (N, 3072)
@@ -88,9 +86,7 @@ def build_cifar10(contents: Mapping[str, bytes]) -> ImageSet:
     import numpy as np
 
     def read(batches: tuple[str, ...]) -> Bytes:
-        return np.concatenate(
-            [_records(contents[f"{batch}.bin"], name=f"cifar-10/{batch}.bin") for batch in batches]
-        )
+        return np.concatenate([_records(contents[f"{batch}.bin"], name=f"cifar-10/{batch}.bin") for batch in batches])
 
     train, test = read(_TRAIN), read(_TEST)  # (N, 3073)
     return ImageSet(

@@ -33,10 +33,7 @@ class FileDownload:
 
     def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
         """Download and uncompress every file."""
-        return {
-            file: gunzip(download(f"{self.base}{file}.gz", progress=progress), name=f"{file}.gz")
-            for file in files
-        }
+        return {file: gunzip(download(f"{self.base}{file}.gz", progress=progress), name=f"{file}.gz") for file in files}
 
 
 @dataclass(frozen=True, slots=True)

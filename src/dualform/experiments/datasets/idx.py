@@ -45,17 +45,13 @@ def parse(content: bytes, *, name: str) -> npt.NDArray[np.uint8]:
     import numpy as np
 
     if len(content) < 4 or content[:2] != b"\0\0":
-        raise DataError(
-            f"{name} starts with {content[:4]!r}; expected an idx file, which starts with two zero bytes."
-        )
+        raise DataError(f"{name} starts with {content[:4]!r}; expected an idx file, which starts with two zero bytes.")
     code, dimensions = content[2], content[3]
     if code != _UNSIGNED_BYTE:
         raise DataError(f"{name} holds values of idx type {code}; expected type 8, unsigned bytes.")
     start = 4 + 4 * dimensions
     if dimensions == 0 or len(content) < start:
-        raise DataError(
-            f"{name} has {len(content)} bytes and claims {dimensions} dimensions; its header is cut short."
-        )
+        raise DataError(f"{name} has {len(content)} bytes and claims {dimensions} dimensions; its header is cut short.")
     shape = struct.unpack(f">{dimensions}I", content[4:start])
     size = start + math.prod(shape)
     if len(content) != size:

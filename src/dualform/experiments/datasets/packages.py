@@ -73,9 +73,7 @@ class AptPackage:
         with tempfile.TemporaryDirectory(prefix="dualform-") as scratch:
             _run("apt-get", "download", self.package, folder=scratch, title=self.label, progress=progress)
             deb = _only_file(scratch, ending=".deb").name
-            archive = _run(
-                "dpkg-deb", "--fsys-tarfile", deb, folder=scratch, title=f"unpack {deb}", progress=progress
-            )
+            archive = _run("dpkg-deb", "--fsys-tarfile", deb, folder=scratch, title=f"unpack {deb}", progress=progress)
         return read_members(io.BytesIO(archive), files)
 
 
@@ -101,9 +99,7 @@ def _run(client: str, *arguments: str, folder: str, title: str, progress: bool) 
     if done.returncode != 0:
         # The first lines name the cause; what follows is where the log lies and how to ask for help.
         said = " / ".join(done.stderr.decode(errors="replace").split("\n")[:3]).strip(" /")
-        raise SourceError(
-            f"{client} failed with status {done.returncode}: {said[:300] or 'it did not say why'}"
-        )
+        raise SourceError(f"{client} failed with status {done.returncode}: {said[:300] or 'it did not say why'}")
     return done.stdout
 
 

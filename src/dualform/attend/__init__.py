@@ -1,0 +1,1 @@
+"""Ask a memory: views of it, queries, the streaming engine, and the answers."""

@@ -1,0 +1,154 @@
+"""The answers: frozen dataclasses that hold tensors, and turn into Arrow or pandas tables."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+
+class Answer(ABC):
+    """Anything that can be shown as a table."""
+
+    @abstractmethod
+    def to_arrow(self) -> pa.Table:
+        """Return the answer as an Arrow table, one row per number."""
+
+    def to_pandas(self) -> Any:
+        """Return the answer as a pandas DataFrame."""
+        return self.to_arrow().to_pandas()
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Totals(Answer):
+    """Sums over groups of patterns.
+
+    Attributes:
+        layer: the layer's name.
+        of: attention, magnitude or contribution.
+        by: the names of the grouping columns.
+        groups: (G,) each group's value, a tuple where there are several columns.
+        values: (Q, G), or (Q, G, d_out) for contributions.
+    """
+
+    layer: str
+    of: str
+    by: tuple[str, ...]
+    groups: tuple[Any, ...]
+    values: Tensor
+
+    def to_arrow(self) -> pa.Table:
+        """Return a row per query and group (and output unit, for contributions)."""
+        shape = self.values.shape
+        index = torch.cartesian_prod(*(torch.arange(size) for size in shape)).reshape(-1, len(shape))
+        columns: dict[str, Any] = {"query": index[:, 0].numpy()}
+        for i, name in enumerate(self.by):
+            labels = [label[i] if len(self.by) > 1 else label for label in self.groups]
+            columns[name] = [labels[g] for g in index[:, 1].tolist()]
+        if len(shape) == 3:
+            columns["unit"] = index[:, 2].numpy()
+        return pa.table({**columns, self.of: self.values.reshape(-1).cpu().numpy()})
+
+    def __repr__(self) -> str:
+        flat = self.values if self.values.dim() == 2 else self.values.norm(dim=2)
+        what = self.of if self.values.dim() == 2 else f"norm of {self.of}"
+        names = [_text(group) for group in self.groups]
+        rows = [[str(q), *(f"{x:.4g}" for x in row)] for q, row in enumerate(flat[:10].tolist())]
+        more = [] if len(flat) <= 10 else [f"... {len(flat) - 10} more queries"]
+        title = f"Totals of {what} by {', '.join(self.by)} in layer {self.layer!r}"
+        return "\n".join([title, *_grid(["query", *names], rows), *more])
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Top(Answer):
+    """The best patterns, or samples, of each query.
+
+    Attributes:
+        layer: the layer's name.
+        of: attention, magnitude or contribution.
+        per: pattern or sample.
+        by: the names of the grouping columns; empty when there is one ranking per query.
+        groups: (G,) each group's value; one entry, None, without grouping.
+        values: (Q, G, k), best first; NaN where a group has fewer.
+        patterns: (Q, G, k) the patterns' numbers, or for samples the number of one of their patterns; -1 likewise.
+        columns: each annotation (for patterns each address too) of those patterns, Q · G · k entries in order.
+    """
+
+    layer: str
+    of: str
+    per: str
+    by: tuple[str, ...]
+    groups: tuple[Any, ...]
+    values: Tensor
+    patterns: Tensor
+    columns: Mapping[str, list[Any]]
+
+    def to_arrow(self) -> pa.Table:
+        """Return a row per query, group and rank."""
+        queries, groups, k = self.values.shape
+        index = torch.cartesian_prod(torch.arange(queries), torch.arange(groups), torch.arange(k)).reshape(-1, 3)
+        columns: dict[str, Any] = {"query": index[:, 0].numpy(), "rank": index[:, 2].numpy() + 1}
+        for i, name in enumerate(self.by):
+            labels = [label[i] if len(self.by) > 1 else label for label in self.groups]
+            columns[f"by_{name}"] = [labels[g] for g in index[:, 1].tolist()]
+        columns[self.of] = self.values.reshape(-1).cpu().numpy()
+        columns["pattern"] = self.patterns.reshape(-1).cpu().numpy()
+        table = pa.table(columns | {name: pa.array(column) for name, column in self.columns.items()})
+        return table.filter(pc.field("pattern") >= 0)
+
+    def __repr__(self) -> str:
+        table = self.to_arrow().slice(0, 20).to_pylist()
+        names = list(table[0]) if table else ["query"]
+        rows = [[_text(row[name]) for name in names] for row in table]
+        title = f"Top {self.values.shape[2]} {self.per}s by {self.of} in layer {self.layer!r}"
+        return "\n".join([title, *_grid(names, rows)])
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Vote(Answer):
+    """For each layer and query, the group with the largest total.
+
+    Attributes:
+        by: the grouping column.
+        of: attention, magnitude or contribution.
+        winners: layer -> (Q,) the winning group's value.
+    """
+
+    by: tuple[str, ...]
+    of: str
+    winners: Mapping[str, tuple[Any, ...]]
+
+    def to_arrow(self) -> pa.Table:
+        """Return a row per layer and query."""
+        rows = [(layer, q, w) for layer, winners in self.winners.items() for q, w in enumerate(winners)]
+        layers, queries, winners = zip(*rows, strict=True) if rows else ((), (), ())
+        return pa.table({"layer": list(layers), "query": list(queries), ", ".join(self.by): list(winners)})
+
+    def agreement(self, targets: Any) -> dict[str, float]:
+        """Return, per layer, the share of queries whose winner is the target, (Q,)."""
+        wanted = targets.tolist() if isinstance(targets, Tensor) else list(targets)
+        return {
+            layer: sum(a == b for a, b in zip(winners, wanted, strict=True)) / max(len(wanted), 1)
+            for layer, winners in self.winners.items()
+        }
+
+    def __repr__(self) -> str:
+        count = max((len(winners) for winners in self.winners.values()), default=0)
+        shown = [[layer, *(_text(w) for w in winners[:12])] for layer, winners in self.winners.items()]
+        title = f"Vote by {', '.join(self.by)}, largest total of {self.of} ({count} queries)"
+        return "\n".join([title, *_grid(["layer", *map(str, range(min(count, 12)))], shown)])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _grid(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]

@@ -1,0 +1,105 @@
+"""The streaming pass: every chunk of a layer's patterns, scored against the queries, into a reducer.
+
+Memory is bounded by the chunk and by what the reducer holds. Shortcuts live with the questions (`spotlight.py`); this
+is the plain pass that they are compared with.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from dualform.algebra import attend, scale
+from dualform.attend.groups import Grouping, Table
+from dualform.attend.reducers import Reducer
+from dualform.store.stream import CHUNK, Chunk, stream
+
+R = TypeVar("R")
+Of = Literal["attention", "magnitude", "contribution"]
+SCORES = 1 << 24  # elements of a chunk's score matrix at most
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a pattern is scored by, for each query.
+
+    Attributes:
+        of: attention x·q; magnitude |x·q|; or contribution, what the pattern adds to an output unit.
+        units: (Q,) the output unit of each query, for contributions. Without units the score of a contribution is only
+            what multiplies the pattern's value.
+    """
+
+    of: Of
+    units: Tensor | None = None
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether values and coefficients have to be read."""
+        return self.of == "contribution"
+
+    def __call__(self, queries: Tensor, chunk: Chunk) -> Tensor:
+        """Return the scores, (Q, n)."""
+        attention = attend(queries, chunk.keys)
+        if self.of == "attention":
+            return attention
+        if self.of == "magnitude":
+            return attention.abs_()
+        assert chunk.values is not None, "contributions need values"
+        weight = torch.zeros_like(chunk.keys[:, 0]) if chunk.weight is None else chunk.weight
+        scaled = scale(attention, weight, chunk.bias)
+        return scaled if self.units is None else scaled * chunk.values[:, self.units].T
+
+
+def score_patterns(
+    table: Table,
+    layer: str,
+    queries: Tensor,
+    score: Score,
+    grouping: Grouping | None,
+    reducer: Reducer[R],
+    *,
+    chunk_size: int | None = None,
+) -> R:
+    """Score every kept pattern of a layer against the queries, (Q, d_in), and reduce."""
+    size = chunk_size or max(256, min(CHUNK, SCORES // max(len(queries), 1)))
+    for chunk, codes in _chunks(table, layer, grouping, values=score.needs_values, size=size, like=queries):
+        reducer.update(chunk, score(queries, chunk), codes)
+    return reducer.result()
+
+
+def sum_patterns(
+    table: Table,
+    layer: str,
+    grouping: Grouping | None,
+    reducer: Reducer[R],
+    *,
+    values: bool,
+    like: Tensor,
+) -> R:
+    """Reduce every kept pattern of a layer without any query."""
+    nothing = like.new_zeros(0)
+    for chunk, codes in _chunks(table, layer, grouping, values=values, size=CHUNK, like=like):
+        reducer.update(chunk, nothing, codes)
+    return reducer.result()
+
+
+def _chunks(table: Table, layer: str, grouping: Grouping | None, *, values: bool, size: int, like: Tensor):  # type: ignore[no-untyped-def]
+    taken = 0
+    for chunk in stream(
+        table.run,
+        layer,
+        horizon=table.horizon,
+        keep=table.keep(),
+        values=values,
+        size=size,
+        device=like.device,
+        dtype=like.dtype,
+    ):
+        count = len(chunk.patterns)
+        if grouping is None:
+            codes = torch.zeros(count, dtype=torch.int64, device=like.device)
+        else:
+            codes = torch.from_numpy(grouping.codes[taken : taken + count]).to(like.device)
+        taken += count
+        yield chunk, codes

@@ -1,0 +1,257 @@
+"""From annotations to masks and groups: which patterns a condition keeps, and which share a value.
+
+Conditions are keyword equality (plain Arrow) or SQL text (DuckDB, on one registered table, with external access off).
+Both see a pattern's address (pattern, step, micro, call, row, position) and the user's columns.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dualform.errors import SelectionError
+from dualform.store.reader import Run, Shard
+from dualform.store.stream import Keep, selected
+
+ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """A number column cut into bins of one width; a group is named by its lower edge."""
+
+    column: str
+    width: float
+
+    def __str__(self) -> str:
+        return f"{self.column}:{self.width:g}"
+
+
+By = str | Bins | Sequence[str | Bins]
+
+
+def bins(column: str, *, width: float) -> Bins:
+    """Group a number column by bins of one width, for example `totals(by=bins("step", width=500))`."""
+    if not width > 0:
+        raise SelectionError(f"The width of bins is {width}; expected a positive number.")
+    return Bins(column, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Keep the patterns for which something holds, or with `negated` those for which it does not."""
+
+    sql: str | None
+    equal: tuple[tuple[str, Any], ...] = ()
+    negated: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"({self.sql})"] if self.sql is not None else []
+        parts += [f"{name} = {value!r}" for name, value in self.equal]
+        return ("not " if self.negated else "") + " and ".join(parts)
+
+
+def condition(sql: str | None, equal: Mapping[str, Any], *, negated: bool) -> Condition:
+    """Make a condition of SQL text, keyword equalities, or both."""
+    if sql is None and not equal:
+        raise SelectionError('Nothing to select by. Give SQL text ("step >= 3000") or columns (task="mnist").')
+    frozen = tuple(
+        (name, tuple(value) if isinstance(value, list | tuple | set | range) else value)
+        for name, value in sorted(equal.items())
+    )
+    return Condition(sql, frozen, negated)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Kept patterns by group.
+
+    Attributes:
+        by: the names of the columns.
+        labels: (G,) each group's value, or tuple of values where there are several columns.
+        codes: (n,) each kept pattern's group, in the order of a stream over them.
+    """
+
+    by: tuple[str, ...]
+    labels: tuple[Any, ...]
+    codes: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The pattern table of a run, read column by column and shard by shard."""
+
+    run: Run
+    conditions: tuple[Condition, ...]
+    horizon: int
+    masks: dict[tuple[str, int], npt.NDArray[np.bool_] | None] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every column there is."""
+        return (*ADDRESS, *self.run.manifest.columns)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise unless all these columns exist."""
+        for name in names:
+            if name not in self.names:
+                raise SelectionError(f"There is no column {name!r}. There are: {', '.join(self.names)}.")
+
+    def keep(self) -> Keep:
+        """Return which patterns the conditions keep, as the streaming pass wants it."""
+        return self._mask
+
+    def _mask(self, shard: Shard, layer: str) -> npt.NDArray[np.bool_] | None:
+        if not self.conditions:
+            return None
+        at = (layer, shard.entry.index)
+        if at not in self.masks:
+            mask = np.ones(shard.count(layer), dtype=bool)
+            for one in self.conditions:
+                mask &= self._holds(one, shard, layer) ^ one.negated
+            self.masks[at] = mask
+        return self.masks[at]
+
+    def _holds(self, one: Condition, shard: Shard, layer: str) -> npt.NDArray[np.bool_]:
+        holds = np.ones(shard.count(layer), dtype=bool)
+        for name, value in one.equal:
+            self.require([name])
+            holds &= _equals(name, self.column(shard, layer, name), value)
+        if one.sql is not None:
+            table = pa.table({name: self.column(shard, layer, name) for name in self.names})
+            holds &= _sql_mask(table, one.sql)
+        return holds
+
+    def column(self, shard: Shard, layer: str, name: str) -> pa.Array:
+        """Return one column for all of a layer's patterns in a shard."""
+        if name == "pattern":
+            before = sum(s.count(layer) for s in self.run.shards if s.entry.index < shard.entry.index)
+            return pa.array(np.arange(shard.count(layer)) + before)
+        address = shard.addresses(layer)
+        if name in address and name in ADDRESS:
+            return pa.array(address[name])
+        return _annotation(self.run, shard, name, address["annotation"])
+
+    def rows(self, layer: str, names: Sequence[str] | None = None) -> pa.Table:
+        """Return the kept patterns' rows with these columns, or with all."""
+        wanted = self.names if names is None else tuple(names)
+        self.require(wanted)
+        parts = []
+        for shard in self.run.shards:
+            kept = selected(shard, layer, self.horizon, self._mask)
+            parts.append(pa.table({name: self.column(shard, layer, name).take(kept) for name in wanted}))
+        if not parts:
+            return pa.table({name: pa.array([], pa.int64()) for name in wanted})
+        return pa.concat_tables(parts, promote_options="permissive")
+
+    def lookup(self, layer: str, patterns: npt.NDArray[np.int64], names: Sequence[str]) -> dict[str, list[Any]]:
+        """Return these columns for the patterns with these numbers; None where a number is negative."""
+        found: dict[str, list[Any]] = {name: [None] * len(patterns) for name in names}
+        before = 0
+        for shard in self.run.shards:
+            count = shard.count(layer)
+            here = np.flatnonzero((patterns >= before) & (patterns < before + count))
+            if len(here):
+                for name in names:
+                    values = self.column(shard, layer, name).take(pa.array(patterns[here] - before)).to_pylist()
+                    for i, value in zip(here.tolist(), values, strict=True):
+                        found[name][i] = value
+            before += count
+        return found
+
+    def group(self, layer: str, by: By) -> Grouping:
+        """Group the kept patterns by one or several columns; a missing value is a group of its own, last."""
+        parts: list[str | Bins] = [by] if isinstance(by, str | Bins) else list(by)
+        if not parts:
+            raise SelectionError("Nothing to group by. Give a column, for example by='label'.")
+        encoded = [self._encode(layer, part) for part in parts]
+        labels: list[Any] = encoded[0][0]
+        codes = encoded[0][1]
+        if len(encoded) > 1:
+            for more, (next_labels, next_codes) in enumerate(encoded[1:]):
+                wide = [label if more else (label,) for label in labels]
+                labels = [(*first, second) for first, second in itertools.product(wide, next_labels)]
+                codes = codes * max(len(next_labels), 1) + next_codes
+                present, codes = np.unique(codes, return_inverse=True)
+                labels = [labels[i] for i in present.tolist()]
+        order = sorted(range(len(labels)), key=lambda i: _order(labels[i]))
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        names = tuple(str(part) for part in parts)
+        return Grouping(names, tuple(labels[i] for i in order), place[codes] if len(codes) else codes)
+
+    def _encode(self, layer: str, part: str | Bins) -> tuple[list[Any], npt.NDArray[np.int64]]:
+        """Return a column's distinct values over the kept patterns, and each pattern's place among them."""
+        name = part.column if isinstance(part, Bins) else part
+        self.require([name])
+        labels: dict[Any, int] = {}
+        pieces = []
+        for shard in self.run.shards:
+            kept = selected(shard, layer, self.horizon, self._mask)
+            column = self.column(shard, layer, name).take(kept)
+            if isinstance(part, Bins):
+                column = _binned(column, part)
+            encoded = column.dictionary_encode(null_encoding="encode")
+            local = [labels.setdefault(value, len(labels)) for value in encoded.dictionary.to_pylist()]
+            pieces.append(np.asarray(local, dtype=np.int64)[np.asarray(encoded.indices)] if local else _NONE)
+        return list(labels), np.concatenate(pieces) if pieces else _NONE
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+def _annotation(run: Run, shard: Shard, name: str, rows: npt.NDArray[np.int64]) -> pa.Array:
+    kind = pa.type_for_alias(run.manifest.columns[name])
+    if name not in shard.annotations.column_names or not shard.annotations.num_rows:
+        return pa.nulls(len(rows), kind)
+    column = shard.annotations[name].combine_chunks().cast(kind)
+    return column.take(pa.array(rows, mask=rows < 0))
+
+
+def _equals(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
+    if value is None:
+        return np.asarray(column.is_null())
+    wanted = list(value) if isinstance(value, tuple) else [value]
+    try:
+        options = pa.array(wanted).cast(column.type)
+    except (pa.ArrowException, TypeError) as error:
+        raise SelectionError(f"Column {name!r} holds {column.type}, which cannot equal {value!r}.") from error
+    return np.asarray(pc.is_in(column, value_set=options).fill_null(False))
+
+
+def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
+    try:
+        import duckdb
+    except ImportError as error:
+        raise SelectionError(
+            'SQL conditions need duckdb, which is not installed. Use columns (task="mnist") or install it.'
+        ) from error
+    settings = {"enable_external_access": "false", "lock_configuration": "true", "threads": "1"}
+    with duckdb.connect(":memory:", config=settings) as connection:
+        try:
+            relation = connection.from_arrow(table)
+            kept = relation.filter(f"({sql}\n)").project("pattern").to_arrow_table()["pattern"]
+        except duckdb.Error as error:
+            reason = str(error).strip().splitlines()[0]
+            raise SelectionError(
+                f"The condition {sql!r} cannot be evaluated: {reason} Columns: {', '.join(table.column_names)}."
+            ) from error
+    return np.isin(np.asarray(table["pattern"]), np.asarray(kept), assume_unique=True)
+
+
+def _binned(column: pa.Array, part: Bins) -> pa.Array:
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        raise SelectionError(f"Column {part.column!r} holds {column.type}; only numbers can be cut into bins.")
+    edges = pc.multiply(pc.floor(pc.divide(column.cast(pa.float64()), part.width)), part.width)
+    whole = pa.types.is_integer(column.type) and float(part.width).is_integer()
+    return edges.cast(pa.int64()) if whole else edges
+
+
+def _order(label: Any) -> tuple[Any, ...]:
+    parts = label if isinstance(label, tuple) else (label,)
+    return tuple((part is None, isinstance(part, str), 0 if part is None else part) for part in parts)

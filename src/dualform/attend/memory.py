@@ -1,0 +1,289 @@
+"""A memory: an opened run and a view of it (mask and horizon), with everything that can be asked of it.
+
+Views are cheap and immutable. A mask leaves recorded updates out of the sum and holds everything else of the trajectory
+as it was; it does not retrain.
+"""
+
+import copy
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor, nn
+
+from dualform.attend.cache import Cache
+from dualform.attend.groups import Condition, Table, condition
+from dualform.attend.queries import capture_queries, given_queries
+from dualform.attend.spotlight import LayerSpotlight, Spotlight
+from dualform.errors import QueryError, SelectionError
+from dualform.record.estimate import size_text
+from dualform.record.watch import plain_name
+from dualform.store import audit, rebuild
+from dualform.store.format import LayerEntry
+from dualform.store.reader import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a memory holds."""
+
+    path: str
+    steps: int
+    closed: bool
+    view: str
+    layers: Mapping[str, Mapping[str, Any]]
+    columns: Mapping[str, str]
+    uncovered: Mapping[str, int]
+    optimizers: tuple[str, ...]
+    bytes: int
+
+    def __repr__(self) -> str:
+        lines = [f"{self.path}: {self.steps} steps, {size_text(self.bytes)}, trained by {', '.join(self.optimizers)}"]
+        if not self.closed:
+            lines.append("still being recorded, or cut off; this is what was published")
+        if self.view:
+            lines.append(f"view: {self.view}")
+        lines += [
+            f"  {name}: {layer['kind']} {layer['d_in']} -> {layer['d_out']}, {layer['patterns']:,} patterns, "
+            f"{layer['store']}, {layer['dtype']}"
+            for name, layer in self.layers.items()
+        ]
+        lines.append(f"columns: {', '.join(self.columns) or 'none'}")
+        if self.uncovered:
+            lines.append(f"not recorded: {', '.join(self.uncovered)}")
+        return "\n".join(lines)
+
+
+class Memory:
+    """A recorded training run, or a view of it. Made by `dualform.open`."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        conditions: tuple[Condition, ...] = (),
+        horizon: int | None = None,
+        cache: Cache | None = None,
+    ) -> None:
+        self._run = run
+        self._cache = cache or Cache(run)
+        self._conditions = conditions
+        self._horizon = run.steps if horizon is None else horizon
+        self._table = Table(run, conditions, self._horizon)
+        self._shares: dict[str, Tensor] | None = None
+
+    # What there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self._run.folder
+
+    @property
+    def step(self) -> int:
+        """The horizon: how many steps this view looks back on."""
+        return self._horizon
+
+    @property
+    def layers(self) -> Mapping[str, LayerEntry]:
+        """The recorded layers by name."""
+        return MappingProxyType(self._run.manifest.layers)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of all columns that patterns have."""
+        return self._table.names
+
+    @property
+    def factory(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The `"package.module:function"` that makes the model, and its arguments, where the run knows them."""
+        manifest = self._run.manifest
+        return None if manifest.factory is None else (manifest.factory, manifest.factory_arguments)
+
+    def info(self) -> Info:
+        """Describe the memory."""
+        manifest = self._run.manifest
+        layers = {
+            name: {
+                "kind": entry.kind,
+                "d_in": entry.d_in,
+                "d_out": entry.d_out,
+                "store": entry.store,
+                "dtype": entry.dtype,
+                "patterns": self._run.count(name),
+                "bytes": audit.stored_bytes(self._run, name),
+            }
+            for name, entry in manifest.layers.items()
+        }
+        return Info(
+            path=str(self.path),
+            steps=self._run.steps,
+            closed=manifest.closed,
+            view=self._describe(),
+            layers=layers,
+            columns=manifest.columns,
+            uncovered=manifest.uncovered,
+            optimizers=manifest.optimizers,
+            bytes=sum(entry.bytes for entry in self._run.files().values()),
+        )
+
+    def patterns(self, layer: str, *, columns: Collection[str] | None = None) -> pa.Table:
+        """Return the pattern table of a layer in this view: addresses and annotations, a row per pattern."""
+        self._run.layer(layer)
+        return self._table.rows(layer, None if columns is None else list(columns))
+
+    def steps(self) -> pa.Table:
+        """Return the optimizer facts of every (step, parameter) up to the horizon."""
+        table = self._run.steps_table
+        return table.filter(pc.field("step") < self._horizon) if table.num_rows else table
+
+    # Views --------------------------------------------------------------------------------------------------------
+
+    def where(self, sql: str | None = None, /, **equal: Any) -> "Memory":
+        """Keep only the patterns for which a condition holds: SQL text, column values (or lists of them), or both."""
+        return self._view(condition(sql, equal, negated=False))
+
+    def without(self, sql: str | None = None, /, **equal: Any) -> "Memory":
+        """Leave out the patterns for which a condition holds; the complement of `where`."""
+        return self._view(condition(sql, equal, negated=True))
+
+    def at(self, *, step: int) -> "Memory":
+        """Look at the memory as it was after `step` steps."""
+        if not 0 <= step <= self._run.steps:
+            raise SelectionError(f"Step {step} is outside the memory, which has steps 0 to {self._run.steps}.")
+        return Memory(self._run, conditions=self._conditions, horizon=step, cache=self._cache)
+
+    def _view(self, more: Condition) -> "Memory":
+        self._table.require(name for name, _ in more.equal)
+        view = Memory(self._run, conditions=(*self._conditions, more), horizon=self._horizon, cache=self._cache)
+        if more.sql is not None and self._run.shards:
+            # One shard is enough to find a malformed condition now rather than at the first question.
+            view._table.keep()(self._run.shards[0], next(iter(self.layers)))
+        return view
+
+    # Weights ------------------------------------------------------------------------------------------------------
+
+    def shares(self) -> dict[str, Tensor]:
+        """Return what the view's patterns add to each parameter; `where` and `without` of a condition sum to the whole."""
+        return {name: share.to(self._dtype(name)) for name, share in self._exact_shares().items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return each parameter as this view implies it: what is left of the start, plus the view's patterns."""
+        left = rebuild.starts(self._run, horizon=self._horizon)
+        return {name: (left[name] + share).to(self._dtype(name)) for name, share in self._exact_shares().items()}
+
+    def apply(self, model: nn.Module, *, layers: Collection[str] | None = None) -> nn.Module:
+        """Return a copy of the model with this view's weights.
+
+        Args:
+            model: the trained model; parameters that the memory does not cover are taken from it as they are.
+            layers: the layers whose weights to replace; by default all that were recorded.
+        """
+        names = list(self.layers) if layers is None else list(layers)
+        wanted = {p for name in names for p in self._run.require_values(name).parameters.values()}
+        weights = self.weights()
+        masked = copy.deepcopy(model)
+        found = {plain_name(name): parameter for name, parameter in masked.named_parameters()}
+        with torch.no_grad():
+            for name in wanted:
+                if name not in found or found[name].shape != weights[name].shape:
+                    shape = tuple(found[name].shape) if name in found else "missing"
+                    raise QueryError(
+                        f"Parameter {name!r} is {tuple(weights[name].shape)} in the memory, but {shape} in this model."
+                    )
+                found[name].copy_(weights[name])
+        return masked
+
+    def verify(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> audit.Verification:
+        """Check every file, rebuild every parameter from the patterns, and compare with the live ones.
+
+        Args:
+            model: the model (or its state dictionary) as it was at this view's step; by default the parameters
+                that were stored when the recording was closed.
+        """
+        if self._conditions:
+            raise SelectionError("A masked view has no live weights to compare with. Verify the whole memory.")
+        live: Mapping[str, Tensor]
+        if isinstance(model, nn.Module):
+            live = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        elif model is not None:
+            live = {plain_name(name): tensor for name, tensor in model.items()}
+        elif self._run.final is not None and self._horizon == self._run.steps:
+            live = self._run.final
+        elif self._horizon == 0:
+            live = self._run.initial
+        else:
+            raise QueryError(
+                f"Nothing to compare with after {self._horizon} steps: the recording was not closed there. "
+                "Give the model or a checkpoint of that step: memory.at(step=...).verify(model)."
+            )
+        missing = [name for name in self._run.manifest.parameters if name not in live]
+        if missing:
+            raise QueryError(f"The model lacks the recorded parameters {', '.join(map(repr, missing))}.")
+        return audit.verify(self._run, live, horizon=self._horizon)
+
+    # Attention ----------------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        model: nn.Module | None = None,
+        inputs: Any = None,
+        *,
+        queries: Mapping[str, Tensor] | None = None,
+        layers: Collection[str] | None = None,
+        chunk_size: int | None = None,
+    ) -> Spotlight:
+        """Ask what inputs attend to.
+
+        Args:
+            model: the trained model; one forward pass in eval mode captures each layer's queries, on its device.
+            inputs: a tensor; a tuple of the model's arguments; a mapping of its keywords; or an iterable of batches.
+            queries: query tensors (..., d_in) by layer, instead of a model and inputs.
+            layers: the layers to look at; by default all that were recorded.
+            chunk_size: patterns per chunk of a pass; chosen by default, and no answer depends on it.
+        """
+        if (model is None or inputs is None) == (queries is None):
+            raise QueryError("Give either a model and inputs, or queries={layer: tensor}.")
+        names = list(layers) if layers is not None else list(queries if queries is not None else self.layers)
+        entries = {name: self._run.layer(name) for name in names}
+        if queries is not None:
+            captured = given_queries({name: queries[name] for name in names}, entries)
+        else:
+            assert model is not None, "checked above"
+            captured = capture_queries(model, inputs, entries)
+        return Spotlight(
+            {
+                name: LayerSpotlight(self._table, self._cache, name, rows, chunk_size=chunk_size)
+                for name, rows in captured.items()
+            }
+        )
+
+    def __repr__(self) -> str:
+        view = self._describe()
+        return f"Memory({str(self.path)!r}, {self._run.steps} steps{', ' + view if view else ''})"
+
+    def _describe(self) -> str:
+        parts = [str(one) for one in self._conditions]
+        if self._horizon != self._run.steps:
+            parts.append(f"at step {self._horizon}")
+        return "; ".join(parts)
+
+    def _exact_shares(self) -> dict[str, Tensor]:
+        if self._shares is None:
+            self._shares = rebuild.shares(self._run, horizon=self._horizon, keep=self._table.keep())
+        return self._shares
+
+    def _dtype(self, parameter: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[parameter].dtype)
+        return dtype
+
+
+def open(path: str | os.PathLike[str]) -> Memory:
+    """Open a recorded run."""
+    return Memory(Run(Path(path)))

@@ -1,0 +1,113 @@
+"""Queries: what each layer is asked, captured by one forward pass of the model or given as tensors."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.errors import QueryError
+from dualform.record.estimate import forward
+from dualform.record.hooks import capture
+from dualform.record.layers import find_kind
+from dualform.record.watch import Watched, plain_name
+from dualform.store.format import LayerEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The queries of one layer.
+
+    Attributes:
+        rows: (Q, d_in)
+        leading: the shape of the layer's input without the last axis, where all batches agree on all but the first axis;
+            `rows.reshape(*leading, d_in)` is the input then. Otherwise just (Q,).
+    """
+
+    rows: Tensor
+    leading: tuple[int, ...]
+
+
+def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEntry]) -> dict[str, Captured]:
+    """Run the model once in eval mode and keep every wanted layer's input.
+
+    Args:
+        model: the model, on the device to compute on.
+        inputs: a tensor; a tuple of the model's arguments; a mapping of its keywords; or an iterable of such batches.
+        layers: the layers that are wanted, as they were recorded.
+    """
+    watched = {name: _find(model, name, entry) for name, entry in layers.items()}
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with capture(watched) as captured:
+        for batch in _batches(inputs):
+            forward(model, _move(batch, device))
+    queries = {}
+    for name, calls in captured.items():
+        if not calls:
+            raise QueryError(f"Layer {name!r} was not called in the forward pass, so it has no queries.")
+        tails = {call.shape[1:-1] for call in calls if call.dim() > 1}
+        rows = torch.cat([call.reshape(-1, call.shape[-1]) for call in calls])
+        agree = len(tails) == 1 and all(call.dim() > 1 for call in calls)
+        leading = (sum(call.shape[0] for call in calls), *tails.pop()) if agree else (len(rows),)
+        queries[name] = check(name, layers[name], Captured(rows, leading))
+    return queries
+
+
+def given_queries(queries: Mapping[str, Tensor], layers: Mapping[str, LayerEntry]) -> dict[str, Captured]:
+    """Take query tensors of shape (..., d_in), by layer."""
+    return {
+        name: check(name, layers[name], Captured(rows.reshape(-1, rows.shape[-1]), tuple(rows.shape[:-1])))
+        for name, rows in queries.items()
+    }
+
+
+def check(name: str, entry: LayerEntry, queries: Captured) -> Captured:
+    """Raise unless the queries fit the layer."""
+    if queries.rows.shape[-1] != entry.d_in:
+        raise QueryError(
+            f"Queries for layer {name!r} are {queries.rows.shape[-1]} wide; its keys are {entry.d_in} wide."
+        )
+    if not len(queries.rows):
+        raise QueryError(f"There are no queries for layer {name!r}: the inputs are empty. Give at least one.")
+    return queries
+
+
+def _find(model: nn.Module, name: str, entry: LayerEntry) -> Watched:
+    modules = {plain_name(path): module for path, module in model.named_modules()}
+    module = modules.get(name)
+    kind = None if module is None else find_kind(module)
+    if module is None or kind is None or kind.name != entry.kind:
+        found = "there is no such module" if module is None else f"it is a {type(module).__name__}"
+        raise QueryError(f"The memory has a {entry.kind} layer {name!r}, but in this model {found}.")
+    if kind.widths(module) != (entry.d_in, entry.d_out):
+        raise QueryError(
+            f"Layer {name!r} of this model maps {kind.widths(module)}; the memory's maps {(entry.d_in, entry.d_out)}."
+        )
+    return Watched(name, module, kind, entry.store == "keys", {}, entry.d_in, entry.d_out)
+
+
+def _batches(inputs: Any) -> Iterator[Any]:
+    if isinstance(inputs, Tensor | tuple | Mapping):
+        yield inputs
+    elif isinstance(inputs, Iterable):
+        empty = True
+        for batch in inputs:
+            empty = False
+            yield batch
+        if empty:
+            raise QueryError("The inputs are an empty iterable. Give at least one batch.")
+    else:
+        raise QueryError(
+            f"Inputs are a {type(inputs).__name__}; expected a tensor, a tuple, a mapping, or an iterable of batches."
+        )
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, tuple | list):
+        return tuple(_move(part, device) for part in batch)
+    if isinstance(batch, Mapping):
+        return {name: _move(part, device) for name, part in batch.items()}
+    return batch

@@ -1,0 +1,194 @@
+"""What a streaming pass can add up: one small class per question.
+
+A reducer takes chunks in any order and number; `merge` joins two reducers of different patterns, and is associative, so
+a pass may be split. Shapes: Q queries, n patterns of a chunk, G groups.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Generic, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from dualform.algebra import rebuild, rebuild_bias
+from dualform.store.stream import Chunk
+
+R = TypeVar("R")
+
+
+class Reducer(ABC, Generic[R]):
+    """Takes chunks, gives a result."""
+
+    @abstractmethod
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Take a chunk with its scores (Q, n) and its patterns' groups (n,)."""
+
+    @abstractmethod
+    def merge(self, other: Self) -> Self:
+        """Return the reducer of both parts' patterns."""
+
+    @abstractmethod
+    def result(self) -> R:
+        """Return what was added up."""
+
+
+class GroupSums(Reducer[Tensor]):
+    """The sum of scores per group, (Q, G) in float64."""
+
+    def __init__(self, queries: int, groups: int, device: torch.device) -> None:
+        self.sums = torch.zeros(queries, groups, dtype=torch.float64, device=device)
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Add a chunk's scores, by group."""
+        groups = self.sums.shape[1]
+        if groups <= 64:
+            members = torch.zeros(len(codes), groups, dtype=scores.dtype, device=scores.device)
+            members[torch.arange(len(codes), device=codes.device), codes] = 1
+            self.sums += scores @ members
+        else:
+            self.sums.index_add_(1, codes, scores.double())
+
+    def merge(self, other: Self) -> Self:
+        """Add the sums."""
+        self.sums += other.sums
+        return self
+
+    def result(self) -> Tensor:
+        """Return the sums."""
+        return self.sums
+
+
+class Best(Reducer[tuple[Tensor, Tensor]]):
+    """The k best scores per group and the patterns they belong to, (Q, G, k); -1 and infinity where there are few."""
+
+    def __init__(self, queries: int, groups: int, k: int, *, largest: bool, device: torch.device) -> None:
+        worst = -torch.inf if largest else torch.inf
+        self.largest = largest
+        self.scores = torch.full((queries, groups, k), worst, dtype=torch.float64, device=device)
+        self.patterns = torch.full((queries, groups, k), -1, dtype=torch.int64, device=device)
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Let a chunk's scores compete with the best so far."""
+        numbers = torch.from_numpy(chunk.patterns).to(scores.device)
+        if self.scores.shape[1] == 1:
+            self.compete(0, scores, numbers)
+            return
+        for group in codes.unique().tolist():
+            members = (codes == group).nonzero()[:, 0]
+            self.compete(group, scores[:, members], numbers[members])
+
+    def compete(self, group: int, scores: Tensor, numbers: Tensor) -> None:
+        """Let scores (Q, n) of the patterns with these numbers (n,) compete in a group."""
+        k = self.scores.shape[2]
+        best = scores.topk(min(k, scores.shape[1]), dim=1, largest=self.largest)
+        self._keep(group, best.values.double(), numbers[best.indices])
+
+    def _keep(self, group: int, scores: Tensor, patterns: Tensor) -> None:
+        k = self.scores.shape[2]
+        scores = torch.cat([self.scores[:, group], scores], dim=1)
+        patterns = torch.cat([self.patterns[:, group], patterns], dim=1)
+        best = scores.topk(k, dim=1, largest=self.largest, sorted=True)
+        self.scores[:, group] = best.values
+        self.patterns[:, group] = patterns.gather(1, best.indices)
+
+    def merge(self, other: Self) -> Self:
+        """Let the other's best compete with these."""
+        for group in range(self.scores.shape[1]):
+            self._keep(group, other.scores[:, group], other.patterns[:, group])
+        return self
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return the scores, best first, and their patterns."""
+        return self.scores, self.patterns
+
+
+class Everything(Reducer[Tensor]):
+    """Every score, (Q, T): for small memories and few queries."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, Tensor]] = []
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Keep a chunk's scores."""
+        self.parts.append((int(chunk.patterns[0]), scores))
+
+    def merge(self, other: Self) -> Self:
+        """Keep both."""
+        self.parts += other.parts
+        return self
+
+    def result(self) -> Tensor:
+        """Return the scores in the order of the patterns."""
+        return torch.cat([scores for _, scores in sorted(self.parts, key=lambda part: part[0])], dim=1)
+
+
+class Outputs(Reducer[Tensor]):
+    """The sum of contributions per group, (Q, G, d_out) in float64; scores are what multiplies the values."""
+
+    def __init__(self, queries: int, groups: int, width: int, device: torch.device) -> None:
+        self.sums = torch.zeros(queries, groups, width, dtype=torch.float64, device=device)
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Add a chunk's contributions, by group."""
+        assert chunk.values is not None, "contributions need values"
+        for group in codes.unique().tolist():
+            members = codes == group
+            self.sums[:, group] += scores[:, members] @ chunk.values[members]
+
+    def merge(self, other: Self) -> Self:
+        """Add the sums."""
+        self.sums += other.sums
+        return self
+
+    def result(self) -> Tensor:
+        """Return the sums."""
+        return self.sums
+
+
+class KeySums(Reducer[Tensor]):
+    """The sum of keys per group, (G, d_in) in float64: a signed total is its product with a query."""
+
+    def __init__(self, groups: int, width: int, device: torch.device) -> None:
+        self.sums = torch.zeros(groups, width, dtype=torch.float64, device=device)
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Add a chunk's keys, by group."""
+        self.sums.index_add_(0, codes, chunk.keys.double())
+
+    def merge(self, other: Self) -> Self:
+        """Add the sums."""
+        self.sums += other.sums
+        return self
+
+    def result(self) -> Tensor:
+        """Return the sums."""
+        return self.sums
+
+
+class GroupShares(Reducer[tuple[Tensor, Tensor]]):
+    """Each group's share of weight and bias, (G, d_out, d_in) and (G, d_out) in float64."""
+
+    def __init__(self, groups: int, d_out: int, d_in: int, device: torch.device) -> None:
+        self.weights = torch.zeros(groups, d_out, d_in, dtype=torch.float64, device=device)
+        self.biases = torch.zeros(groups, d_out, dtype=torch.float64, device=device)
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Add a chunk's outer products, by group."""
+        assert chunk.values is not None, "shares need values"
+        for group in codes.unique().tolist():
+            members = codes == group
+            values, keys = chunk.values[members], chunk.keys[members]
+            if chunk.weight is not None:
+                self.weights[group] += rebuild(values, keys, chunk.weight[members])
+            if chunk.bias is not None:
+                self.biases[group] += rebuild_bias(values, chunk.bias[members])
+
+    def merge(self, other: Self) -> Self:
+        """Add the shares."""
+        self.weights += other.weights
+        self.biases += other.biases
+        return self
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return the shares of weight and bias."""
+        return self.weights, self.biases

@@ -1,0 +1,347 @@
+"""Spotlights: for each query and layer, what it attends to.
+
+Where they are exact, shortcuts answer without a pass over the patterns: signed totals are products with cached sums of
+keys; magnitudes equal them where keys and queries are never negative; contributions by group are products with the
+groups' shares of the weight.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.algebra import contribute
+from dualform.attend.answers import Top, Totals, Vote
+from dualform.attend.cache import Cache
+from dualform.attend.engine import Of, Score, score_patterns, sum_patterns
+from dualform.attend.groups import ADDRESS, By, Grouping, Table
+from dualform.attend.queries import Captured
+from dualform.attend.reducers import Best, Everything, GroupShares, GroupSums, KeySums, Outputs, Reducer
+from dualform.errors import QueryError, SelectionError, UnknownLayerError
+from dualform.store.rebuild import starts
+from dualform.store.stream import selected, stream
+
+Per = Literal["pattern", "sample"]
+R = TypeVar("R")
+BLOCK = 1 << 14  # queries of one pass at most
+DENSE = 4 << 30  # bytes of an answer at most
+SHARES = 1 << 30  # bytes of group shares that may be held at most
+
+
+class LayerSpotlight:
+    """What each query of one layer attends to, over the patterns of a view."""
+
+    def __init__(
+        self, table: Table, cache: Cache, layer: str, queries: Captured, *, chunk_size: int | None = None
+    ) -> None:
+        self.name = layer
+        self.leading = queries.leading
+        self._table = table
+        self._cache = cache
+        self._entry = table.run.layer(layer)
+        dtype = torch.float64 if self._entry.dtype == "float64" else torch.float32
+        self.queries = queries.rows.to(dtype)  # (Q, d_in)
+        self._chunk_size = chunk_size
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def __repr__(self) -> str:
+        return f"Spotlight on layer {self.name!r}: {len(self)} queries over {self.count():,} patterns"
+
+    def count(self) -> int:
+        """Return the number of patterns in this view of the layer."""
+        table = self._table
+        return sum(len(selected(shard, self.name, table.horizon, table.keep())) for shard in table.run.shards)
+
+    def attention(self) -> Tensor:
+        """Return every attention, (Q, T). For small memories; see `totals` and `top` for any."""
+        self._affordable(self.queries.element_size() * len(self) * self.count(), "attention()")
+        return self._score(Score("attention"), None, lambda rows: Everything())
+
+    def contributions(self) -> Tensor:
+        """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
+        size = self.queries.element_size() * len(self) * self.count() * self._entry.d_out
+        self._affordable(size, "contributions()")
+        parts = []
+        for chunk in self._stream_values():
+            attention = self.queries @ chunk.keys.T
+            weight = torch.zeros_like(chunk.keys[:, 0]) if chunk.weight is None else chunk.weight
+            parts.append(contribute(attention, chunk.values, weight, chunk.bias))
+        self._require_patterns()
+        return torch.cat(parts, dim=1)
+
+    def totals(self, by: By, *, of: Of = "attention") -> Totals:
+        """Sum over the patterns of each group.
+
+        Args:
+            by: a column, `dualform.bins(column, width=...)`, or several of these.
+            of: `"attention"` (signed) or `"magnitude"` (absolute), (Q, G); or `"contribution"`, (Q, G, d_out).
+        """
+        _check_of(of)
+        grouping = self._group(by)
+        if of == "attention" or (of == "magnitude" and self._never_negative()):
+            values = self.queries.double() @ self._key_sums(grouping).T
+        elif of == "magnitude":
+            values = self._score(Score(of), grouping, lambda rows: GroupSums(rows, len(grouping.labels), self._device))
+        else:
+            values = self._contribution_totals(grouping)
+        return Totals(self.name, of, grouping.by, grouping.labels, values.to(self.queries.dtype))
+
+    def top(
+        self,
+        k: int,
+        *,
+        by: By | None = None,
+        of: Of = "attention",
+        per: Per = "pattern",
+        largest: bool = True,
+        unit: int | Tensor | None = None,
+    ) -> Top:
+        """Rank patterns, or samples by the sum over their occurrences.
+
+        Args:
+            k: how many.
+            by: rank within each group of this column (or columns) instead of overall.
+            of: what to rank by. A contribution is that to one output unit.
+            per: `"sample"` sums over all patterns with the same `sample` annotation first.
+            largest: the most positive, or with False the most negative.
+            unit: for contributions, the output unit, or one per query (Q,); by default the one whose output is largest.
+        """
+        _check_of(of)
+        if k < 1:
+            raise QueryError(f"top({k}) asks for no patterns. Ask for at least one.")
+        if per not in get_args(Per):
+            raise QueryError(f"per is {per!r}; expected one of {get_args(Per)}.")
+        self._require_patterns()
+        score = Score(of, self._units(unit) if of == "contribution" else None)
+        if per == "sample":
+            return self._top_samples(k, by, score, largest=largest)
+        grouping = None if by is None else self._group(by)
+        groups = 1 if grouping is None else len(grouping.labels)
+        scores, patterns = self._score(
+            score, grouping, lambda rows: Best(rows, groups, k, largest=largest, device=self._device)
+        )
+        return self._ranked(scores, patterns, grouping, score, "pattern")
+
+    def output(self) -> Tensor:
+        """Return the layer's output in the dual form: start plus the sum of contributions, (*leading, d_out).
+
+        Under a mask these are still the unmasked network's queries; `Memory.apply` runs the whole masked network.
+        """
+        total = self.start().double()
+        if self.count():
+            total = total + self._contribution_totals(None)[:, 0]
+        return total.to(self.queries.dtype).reshape(*self.leading, -1)
+
+    def start(self) -> Tensor:
+        """Return what the start alone gives, (Q, d_out)."""
+        entry = self._table.run.require_values(self.name)
+        left = starts(self._table.run, horizon=self._table.horizon)
+        weight = left[entry.parameters["weight"]].to(self._device)
+        output = self.queries.double() @ weight.T
+        if "bias" in entry.parameters:
+            output = output + left[entry.parameters["bias"]].to(self._device)
+        return output.to(self.queries.dtype)
+
+    # How ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return self.queries.device
+
+    def _group(self, by: By) -> Grouping:
+        self._require_patterns()
+        return self._table.group(self.name, by)
+
+    def _require_patterns(self) -> None:
+        if not self.count():
+            raise QueryError(
+                f"This view of layer {self.name!r} holds no patterns: nothing was recorded, or the mask leaves nothing."
+            )
+
+    def _affordable(self, size: int, what: str) -> None:
+        if size > DENSE:
+            raise QueryError(
+                f"{what} would take {size / 1e9:.0f} GB. Use totals() or top(), fewer queries, or a narrower view."
+            )
+
+    def _score(
+        self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int = BLOCK
+    ) -> R:
+        """Run the plain pass in blocks of queries and join the results."""
+        self._require_patterns()
+        results = []
+        for start in range(0, len(self), block):
+            rows = self.queries[start : start + block]
+            units = None if score.units is None else score.units[start : start + block]
+            part = Score(score.of, units)
+            results.append(
+                score_patterns(
+                    self._table, self.name, rows, part, grouping, make(len(rows)), chunk_size=self._chunk_size
+                )
+            )
+        joined: R = _joined(results)
+        return joined
+
+    def _never_negative(self) -> bool:
+        low, high = self._table.run.key_range(self.name)
+        least, greatest = torch.aminmax(self.queries)
+        return (low >= 0 and bool(least >= 0)) or (high <= 0 and bool(greatest <= 0))
+
+    def _view(self) -> tuple[Any, ...]:
+        return (self.name, self._table.conditions, self._table.horizon)
+
+    def _key_sums(self, grouping: Grouping) -> Tensor:
+        def compute() -> dict[str, Tensor]:
+            reducer = KeySums(len(grouping.labels), self._entry.d_in, self._device)
+            return {"sums": sum_patterns(self._table, self.name, grouping, reducer, values=False, like=self.queries)}
+
+        return self._cache.get(("key sums", *self._view(), grouping.by), compute)["sums"].to(self._device)
+
+    def _group_shares(self, grouping: Grouping | None) -> tuple[Tensor, Tensor]:
+        groups = 1 if grouping is None else len(grouping.labels)
+
+        def compute() -> dict[str, Tensor]:
+            reducer = GroupShares(groups, self._entry.d_out, self._entry.d_in, self._device)
+            weights, biases = sum_patterns(self._table, self.name, grouping, reducer, values=True, like=self.queries)
+            return {"weights": weights, "biases": biases}
+
+        by = None if grouping is None else grouping.by
+        found = self._cache.get(("group shares", *self._view(), by), compute)
+        return found["weights"].to(self._device), found["biases"].to(self._device)
+
+    def _contribution_totals(self, grouping: Grouping | None) -> Tensor:
+        """Return the sum of contributions per group, (Q, G, d_out), the cheaper way."""
+        self._table.run.require_values(self.name)
+        groups = 1 if grouping is None else len(grouping.labels)
+        d_in, d_out = self._entry.d_in, self._entry.d_out
+        self._affordable(8 * len(self) * groups * d_out, "totals of contributions")
+        cheaper = len(self) * (d_in + d_out) >= d_in * d_out
+        if cheaper and 8 * groups * d_in * d_out <= SHARES:
+            weights, biases = self._group_shares(grouping)
+            return torch.einsum("qi,goi->qgo", self.queries.double(), weights) + biases
+        return self._score(
+            Score("contribution"),
+            grouping,
+            lambda rows: Outputs(rows, groups, d_out, self._device),
+            block=1024,
+        )
+
+    def _units(self, unit: int | Tensor | None) -> Tensor:
+        self._table.run.require_values(self.name)
+        if unit is None:
+            return self.output().reshape(len(self), -1).argmax(dim=1)
+        units = torch.as_tensor(unit, device=self._device).expand(len(self)).contiguous()
+        if bool((units < 0).any()) or bool((units >= self._entry.d_out).any()):
+            raise QueryError(f"Output unit {unit} of layer {self.name!r} is outside 0 to {self._entry.d_out - 1}.")
+        return units
+
+    def _top_samples(self, k: int, by: By | None, score: Score, *, largest: bool) -> Top:
+        if "sample" not in self._table.names:
+            raise SelectionError(
+                'per="sample" needs a column "sample": record with annotate(sample=ids). '
+                f"There are: {', '.join(self._table.names)}."
+            )
+        outer = None if by is None else self._group(by)
+        samples = self._group("sample")
+        one = np.zeros_like(samples.codes) if outer is None else outer.codes
+        pairs, codes = np.unique(one * len(samples.labels) + samples.codes, return_inverse=True)
+        first = np.full(len(pairs), -1, dtype=np.int64)
+        numbers = np.concatenate(list(self._numbers()))
+        first[codes[::-1]] = numbers[::-1]  # the first pattern of each sample stands for it
+        fine = Grouping(("sample",), tuple(range(len(pairs))), codes)
+        block = max(1, min(BLOCK, (256 << 20) // (8 * len(pairs))))
+        totals = self._score(score, fine, lambda rows: GroupSums(rows, len(pairs), self._device), block=block)
+
+        group_of = torch.from_numpy(pairs // len(samples.labels)).to(self._device)
+        stands_for = torch.from_numpy(first).to(self._device)
+        groups = 1 if outer is None else len(outer.labels)
+        best = Best(len(self), groups, k, largest=largest, device=self._device)
+        for group in range(groups):
+            members = (group_of == group).nonzero()[:, 0]
+            best.compete(group, totals[:, members], stands_for[members])
+        return self._ranked(*best.result(), outer, score, "sample")
+
+    def _numbers(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
+        before = 0
+        table = self._table
+        for shard in table.run.shards:
+            yield selected(shard, self.name, table.horizon, table.keep()) + before
+            before += shard.count(self.name)
+
+    def _stream_values(self) -> Iterator[Any]:
+        table = self._table
+        return stream(
+            table.run,
+            self.name,
+            horizon=table.horizon,
+            keep=table.keep(),
+            values=True,
+            device=self._device,
+            dtype=self.queries.dtype,
+        )
+
+    def _ranked(self, scores: Tensor, patterns: Tensor, grouping: Grouping | None, score: Score, per: Per) -> Top:
+        names = [n for n in self._table.names if n != "pattern" and (per == "pattern" or n not in ADDRESS)]
+        found = self._table.lookup(self.name, patterns.reshape(-1).cpu().numpy(), names)
+        return Top(
+            layer=self.name,
+            of=score.of,
+            per=per,
+            by=() if grouping is None else grouping.by,
+            groups=(None,) if grouping is None else grouping.labels,
+            values=scores.masked_fill(patterns < 0, torch.nan).to(self.queries.dtype),
+            patterns=patterns,
+            columns=found,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spotlight:
+    """The spotlights of all layers: `spotlight["layers.2"]` is one layer's."""
+
+    layers: Mapping[str, LayerSpotlight]
+
+    def __getitem__(self, layer: str) -> LayerSpotlight:
+        try:
+            return self.layers[layer]
+        except KeyError:
+            known = ", ".join(map(repr, self.layers))
+            raise UnknownLayerError(f"There is no spotlight on layer {layer!r}. There are: {known}.") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __repr__(self) -> str:
+        return "\n".join(repr(layer) for layer in self.layers.values())
+
+    def vote(self, by: By, *, of: Of = "attention") -> Vote:
+        """Return, per layer and query, the group with the largest total.
+
+        For contributions it is the total to the output unit that is largest.
+        """
+        winners = {}
+        names: tuple[str, ...] = ()
+        for name, layer in self.layers.items():
+            totals = layer.totals(by, of=of)
+            values, names = totals.values, totals.by
+            if of == "contribution":
+                units = layer.output().reshape(len(layer), -1).argmax(dim=1)
+                values = values.gather(2, units[:, None, None].expand(-1, values.shape[1], 1))[:, :, 0]
+            winners[name] = tuple(totals.groups[g] for g in values.argmax(dim=1).tolist())
+        return Vote(names, of, winners)
+
+
+def _check_of(of: str) -> None:
+    if of not in get_args(Of):
+        raise QueryError(f"of is {of!r}; expected one of {get_args(Of)}.")
+
+
+def _joined(results: list[Any]) -> Any:
+    if isinstance(results[0], tuple):
+        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+    return torch.cat(results)
