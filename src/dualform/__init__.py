@@ -1,5 +1,7 @@
 """See what a trained network owes to each thing it was trained on."""
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dualform._version import __version__
@@ -44,3 +46,18 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)
+
+
+class _Package(ModuleType):
+    """Keeps `dualform.record` the function, whoever imports the folder of that name."""
+
+    @property
+    def record(self) -> Any:
+        return __getattr__("record")
+
+    @record.setter
+    def record(self, folder: ModuleType) -> None:
+        """Importing the folder binds it here; it is found in `sys.modules` all the same."""
+
+
+sys.modules[__name__].__class__ = _Package

@@ -24,7 +24,7 @@ from dualform.attend.spotlight import LayerSpotlight, Spotlight
 from dualform.errors import QueryError, SelectionError
 from dualform.record.estimate import size_text
 from dualform.record.watch import plain_name
-from dualform.store import audit, rebuild
+from dualform.store import audit, examples, rebuild
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
 
@@ -143,6 +143,14 @@ class Memory:
         table = self._run.steps_table
         return table.filter(pc.field("step") < self._horizon) if table.num_rows else table
 
+    def add_tests(self, inputs: Tensor, targets: Tensor | None = None) -> None:
+        """Keep test inputs (M, ...) and their targets (M,) in the run, for the command line and the viewer."""
+        examples.add_tests(self._run, inputs, targets)
+
+    def tests(self) -> tuple[Tensor, Tensor | None]:
+        """Return the test inputs that the run keeps and, where they are known, their targets."""
+        return examples.read_tests(self._run)
+
     # Views --------------------------------------------------------------------------------------------------------
 
     def where(self, sql: str | None = None, /, **equal: Any) -> "Memory":
@@ -170,7 +178,7 @@ class Memory:
     # Weights ------------------------------------------------------------------------------------------------------
 
     def shares(self) -> dict[str, Tensor]:
-        """Return what the view's patterns add to each parameter; `where` and `without` of a condition sum to the whole."""
+        """Return what the view's patterns add to each parameter; those of `where` and `without` sum to the whole."""
         return {name: share.to(self._dtype(name)) for name, share in self._exact_shares().items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -188,17 +196,14 @@ class Memory:
         names = list(self.layers) if layers is None else list(layers)
         wanted = {p for name in names for p in self._run.require_values(name).parameters.values()}
         weights = self.weights()
-        masked = copy.deepcopy(model)
-        found = {plain_name(name): parameter for name, parameter in masked.named_parameters()}
-        with torch.no_grad():
-            for name in wanted:
-                if name not in found or found[name].shape != weights[name].shape:
-                    shape = tuple(found[name].shape) if name in found else "missing"
-                    raise QueryError(
-                        f"Parameter {name!r} is {tuple(weights[name].shape)} in the memory, but {shape} in this model."
-                    )
-                found[name].copy_(weights[name])
-        return masked
+        return _with_parameters(model, {name: weights[name] for name in wanted})
+
+    def trained(self, model: nn.Module) -> nn.Module:
+        """Return a copy of the model with its recorded parameters as the recording left them, to the bit.
+
+        A recording that was cut off kept no final parameters; they are rebuilt then.
+        """
+        return _with_parameters(model, self._run.final or self.weights())
 
     def verify(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> audit.Verification:
         """Check every file, rebuild every parameter from the patterns, and compare with the live ones.
@@ -282,6 +287,20 @@ class Memory:
     def _dtype(self, parameter: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[parameter].dtype)
         return dtype
+
+
+def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    changed = copy.deepcopy(model)
+    found = {plain_name(name): parameter for name, parameter in changed.named_parameters()}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name not in found or found[name].shape != tensor.shape:
+                shape = tuple(found[name].shape) if name in found else "missing"
+                raise QueryError(
+                    f"Parameter {name!r} is {tuple(tensor.shape)} in the memory, but {shape} in this model."
+                )
+            found[name].copy_(tensor)
+    return changed
 
 
 def open(path: str | os.PathLike[str]) -> Memory:

@@ -21,7 +21,7 @@ class Captured:
 
     Attributes:
         rows: (Q, d_in)
-        leading: the shape of the layer's input without the last axis, where all batches agree on all but the first axis;
+        leading: the shape of the layer's input without the last axis, if all batches agree on all but the first axis;
             `rows.reshape(*leading, d_in)` is the input then. Otherwise just (Q,).
     """
 

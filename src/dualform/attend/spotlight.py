@@ -5,6 +5,7 @@ keys; magnitudes equal them where keys and queries are never negative; contribut
 groups' shares of the weight.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -264,7 +265,11 @@ class LayerSpotlight:
         for group in range(groups):
             members = (group_of == group).nonzero()[:, 0]
             best.compete(group, totals[:, members], stands_for[members])
-        return self._ranked(*best.result(), outer, score, "sample")
+        scores, patterns = best.result()
+        seen = dict(zip(first.tolist(), np.bincount(codes).tolist(), strict=True))
+        occurrences = [seen.get(number) for number in patterns.reshape(-1).tolist()]
+        ranked = self._ranked(scores, patterns, outer, score, "sample")
+        return dataclasses.replace(ranked, columns={"occurrences": occurrences, **ranked.columns})
 
     def _numbers(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
         before = 0

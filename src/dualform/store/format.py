@@ -8,15 +8,18 @@ import dataclasses
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors
+import safetensors.torch
 import xxhash
+from torch import Tensor
 
-from dualform.errors import FormatError, RunNotFoundError
+from dualform.errors import CorruptError, FormatError, RunNotFoundError
 
 FORMAT = "dualform"
 VERSION = 1
@@ -113,11 +116,11 @@ class Manifest:
         return json.dumps(head | dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, *, path: Path) -> "Manifest":
+    def from_json(cls, text: str | bytes, *, path: Path) -> "Manifest":
         """Read a manifest, refusing other formats and newer versions."""
         try:
             raw = json.loads(text)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise FormatError(f"{path} is not JSON ({error}). Restore it from a copy of the run.") from error
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise RunNotFoundError(f"{path} does not describe a dualform run. Give the folder of a recorded run.")
@@ -145,8 +148,9 @@ class Manifest:
                 factory=raw["factory"],
                 factory_arguments=raw["factory_arguments"],
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise FormatError(f"{path} lacks or mangles an entry ({error}). Restore it from a copy.") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise FormatError(f"{path} lacks or mangles an entry ({reason}). Restore it from a copy.") from error
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -159,7 +163,7 @@ class Manifest:
                 f"{folder} holds no {MANIFEST}, so it is not a recorded run. "
                 "Give the folder that dualform.record wrote to."
             )
-        return cls.from_json(path.read_text(), path=path)
+        return cls.from_json(path.read_bytes(), path=path)
 
     def publish(self, folder: Path) -> None:
         """Replace the folder's manifest by this one, atomically."""
@@ -193,6 +197,30 @@ def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
     return entry
 
 
+def publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Publish tensors as a safetensors file; failing to write is an `OSError`, whoever reports it."""
+    # A tensor that is a part of a larger storage is copied: the format has no views.
+    whole = {n: t.contiguous() if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in tensors.items()}
+
+    def write(partial: Path) -> None:
+        try:
+            safetensors.torch.save_file(whole, partial)
+        except safetensors.SafetensorError as error:
+            raise OSError(str(error)) from error
+
+    return publish(path, write)
+
+
+@contextmanager
+def opened_tensors(path: Path) -> Iterator[Any]:
+    """Open a published safetensors file; one that cannot be read is a `CorruptError`."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CorruptError(f"{path} cannot be read: {error}. Restore the file from a copy of the run.") from error
+
+
 def checksum(path: Path) -> str:
     """Return the xxh3 checksum of a file, as hexadecimal."""
     digest = xxhash.xxh3_64()
@@ -217,6 +245,10 @@ def locked(folder: Path) -> Iterator[bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            yield False
+            return
+        # Who held it before may have removed the file that we opened; a lock on nothing protects nothing.
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
             yield False
             return
         try:

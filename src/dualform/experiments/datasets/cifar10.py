@@ -17,7 +17,7 @@ from dualform.experiments.datasets.contents import SourceError
 from dualform.experiments.datasets.download import ArchiveDownload
 from dualform.experiments.datasets.imageset import ImageSet
 from dualform.experiments.datasets.packages import NpmPackage
-from dualform.experiments.datasets.progress import bar
+from dualform.progress import bar
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from dualform.experiments.datasets.contents import SourceError, gunzip, read_members
-from dualform.experiments.datasets.progress import bar
+from dualform.progress import bar
 
 TIMEOUT = 30.0
 """Seconds without a sign of life after which a download counts as failed."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dualform.experiments.datasets.contents import SourceError, read_members
-from dualform.experiments.datasets.progress import bar
+from dualform.progress import bar
 
 TIMEOUT = 900.0
 """Seconds after which a client counts as stuck; the largest package has 139 MB."""

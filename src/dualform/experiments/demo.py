@@ -1,0 +1,107 @@
+"""The demo: digits from nothing to spotlights in under a minute, with every number measured on the spot."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+import dualform
+from dualform.attend.memory import Memory
+from dualform.errors import RunExistsError
+from dualform.experiments.agreement import Agreement, agreement
+from dualform.experiments.datasets import load
+from dualform.experiments.examples import Closeup, choose, draw_figures, look
+from dualform.experiments.training import Phase, Recipe, Task, accuracy, make_tasks, predict, train
+from dualform.store.audit import Verification
+from dualform.store.format import MANIFEST
+
+RECIPE = Recipe(hidden=(128, 128), learning_rate=0.02, momentum=0.9, clip=1.0, batch=64)
+STEPS = 600
+MASKED = 3  # the class that is masked away
+MARK = "dualform-demo"  # a file that says the folder is the demo's own, to be replaced at will
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """Test accuracies on one class and on all others, under a view of the memory."""
+
+    what: str
+    on_label: float
+    on_rest: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Demo:
+    """Everything that the demo found out."""
+
+    folder: Path
+    memory: Memory
+    model: nn.Module
+    tasks: Sequence[Task]
+    seconds: float  # of training and recording
+    accuracy: float
+    verification: Verification
+    table: Sequence[Agreement]
+    closeup: Closeup
+    masked: Sequence[Masked]
+    figures: Sequence[Path]
+
+
+def run_demo(folder: Path, *, seed: int = 0) -> Demo:
+    """Train, record, verify, attend, mask, and draw."""
+    _make_room(folder)
+    tasks = make_tasks([load("digits")])
+    task = tasks[0]
+    start = time.perf_counter()
+    model = train(tasks, [Phase((task.name,), STEPS)], RECIPE, folder / "run", seed=seed)
+    seconds = time.perf_counter() - start
+    memory = dualform.open(folder / "run")
+    verification = memory.verify(model)
+    memory.add_tests(task.test, task.test_labels)
+    outputs = predict(model, task.test)
+    vote = memory.attend(model, task.test).vote(by="label")
+    closeup = look(memory, model, choose(task, outputs, right=2, wrong=1), by="label")
+    return Demo(
+        folder=folder,
+        memory=memory,
+        model=model,
+        tasks=tasks,
+        seconds=seconds,
+        accuracy=accuracy(model, task),
+        verification=verification,
+        table=agreement(vote, task.test_labels, outputs),
+        closeup=closeup,
+        masked=_mask(memory, model, task),
+        figures=draw_figures(closeup, tasks, folder / "figures", prefix="digits"),
+    )
+
+
+def _mask(memory: Memory, model: nn.Module, task: Task) -> list[Masked]:
+    last = list(memory.layers)[-1]
+    without = memory.without(label=MASKED)
+    views = {
+        "everything": model,
+        f"without the {MASKED}s in the last layer": without.apply(model, layers=[last]),
+        f"without the {MASKED}s in any layer": without.apply(model),
+        f"as it was after {STEPS // 10} steps": memory.at(step=STEPS // 10).apply(model),
+        "without a random half of each batch": memory.without(coin=1).apply(model),
+    }
+    rows = []
+    for what, masked in views.items():
+        hits = (predict(masked, task.test) == task.test_labels).double()
+        on_label = task.test_labels == MASKED
+        rows.append(Masked(what, float(hits[on_label].mean()), float(hits[~on_label].mean())))
+    return rows
+
+
+def _make_room(folder: Path) -> None:
+    if (folder / MARK).is_file():
+        shutil.rmtree(folder)
+    elif folder.exists() and any(folder.iterdir()):
+        what = "a recorded run" if (folder / MANIFEST).is_file() else "other files"
+        raise RunExistsError(f"{folder} holds {what}. Give the demo a folder of its own: dualform demo --folder PATH.")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).write_text("Made by `dualform demo`, which replaces this folder when it is run again.\n")

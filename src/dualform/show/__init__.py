@@ -1,0 +1,1 @@
+"""Show answers to people: tables, drawings in the terminal, figures, the command line."""

@@ -1,0 +1,120 @@
+"""What `dualform attend` and `dualform mask` ask of a memory, and how their answers look."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from dualform.attend.engine import Of
+from dualform.attend.groups import By
+from dualform.attend.memory import Memory
+from dualform.attend.spotlight import Per
+from dualform.errors import QueryError
+from dualform.experiments.training import predict
+from dualform.show.models import load_inputs, load_model
+from dualform.show.tables import console, percent, print_grid
+
+MASK_NOTE = "A mask removes recorded updates from the sum; the model is not retrained."
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAnswer:
+    """One layer's answers to one input."""
+
+    test: int
+    layer: str
+    patterns: int
+    of: str
+    totals: list[dict[str, Any]]
+    top: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOutcome:
+    """What masking changed."""
+
+    view: str
+    tests: int
+    changed: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    flips: list[dict[str, int]]  # test, before, after (and target, where it is known)
+    note: str = MASK_NOTE
+
+
+def ask(
+    memory: Memory,
+    *,
+    model: str | None,
+    inputs: Path | None,
+    tests: Sequence[int],
+    layers: Sequence[str],
+    by: By | None,
+    of: str,
+    top: int,
+    per: str,
+    largest: bool,
+) -> list[LayerAnswer]:
+    """Ask for totals and top patterns of the chosen inputs, per layer."""
+    rows, _ = load_inputs(memory, inputs)
+    outside = [test for test in tests if not 0 <= test < len(rows)]
+    if outside:
+        raise QueryError(f"There is no input {outside[0]}; there are 0 to {len(rows) - 1}.")
+    net = load_model(memory, model)
+    answers = []
+    for test in tests:
+        spotlight = memory.attend(net, rows[test : test + 1], layers=list(layers) or None)
+        for name, layer in spotlight.layers.items():
+            measure = cast("Of", of)
+            totals = [] if by is None else layer.totals(by, of=measure).to_arrow().to_pylist()
+            best = layer.top(top, of=measure, per=cast("Per", per), largest=largest) if top else None
+            found = [] if best is None else best.to_arrow().to_pylist()
+            answers.append(LayerAnswer(test, name, layer.count(), of, totals, found))
+    return answers
+
+
+def show_answers(answers: Sequence[LayerAnswer]) -> None:
+    """Print answers as tables."""
+    screen = console()
+    for answer in answers:
+        for what, rows in (("total", answer.totals), ("top", answer.top)):
+            if rows:
+                head = [name for name in rows[0] if not (name == "query" and len({r["query"] for r in rows}) == 1)]
+                title = (
+                    f"input {answer.test}, layer {answer.layer}: {what} {answer.of} over {answer.patterns:,} patterns"
+                )
+                print_grid(screen, title, head, [[row[name] for name in head] for row in rows])
+                screen.print()
+
+
+@torch.no_grad()
+def compare_mask(
+    memory: Memory, masked: Memory, model: str | None, inputs: Path | None, layers: Sequence[str]
+) -> MaskOutcome:
+    """Compare the model's predictions with and without the masked patterns."""
+    rows, targets = load_inputs(memory, inputs)
+    net = load_model(memory, model)
+    before = predict(net, rows)
+    after = predict(masked.apply(net, layers=list(layers) or None), rows)
+    flips = []
+    for test in (before != after).nonzero()[:, 0].tolist():
+        flip = {"test": test, "before": int(before[test]), "after": int(after[test])}
+        flips.append(flip if targets is None else {**flip, "target": int(targets[test])})
+    accuracies = [None if targets is None else float((said == targets).double().mean()) for said in (before, after)]
+    return MaskOutcome(masked.info().view, len(rows), len(flips), accuracies[0], accuracies[1], flips)
+
+
+def show_mask(outcome: MaskOutcome) -> None:
+    """Print the outcome of a mask."""
+    screen = console()
+    screen.print(f"{outcome.view}: {outcome.changed} of {outcome.tests} predictions change")
+    if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
+        screen.print(f"accuracy {percent(outcome.accuracy_before)} -> {percent(outcome.accuracy_after)}")
+    if outcome.flips:
+        shown = outcome.flips[:20]
+        print_grid(screen, "Changed", list(shown[0]), [list(flip.values()) for flip in shown])
+        if len(outcome.flips) > len(shown):
+            screen.print(f"... and {len(outcome.flips) - len(shown)} more (--json lists them all)")
+    screen.print(outcome.note)

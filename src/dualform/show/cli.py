@@ -1,0 +1,225 @@
+"""The command line: parse, ask the memory, render. Stdout is the result, stderr the progress and the errors.
+
+Exit status: 0, 1 for a failure (or a verification that did not pass), 2 for wrong usage. Nothing heavy is imported
+before a command runs, so that `--help` is instant.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from dualform._version import __version__
+from dualform.errors import DualformError, QueryError
+
+if TYPE_CHECKING:
+    from dualform.attend.groups import Bins
+    from dualform.attend.memory import Memory
+
+app = typer.Typer(
+    help="See what a trained network owes to each thing it was trained on.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+data = typer.Typer(help="The data sets of the experiments.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+Run = Annotated[Path, typer.Argument(help="The folder of a recorded run.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Model = Annotated[Optional[str], typer.Option("--model", help="package.module:factory that makes the model.")]  # noqa: UP045 (typer)
+Inputs = Annotated[Optional[Path], typer.Option("--inputs", help=".npy or .safetensors; default: the run's tests.")]  # noqa: UP045
+Where = Annotated[Optional[str], typer.Option("--where", help="SQL: keep only these patterns.")]  # noqa: UP045
+Without = Annotated[Optional[str], typer.Option("--without", help="SQL: leave these patterns out.")]  # noqa: UP045
+At = Annotated[Optional[int], typer.Option("--at", help="Look back from after this many steps.")]  # noqa: UP045
+
+
+def main() -> None:
+    """Run the command line; a failure is one line on stderr."""
+    try:
+        app()
+    except DualformError as error:
+        sys.stderr.write(f"dualform: {error}\n")
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        sys.stdout.write(f"{__version__}\n")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where to put the run and the figures.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Of the network and the order of its training.")] = 0,
+    json: Json = False,
+) -> None:
+    """Digits, end to end, under a minute: train, record, verify, spotlights, masks, figures."""
+    from dualform.experiments.demo import run_demo
+    from dualform.show.demo import demo_json, show_demo
+    from dualform.show.tables import print_json
+
+    result = run_demo(folder, seed=seed)
+    if json:
+        print_json(demo_json(result))
+    else:
+        show_demo(result)
+
+
+@app.command()
+def info(run: Run, json: Json = False) -> None:
+    """Say what a run holds: layers, patterns, bytes, columns."""
+    import dualform
+    from dualform.show.tables import print_json
+
+    found = dualform.open(run).info()
+    if json:
+        print_json(found)
+    else:
+        sys.stdout.write(f"{found!r}\n")
+
+
+@app.command()
+def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> None:
+    """Check every file, rebuild every weight from the patterns, and compare with the live ones."""
+    from dualform.show.models import make_model
+    from dualform.show.tables import print_json
+
+    memory = _open(run, at=at)
+    outcome = memory.verify(None if model is None else make_model(model))
+    if json:
+        rows = [
+            {
+                "layer": layer.layer,
+                "patterns": layer.patterns,
+                "bytes": layer.bytes,
+                "relative_error": layer.error,
+                "passed": layer.passed,
+            }
+            for layer in outcome.layers
+        ]
+        print_json({"step": outcome.step, "files": outcome.files, "passed": outcome.passed, "layers": rows})
+    else:
+        sys.stdout.write(f"{outcome!r}\n")
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def attend(
+    run: Run,
+    model: Model = None,
+    inputs: Inputs = None,
+    test: Annotated[list[int], typer.Option("--test", "-t", help="Which inputs to ask about; repeatable.")] = [0],  # noqa: B006
+    layer: Annotated[list[str], typer.Option("--layer", "-l", help="Only these layers; repeatable.")] = [],  # noqa: B006
+    by: Annotated[Optional[str], typer.Option(help="Totals by columns: label, task,label or step:500.")] = None,  # noqa: UP045
+    of: Annotated[str, typer.Option(help="attention, magnitude or contribution.")] = "attention",
+    top: Annotated[int, typer.Option(help="How many patterns to list; 0 for none.")] = 5,
+    per: Annotated[str, typer.Option(help="Rank each pattern, or each sample over its occurrences.")] = "pattern",
+    smallest: Annotated[bool, typer.Option("--smallest", help="The most negative instead.")] = False,
+    where: Where = None,
+    without: Without = None,
+    at: At = None,
+    json: Json = False,
+) -> None:
+    """Ask what inputs attend to: totals by group, and the top training patterns."""
+    from dualform.show.ask import ask, show_answers
+    from dualform.show.tables import print_json
+
+    memory = _open(run, where=where, without=without, at=at)
+    answers = ask(
+        memory,
+        model=model,
+        inputs=inputs,
+        tests=test,
+        layers=layer,
+        by=None if by is None else _columns(by),
+        of=of,
+        top=top,
+        per=per,
+        largest=not smallest,
+    )
+    if json:
+        print_json(answers)
+    else:
+        show_answers(answers)
+
+
+@app.command()
+def mask(
+    run: Run,
+    where: Where = None,
+    without: Without = None,
+    at: At = None,
+    model: Model = None,
+    inputs: Inputs = None,
+    layer: Annotated[list[str], typer.Option("--layer", "-l", help="Mask only these layers; repeatable.")] = [],  # noqa: B006
+    json: Json = False,
+) -> None:
+    """Say what changes without some patterns: removes recorded updates; the model is not retrained."""
+    from dualform.show.ask import compare_mask, show_mask
+    from dualform.show.tables import print_json
+
+    if where is None and without is None and at is None:
+        raise QueryError('Nothing is masked. Give --where, --without or --at, for example --without "label = 3".')
+    outcome = compare_mask(_open(run), _open(run, where=where, without=without, at=at), model, inputs, layer)
+    if json:
+        print_json(outcome)
+    else:
+        show_mask(outcome)
+
+
+@data.command("ls")
+def data_ls(json: Json = False) -> None:
+    """List the data sets, and where this machine has them."""
+    from dualform.experiments.datasets import describe
+    from dualform.show.tables import console, print_grid, print_json
+
+    rows = [(row.name, row.summary, row.licence, str(row.location) if row.location else None) for row in describe()]
+    if json:
+        names = ("name", "summary", "licence", "location")
+        print_json([dict(zip(names, row, strict=True)) for row in rows])
+    else:
+        print_grid(console(), "Data sets", ["name", "holds", "licence", "here"], rows)
+
+
+@data.command("get")
+def data_get(name: Annotated[str, typer.Argument(help="One of `dualform data ls`.")], json: Json = False) -> None:
+    """Make sure that this machine has a data set."""
+    from dualform.experiments.datasets import fetch
+    from dualform.show.tables import print_json
+
+    location = fetch(name)
+    if json:
+        print_json({"name": name, "source": location.source, "folder": str(location.folder or "")})
+    else:
+        sys.stdout.write(f"{location}\n")
+
+
+def _open(run: Path, *, where: str | None = None, without: str | None = None, at: int | None = None) -> "Memory":
+    import dualform
+
+    memory = dualform.open(run)
+    if at is not None:
+        memory = memory.at(step=at)
+    if where is not None:
+        memory = memory.where(where)
+    return memory if without is None else memory.without(without)
+
+
+def _columns(text: str) -> "list[str | Bins]":
+    """Read `task,label` or `step:500`."""
+    import dualform
+
+    parts: list[Any] = []
+    for part in text.split(","):
+        column, colon, width = part.strip().partition(":")
+        try:
+            parts.append(dualform.bins(column, width=float(width)) if colon else column)
+        except ValueError as error:
+            raise QueryError(f"--by {part!r}: expected a column, or column:width with a positive width.") from error
+    return parts

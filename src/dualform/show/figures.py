@@ -1,0 +1,143 @@
+"""Figures (matplotlib): what each layer attends to, per group, for one test example.
+
+Colour-blind safe and readable at half width: the groups are told apart by place and label, and only the target and the
+model's output are coloured. Takes arrays, not memories.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TARGET = "#0072B2"
+OUTPUT = "#B24500"
+OTHER = "#9A9A9A"
+Array = npt.NDArray[np.floating[Any]]
+
+
+def curves(
+    path: Path,
+    layers: Mapping[str, Array],
+    groups: Sequence[Any],
+    *,
+    target: Any,
+    output: Any,
+    title: str,
+    what: str = "attention",
+) -> Path:
+    """Draw each group's strongest patterns, sorted: one panel per layer, (G, k) each; NaN ends a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * len(layers), 3.0), layout="constrained")
+    panels = figure.subplots(1, len(layers), squeeze=False)
+    for axes, (layer, values) in zip(panels[0], layers.items(), strict=True):
+        for group, line in zip(groups, values, strict=True):
+            colour, width, order = _style(group, target, output)
+            axes.plot(np.arange(1, len(line) + 1), line, color=colour, linewidth=width, zorder=order)
+            finite = line[np.isfinite(line)]
+            if len(finite) and order > 1:
+                axes.annotate(_name(group), (1, finite[0]), color=colour, fontsize=8, ha="right", va="center")
+        axes.set_xscale("log")
+        axes.set_title(layer, fontsize=9)
+        axes.set_xlabel("rank of the training pattern", fontsize=8)
+        _tidy(axes)
+    panels[0][0].set_ylabel(what, fontsize=8)
+    _finish(figure, title, target, output)
+    return _save(figure, path)
+
+
+def totals(
+    path: Path,
+    layers: Mapping[str, Array],
+    groups: Sequence[Any],
+    *,
+    target: Any,
+    output: Any,
+    title: str,
+    what: str = "total attention",
+) -> Path:
+    """Draw each group's total: one panel per layer, (G,) each. A group may be a (task, class) pair."""
+    from matplotlib.figure import Figure
+
+    width = max(3.4, 0.2 * len(groups)) * len(layers)
+    figure = Figure(figsize=(width, 2.8), layout="constrained")
+    panels = figure.subplots(1, len(layers), squeeze=False)
+    tasks = sorted({group[0] for group in groups}) if isinstance(groups[0], tuple) else []
+    for axes, (layer, values) in zip(panels[0], layers.items(), strict=True):
+        places = np.arange(len(groups))
+        for place, group, value in zip(places, groups, values, strict=True):
+            second = bool(tasks) and group[0] != tasks[0]
+            axes.bar(
+                place, value, color=_style(group, target, output)[0], hatch="///" if second else None, edgecolor="white"
+            )
+        axes.axhline(0, color="black", linewidth=0.6)
+        axes.set_xticks(places, [_name(group[1] if tasks else group) for group in groups], fontsize=7)
+        if tasks:
+            axes.set_xlabel(
+                "   ".join(f"{task}{' (hatched)' if i else ''}" for i, task in enumerate(tasks)), fontsize=7
+            )
+        axes.set_title(layer, fontsize=9)
+        _tidy(axes)
+    panels[0][0].set_ylabel(what, fontsize=8)
+    _finish(figure, title, target, output)
+    return _save(figure, path)
+
+
+def gallery(
+    path: Path, query: Array, rows: Mapping[str, Sequence[tuple[str, Array]]], *, caption: str, title: str
+) -> Path:
+    """Draw a test image beside the training images that each layer attends to most, a row per layer."""
+    from matplotlib.figure import Figure
+
+    columns = 1 + max(len(items) for items in rows.values())
+    figure = Figure(figsize=(1.5 * columns, 1.75 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), columns, squeeze=False)
+    for line, (layer, items) in enumerate(rows.items()):
+        shown = [(caption if line == 0 else "", query if line == 0 else None), *items]
+        for axes, (text, image) in zip(panels[line], shown, strict=False):
+            if image is not None:
+                axes.imshow(image, cmap="gray_r", interpolation="nearest")
+            axes.set_title(text, fontsize=7)
+        panels[line][1].set_ylabel(layer, fontsize=8)
+        for axes in panels[line]:
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.spines[:].set_visible(False)
+    figure.suptitle(title, fontsize=9)
+    return _save(figure, path)
+
+
+def _style(group: Any, target: Any, output: Any) -> tuple[str, float, int]:
+    if group == target:
+        return TARGET, 2.0, 3
+    return (OUTPUT, 2.0, 2) if group == output else (OTHER, 0.8, 1)
+
+
+def _name(group: Any) -> str:
+    return " ".join(map(str, group)) if isinstance(group, tuple) else str(group)
+
+
+def _tidy(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=7)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
+    axes.yaxis.get_offset_text().set_fontsize(7)
+
+
+def _finish(figure: Any, title: str, target: Any, output: Any) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=TARGET, label=f"target: {_name(target)}")]
+    if output != target:
+        handles.append(Patch(color=OUTPUT, label=f"the model's output: {_name(output)}"))
+    handles.append(Patch(color=OTHER, label="other classes"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=9)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    return path
