@@ -1,7 +1,7 @@
 """The answers: frozen dataclasses that hold tensors, and turn into Arrow or pandas tables."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Totals(Answer):
         columns: dict[str, Any] = {"query": index[:, 0].numpy()}
         for i, name in enumerate(self.by):
             labels = [label[i] if len(self.by) > 1 else label for label in self.groups]
-            columns[name] = [labels[g] for g in index[:, 1].tolist()]
+            columns[_free(name, [*columns, "unit", self.of])] = [labels[g] for g in index[:, 1].tolist()]
         if len(shape) == 3:
             columns["unit"] = index[:, 2].numpy()
         return pa.table({**columns, self.of: self.values.reshape(-1).cpu().numpy()})
@@ -97,7 +97,9 @@ class Top(Answer):
             columns[f"by_{name}"] = [labels[g] for g in index[:, 1].tolist()]
         columns[self.of] = self.values.reshape(-1).cpu().numpy()
         columns["pattern"] = self.patterns.reshape(-1).cpu().numpy()
-        table = pa.table(columns | {name: pa.array(column) for name, column in self.columns.items()})
+        for name, column in self.columns.items():
+            columns[_free(name, columns)] = pa.array(column)
+        table = pa.table(columns)
         return table.filter(pc.field("pattern") >= 0)
 
     def __repr__(self) -> str:
@@ -125,8 +127,10 @@ class Vote(Answer):
     def to_arrow(self) -> pa.Table:
         """Return a row per layer and query."""
         rows = [(layer, q, w) for layer, winners in self.winners.items() for q, w in enumerate(winners)]
-        layers, queries, winners = zip(*rows, strict=True) if rows else ((), (), ())
-        return pa.table({"layer": list(layers), "query": list(queries), ", ".join(self.by): list(winners)})
+        columns: dict[str, Any] = {"layer": [row[0] for row in rows], "query": [row[1] for row in rows]}
+        for i, name in enumerate(self.by):
+            columns[_free(name, columns)] = [w[i] if len(self.by) > 1 else w for _, _, w in rows]
+        return pa.table(columns)
 
     def agreement(self, targets: Any) -> dict[str, float]:
         """Return, per layer, the share of queries whose winner is the target, (Q,)."""
@@ -141,6 +145,13 @@ class Vote(Answer):
         shown = [[layer, *(_text(w) for w in winners[:12])] for layer, winners in self.winners.items()]
         title = f"Vote by {', '.join(self.by)}, largest total of {self.of} ({count} queries)"
         return "\n".join([title, *_grid(["layer", *map(str, range(min(count, 12)))], shown)])
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    """Return a name for a user's column that no column of ours has."""
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,7 @@ import safetensors.torch
 import xxhash
 from torch import Tensor
 
-from dualform.store.format import publish
+from dualform.store.format import publish_tensors
 from dualform.store.reader import Run
 
 BUDGET = 256 << 20  # bytes; a larger answer is computed each time
@@ -39,8 +39,7 @@ class Cache:
                 found = {key: tensor.cpu().contiguous() for key, tensor in compute().items()}
                 if sum(tensor.nbytes for tensor in found.values()) > BUDGET:
                     return found
-                kept = found
                 with contextlib.suppress(OSError):
-                    publish(path, lambda partial: safetensors.torch.save_file(kept, partial))
+                    publish_tensors(path, found)
             self.here[name] = found
         return self.here[name]

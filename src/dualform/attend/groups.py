@@ -4,7 +4,7 @@ Conditions are keyword equality (plain Arrow) or SQL text (DuckDB, on one regist
 Both see a pattern's address (pattern, step, micro, call, row, position) and the user's columns.
 """
 
-import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,11 +60,12 @@ def condition(sql: str | None, equal: Mapping[str, Any], *, negated: bool) -> Co
     """Make a condition of SQL text, keyword equalities, or both."""
     if sql is None and not equal:
         raise SelectionError('Nothing to select by. Give SQL text ("step >= 3000") or columns (task="mnist").')
-    frozen = tuple(
-        (name, tuple(value) if isinstance(value, list | tuple | set | range) else value)
-        for name, value in sorted(equal.items())
-    )
-    return Condition(sql, frozen, negated)
+    return Condition(sql, tuple((name, _frozen(value)) for name, value in sorted(equal.items())), negated)
+
+
+def _frozen(value: Any) -> Any:
+    plain = value.tolist() if hasattr(value, "tolist") else value  # tensors and arrays
+    return tuple(plain) if isinstance(plain, list | tuple | set | frozenset | range) else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,19 @@ class Grouping:
     """Kept patterns by group.
 
     Attributes:
-        by: the names of the columns.
+        parts: the columns.
         labels: (G,) each group's value, or tuple of values where there are several columns.
         codes: (n,) each kept pattern's group, in the order of a stream over them.
     """
 
-    by: tuple[str, ...]
+    parts: tuple[str | Bins, ...]
     labels: tuple[Any, ...]
     codes: npt.NDArray[np.int64]
+
+    @property
+    def by(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return tuple(str(part) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +181,13 @@ class Table:
         if len(encoded) > 1:
             for more, (next_labels, next_codes) in enumerate(encoded[1:]):
                 wide = [label if more else (label,) for label in labels]
-                labels = [(*first, second) for first, second in itertools.product(wide, next_labels)]
-                codes = codes * max(len(next_labels), 1) + next_codes
-                present, codes = np.unique(codes, return_inverse=True)
-                labels = [labels[i] for i in present.tolist()]
+                width = max(len(next_labels), 1)
+                present, codes = np.unique(codes * width + next_codes, return_inverse=True)
+                labels = [(*wide[i // width], next_labels[i % width]) for i in present.tolist()]
         order = sorted(range(len(labels)), key=lambda i: _order(labels[i]))
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
-        names = tuple(str(part) for part in parts)
-        return Grouping(names, tuple(labels[i] for i in order), place[codes] if len(codes) else codes)
+        return Grouping(tuple(parts), tuple(labels[i] for i in order), place[codes] if len(codes) else codes)
 
     def _encode(self, layer: str, part: str | Bins) -> tuple[list[Any], npt.NDArray[np.int64]]:
         """Return a column's distinct values over the kept patterns, and each pattern's place among them."""
@@ -197,7 +201,8 @@ class Table:
             if isinstance(part, Bins):
                 column = _binned(column, part)
             encoded = column.dictionary_encode(null_encoding="encode")
-            local = [labels.setdefault(value, len(labels)) for value in encoded.dictionary.to_pylist()]
+            found = [math.nan if value != value else value for value in encoded.dictionary.to_pylist()]  # one NaN
+            local = [labels.setdefault(value, len(labels)) for value in found]
             pieces.append(np.asarray(local, dtype=np.int64)[np.asarray(encoded.indices)] if local else _NONE)
         return list(labels), np.concatenate(pieces) if pieces else _NONE
 
@@ -231,6 +236,13 @@ def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
         raise SelectionError(
             'SQL conditions need duckdb, which is not installed. Use columns (task="mnist") or install it.'
         ) from error
+    folded = [name.casefold() for name in table.column_names]
+    if len(set(folded)) < len(folded):
+        same = [name for name in table.column_names if folded.count(name.casefold()) > 1]
+        raise SelectionError(
+            f"SQL cannot tell the columns {', '.join(map(repr, same))} apart, which differ only in case. "
+            'Select by column instead (task="mnist").'
+        )
     settings = {"enable_external_access": "false", "lock_configuration": "true", "threads": "1"}
     with duckdb.connect(":memory:", config=settings) as connection:
         try:
@@ -254,4 +266,7 @@ def _binned(column: pa.Array, part: Bins) -> pa.Array:
 
 def _order(label: Any) -> tuple[Any, ...]:
     parts = label if isinstance(label, tuple) else (label,)
-    return tuple((part is None, isinstance(part, str), 0 if part is None else part) for part in parts)
+    return tuple(
+        (part is None, part != part, isinstance(part, str), 0 if part is None or part != part else part)
+        for part in parts
+    )

@@ -179,7 +179,7 @@ class Memory:
 
     def shares(self) -> dict[str, Tensor]:
         """Return what the view's patterns add to each parameter; those of `where` and `without` sum to the whole."""
-        return {name: share.to(self._dtype(name)) for name, share in self._exact_shares().items()}
+        return {name: share.to(self._dtype(name), copy=True) for name, share in self._exact_shares().items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return each parameter as this view implies it: what is left of the start, plus the view's patterns."""
@@ -231,6 +231,11 @@ class Memory:
         missing = [name for name in self._run.manifest.parameters if name not in live]
         if missing:
             raise QueryError(f"The model lacks the recorded parameters {', '.join(map(repr, missing))}.")
+        for name, entry in self._run.manifest.parameters.items():
+            if tuple(live[name].shape) != entry.shape:
+                raise QueryError(
+                    f"Parameter {name!r} is {entry.shape} in the memory, but {tuple(live[name].shape)} in this model."
+                )
         return audit.verify(self._run, live, horizon=self._horizon)
 
     # Attention ----------------------------------------------------------------------------------------------------
@@ -256,6 +261,8 @@ class Memory:
         if (model is None or inputs is None) == (queries is None):
             raise QueryError("Give either a model and inputs, or queries={layer: tensor}.")
         names = list(layers) if layers is not None else list(queries if queries is not None else self.layers)
+        if queries is not None and (lacking := [name for name in names if name not in queries]):
+            raise QueryError(f"There are no queries for the layers {', '.join(map(repr, lacking))}.")
         entries = {name: self._run.layer(name) for name in names}
         if queries is not None:
             captured = given_queries({name: queries[name] for name in names}, entries)

@@ -56,10 +56,17 @@ def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEnt
 
 def given_queries(queries: Mapping[str, Tensor], layers: Mapping[str, LayerEntry]) -> dict[str, Captured]:
     """Take query tensors of shape (..., d_in), by layer."""
-    return {
-        name: check(name, layers[name], Captured(rows.reshape(-1, rows.shape[-1]), tuple(rows.shape[:-1])))
-        for name, rows in queries.items()
-    }
+    given = {}
+    for name, rows in queries.items():
+        if not isinstance(rows, Tensor) or not rows.dim() or rows.shape[-1] != layers[name].d_in:
+            shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            raise QueryError(
+                f"Queries for layer {name!r} are {shape}; expected a tensor (..., {layers[name].d_in}), "
+                f"as wide as its keys."
+            )
+        flat = rows.detach().reshape(-1, rows.shape[-1])
+        given[name] = check(name, layers[name], Captured(flat, tuple(rows.shape[:-1])))
+    return given
 
 
 def check(name: str, entry: LayerEntry, queries: Captured) -> Captured:

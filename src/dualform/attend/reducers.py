@@ -102,6 +102,39 @@ class Best(Reducer[tuple[Tensor, Tensor]]):
         return self.scores, self.patterns
 
 
+class BestSums(Reducer[tuple[Tensor, Tensor]]):
+    """The k best members of each group, where a member's score is the sum over its patterns; otherwise as `Best`.
+
+    Chunks come with their patterns' members for codes.
+    """
+
+    def __init__(
+        self, queries: int, groups: int, k: int, group_of: Tensor, stands_for: Tensor, *, largest: bool
+    ) -> None:
+        self.shape = (queries, groups, k)
+        self.largest = largest
+        self.group_of = group_of  # (M,) each member's group; -1 for one that does not compete
+        self.stands_for = stands_for  # (M,) the pattern that each member is known by
+        self.totals = GroupSums(queries, len(group_of), group_of.device)
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Add a chunk's scores, by member."""
+        self.totals.update(chunk, scores, codes)
+
+    def merge(self, other: Self) -> Self:
+        """Add the sums."""
+        self.totals.merge(other.totals)
+        return self
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return the best sums, best first, and the patterns that stand for their members."""
+        best = Best(*self.shape, largest=self.largest, device=self.group_of.device)
+        for group in range(self.shape[1]):
+            members = (self.group_of == group).nonzero()[:, 0]
+            best.compete(group, self.totals.sums[:, members], self.stands_for[members])
+        return best.result()
+
+
 class Everything(Reducer[Tensor]):
     """Every score, (Q, T): for small memories and few queries."""
 

@@ -20,7 +20,7 @@ from dualform.attend.cache import Cache
 from dualform.attend.engine import Of, Score, score_patterns, sum_patterns
 from dualform.attend.groups import ADDRESS, By, Grouping, Table
 from dualform.attend.queries import Captured
-from dualform.attend.reducers import Best, Everything, GroupShares, GroupSums, KeySums, Outputs, Reducer
+from dualform.attend.reducers import Best, BestSums, Everything, GroupShares, GroupSums, KeySums, Outputs, Reducer
 from dualform.errors import QueryError, SelectionError, UnknownLayerError
 from dualform.store.rebuild import starts
 from dualform.store.stream import selected, stream
@@ -84,6 +84,7 @@ class LayerSpotlight:
         """
         _check_of(of)
         grouping = self._group(by)
+        self._affordable(8 * len(self) * len(grouping.labels), "totals()")
         if of == "attention" or (of == "magnitude" and self._never_negative()):
             values = self.queries.double() @ self._key_sums(grouping).T
         elif of == "magnitude":
@@ -123,6 +124,7 @@ class LayerSpotlight:
             return self._top_samples(k, by, score, largest=largest)
         grouping = None if by is None else self._group(by)
         groups = 1 if grouping is None else len(grouping.labels)
+        self._affordable(16 * len(self) * groups * k, f"top({k})")
         scores, patterns = self._score(
             score, grouping, lambda rows: Best(rows, groups, k, largest=largest, device=self._device)
         )
@@ -201,7 +203,7 @@ class LayerSpotlight:
             reducer = KeySums(len(grouping.labels), self._entry.d_in, self._device)
             return {"sums": sum_patterns(self._table, self.name, grouping, reducer, values=False, like=self.queries)}
 
-        return self._cache.get(("key sums", *self._view(), grouping.by), compute)["sums"].to(self._device)
+        return self._cache.get(("key sums", *self._view(), grouping.parts), compute)["sums"].to(self._device)
 
     def _group_shares(self, grouping: Grouping | None) -> tuple[Tensor, Tensor]:
         groups = 1 if grouping is None else len(grouping.labels)
@@ -211,8 +213,8 @@ class LayerSpotlight:
             weights, biases = sum_patterns(self._table, self.name, grouping, reducer, values=True, like=self.queries)
             return {"weights": weights, "biases": biases}
 
-        by = None if grouping is None else grouping.by
-        found = self._cache.get(("group shares", *self._view(), by), compute)
+        parts = None if grouping is None else grouping.parts
+        found = self._cache.get(("group shares", *self._view(), parts), compute)
         return found["weights"].to(self._device), found["biases"].to(self._device)
 
     def _contribution_totals(self, grouping: Grouping | None) -> Tensor:
@@ -236,7 +238,10 @@ class LayerSpotlight:
         self._table.run.require_values(self.name)
         if unit is None:
             return self.output().reshape(len(self), -1).argmax(dim=1)
-        units = torch.as_tensor(unit, device=self._device).expand(len(self)).contiguous()
+        units = torch.as_tensor(unit, device=self._device)
+        if units.is_floating_point() or units.shape not in ((), (len(self),)):
+            raise QueryError(f"unit is {unit}; expected the number of an output unit, or one per query ({len(self)}).")
+        units = units.expand(len(self)).contiguous()
         if bool((units < 0).any()) or bool((units >= self._entry.d_out).any()):
             raise QueryError(f"Output unit {unit} of layer {self.name!r} is outside 0 to {self._entry.d_out - 1}.")
         return units
@@ -255,17 +260,18 @@ class LayerSpotlight:
         numbers = np.concatenate(list(self._numbers()))
         first[codes[::-1]] = numbers[::-1]  # the first pattern of each sample stands for it
         fine = Grouping(("sample",), tuple(range(len(pairs))), codes)
-        block = max(1, min(BLOCK, (256 << 20) // (8 * len(pairs))))
-        totals = self._score(score, fine, lambda rows: GroupSums(rows, len(pairs), self._device), block=block)
-
-        group_of = torch.from_numpy(pairs // len(samples.labels)).to(self._device)
-        stands_for = torch.from_numpy(first).to(self._device)
+        group_of = pairs // len(samples.labels)
+        if None in samples.labels:  # patterns without a sample are nobody's
+            group_of[pairs % len(samples.labels) == samples.labels.index(None)] = -1
         groups = 1 if outer is None else len(outer.labels)
-        best = Best(len(self), groups, k, largest=largest, device=self._device)
-        for group in range(groups):
-            members = (group_of == group).nonzero()[:, 0]
-            best.compete(group, totals[:, members], stands_for[members])
-        scores, patterns = best.result()
+        self._affordable(16 * len(self) * groups * k, f"top({k})")
+        contest = torch.from_numpy(group_of).to(self._device), torch.from_numpy(first).to(self._device)
+        scores, patterns = self._score(
+            score,
+            fine,
+            lambda rows: BestSums(rows, groups, k, *contest, largest=largest),
+            block=max(1, min(BLOCK, (256 << 20) // (8 * len(pairs)))),
+        )
         seen = dict(zip(first.tolist(), np.bincount(codes).tolist(), strict=True))
         occurrences = [seen.get(number) for number in patterns.reshape(-1).tolist()]
         ranked = self._ranked(scores, patterns, outer, score, "sample")

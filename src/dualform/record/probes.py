@@ -7,7 +7,8 @@ of one step are collected as small tensors and resolved together, before the ste
 - between an accumulation and the next event: P may have been multiplied by one factor (clipping, unscaling), or
   cleared; anything else is a change that the identity does not cover.
 
-Pure apart from holding tensors; hooks call it.
+Differences are compared with the rounding of what P was computed from, ‖G‖ and sum |e| ‖x‖, never with P itself: a
+projection that happens to cancel is small, and its rounding is not. Pure apart from holding tensors; hooks call it.
 """
 
 import math
@@ -19,7 +20,20 @@ from torch import Tensor
 
 COLUMNS = 4
 FACTOR_TOLERANCE = 32  # in units of the dtype's eps; see tests/record/test_probes.py for both thresholds
-PATTERN_TOLERANCE = 64
+PATTERN_TOLERANCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What is kept of a gradient."""
+
+    columns: Tensor  # G R, (d_out, COLUMNS), or a bias's gradient itself, (d_out,)
+    size: Tensor  # (): what rounding in a column is relative to
+
+    @property
+    def zero(self) -> bool:
+        """Whether the gradient was zero."""
+        return not bool(self.columns.any())
 
 
 @dataclass(slots=True)
@@ -27,10 +41,10 @@ class Accumulation:
     """One backward's accumulation into one parameter."""
 
     micro: int
-    before: Tensor | None  # probe of the gradient that was there already
-    after: Tensor
-    predicted: Tensor
-    magnitude: Tensor  # the sum of absolute terms of the prediction, its scale
+    before: Probe | None  # of the gradient that was there already
+    after: Probe
+    predicted: Tensor  # the increment of the columns, as the patterns have it
+    magnitude: Tensor  # (d_out,) the sum of absolute terms of the prediction, its scale
 
 
 @dataclass(slots=True)
@@ -38,7 +52,7 @@ class Trail:
     """Everything that was measured of one parameter's gradient since its last step."""
 
     accumulations: list[Accumulation] = field(default_factory=list)
-    waiting: Tensor | None = None  # the probe taken before the accumulation in progress
+    waiting: Probe | None = None  # taken before the accumulation in progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +72,14 @@ def projection(width: int, *, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.randn(width, COLUMNS, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
-def resolve(trail: Trail, final: Tensor | None) -> Resolution:
+def probe(gradient: Tensor, columns: Tensor | None) -> Probe:
+    """Take a probe of a gradient: through random columns (d_in, COLUMNS), or of a 1-D one itself."""
+    gradient = gradient.detach()
+    size = _norm(gradient.reshape(1, -1))[0]
+    return Probe(gradient.clone() if columns is None else gradient @ columns, size)
+
+
+def resolve(trail: Trail, final: Probe | None) -> Resolution:
     """Follow a parameter's gradient from its accumulations to the step.
 
     Args:
@@ -67,7 +88,7 @@ def resolve(trail: Trail, final: Tensor | None) -> Resolution:
     """
     factors: dict[int, float] = {}
     objections: dict[int | None, str] = {}  # None: a gradient that no recorded accumulation explains
-    last: Tensor | None = None
+    last: Probe | None = None
     for event in trail.accumulations:
         _follow(factors, objections, last, event.before)
         factors[event.micro] = 1.0
@@ -81,12 +102,12 @@ def resolve(trail: Trail, final: Tensor | None) -> Resolution:
 
 
 def _follow(
-    factors: dict[int, float], objections: dict[int | None, str], last: Tensor | None, now: Tensor | None
+    factors: dict[int, float], objections: dict[int | None, str], last: Probe | None, now: Probe | None
 ) -> None:
     """Apply what happened to the gradient since it was last seen to all factors so far."""
-    if last is not None and now is not None and torch.equal(last, now):
+    if last is not None and now is not None and torch.equal(last.columns, now.columns):
         return
-    if now is None or not bool(now.any()):  # cleared
+    if now is None or now.zero:  # cleared
         for micro in factors:
             factors[micro] = 0.0
         objections.clear()
@@ -97,58 +118,64 @@ def _follow(
             "(a pattern applied twice), or was set by hand. Call optimizer.zero_grad() in every step"
         )
         return
-    if not bool(now.isfinite().all()):
+    if not bool(now.columns.isfinite().all()):
         objections[None] = "its gradient is not finite"
         return
-    factor, residual = _factor(last, now)
-    if not residual <= FACTOR_TOLERANCE * torch.finfo(now.dtype).eps:
+    factor, difference = _factor(last, now)
+    size = float(now.size) * math.sqrt(COLUMNS if now.columns.dim() == 2 else 1)
+    if not difference <= _rounding(FACTOR_TOLERANCE, size, now.columns.dtype):
         objections[None] = (
             f"its gradient was changed between backward and step by something other than one factor (residual "
-            f"{residual:.1e}): clipping by value, noise, or an edit by hand"
+            f"{difference / size:.1e}): clipping by value, noise, or an edit by hand"
         )
         factor = math.nan
     for micro in factors:
         factors[micro] *= factor
 
 
-def _factor(last: Tensor, now: Tensor) -> tuple[float, float]:
-    """Return the factor f that explains `now = f · last` best, and the relative residual."""
-    before, after = last.double(), now.double()
+def _factor(last: Probe, now: Probe) -> tuple[float, float]:
+    """Return the factor f that explains `now = f · last` best, and what it leaves, ‖now − f · last‖."""
+    before, after = last.columns.double(), now.columns.double()
     power = float((before * before).sum())
-    if power == 0.0 or not math.isfinite(power):
+    if not math.isfinite(power):
         return math.nan, math.inf
-    factor = float((before * after).sum()) / power
-    return factor, float((after - factor * before).norm() / after.norm())
+    factor = float((before * after).sum()) / power if power else 1.0
+    return factor, float((after - factor * before).norm())
 
 
 def _unexplained(event: Accumulation) -> str | None:
     """Say how the increment of a gradient differs from what its patterns predict, if it does."""
-    increment = event.after.double()
-    scale = event.magnitude.double()
+    increment = event.after.columns.double()
+    size = float(event.magnitude.double().norm())
     if event.before is not None:
-        increment = increment - event.before.double()
-        scale = scale + event.before.double().abs()
+        increment = increment - event.before.columns.double()
+        size += float(event.before.size)
+    size *= math.sqrt(COLUMNS if increment.dim() == 2 else 1)
     difference = float((increment - event.predicted.double()).norm())
-    bound = PATTERN_TOLERANCE * torch.finfo(event.after.dtype).eps * float(scale.norm())
-    if difference <= bound:
+    if difference <= _rounding(PATTERN_TOLERANCE, size, event.after.columns.dtype):
         return None
-    relative = difference / max(float(scale.norm()), 1e-300)
     return (
-        f"the recorded patterns do not explain its gradient (residual {relative:.1e}): the weight is also used where "
-        "it is not seen, such as a regulariser in the loss, a functional call, autocast, or a hook that changes gradients"
+        f"the recorded patterns do not explain its gradient (residual {difference / max(size, 1e-300):.1e}): the weight "
+        "is also used where it is not seen, such as a regulariser in the loss, a functional call, autocast, or a hook "
+        "that changes gradients"
     )
+
+
+def _rounding(tolerance: int, size: float, dtype: torch.dtype) -> float:
+    """Return how large a difference rounding explains; below the second term products of gradients underflow."""
+    limits = torch.finfo(dtype)
+    return tolerance * limits.eps * size + limits.smallest_normal / limits.eps
 
 
 def predict_weight(
     values: Sequence[Tensor], keys: Sequence[Tensor], columns: Tensor, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return Eᵀ(X R) over calls, (d_out, COLUMNS), and the sum of its absolute terms."""
-    predicted = magnitude = torch.zeros_like(like)
+    """Return Eᵀ(X R) over calls, (d_out, COLUMNS), and the scale of its rounding, sum |e| ‖x‖, (d_out,)."""
+    predicted, magnitude = torch.zeros_like(like), torch.zeros_like(like[:, 0])
     for e, x in zip(values, keys, strict=True):
-        seen = x.to(columns.dtype) @ columns  # (T, COLUMNS)
-        e = e.to(columns.dtype)
-        predicted = predicted + e.T @ seen
-        magnitude = magnitude + e.abs().T @ seen.abs()
+        e, x = e.to(columns.dtype), x.to(columns.dtype)
+        predicted = predicted + e.T @ (x @ columns)
+        magnitude = magnitude + _norm(x) @ e.abs()
     return predicted, magnitude
 
 
@@ -160,3 +187,12 @@ def predict_bias(values: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor
         predicted = predicted + e.sum(0)
         magnitude = magnitude + e.abs().sum(0)
     return predicted, magnitude
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """Return the norm of each row, (T, d) -> (T,), also where its squares underflow or overflow (then roughly)."""
+    if not rows.numel():
+        return rows.new_zeros(len(rows))
+    norm = torch.linalg.vector_norm(rows, dim=1)
+    largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
+    return torch.where(norm.isinf(), largest * math.sqrt(rows.shape[1]), torch.maximum(norm, largest))

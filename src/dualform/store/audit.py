@@ -113,8 +113,9 @@ def compare(
         tensor = live[name].detach().cpu()
         now = tensor.double()
         change = float((now - run.initial[name].double()).norm())
-        eps = torch.finfo(tensor.dtype).eps / 2
-        tolerance = TOLERANCE[stored[name]] if stored[name] == "float16" else TOLERANCE[str(tensor.dtype)[6:]]
+        dtype = run.manifest.parameters[name].dtype
+        eps = torch.finfo(getattr(torch, dtype)).eps / 2
+        tolerance = TOLERANCE["float16" if stored[name] == "float16" else dtype]
         bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm())
         checks[name] = ParameterCheck(name, float((expected - now).norm()), change, bound)
     return checks

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from dualform.errors import StoreError
@@ -16,6 +17,7 @@ class ByteQueue(Generic[T]):
         self._limit = limit
         self._items: deque[tuple[T, int]] = deque()
         self._bytes = 0
+        self._closed = False
         self._failure: Exception | None = None
         self._changed = threading.Condition()
 
@@ -30,17 +32,29 @@ class ByteQueue(Generic[T]):
             self._bytes += nbytes
             self._changed.notify_all()
 
-    def get(self) -> T:
-        """Take the oldest item, waiting for one. Its bytes count until `done`."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._items))
-            return self._items[0][0]
+    def __iter__(self) -> Iterator[T]:
+        """Yield the items, waiting for them; an item's bytes count until the next one is asked for.
 
-    def done(self) -> None:
-        """Let go of the item that `get` gave."""
+        Ends when the queue is closed and empty, or has failed.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None or self._closed or bool(self._items))
+                if self._failure is not None or not self._items:
+                    return
+                item, nbytes = self._items[0]
+            yield item
+            del item  # or it would live on while the next one is awaited
+            with self._changed:
+                if self._failure is None:
+                    self._items.popleft()
+                    self._bytes -= nbytes
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Say that nothing more will come."""
         with self._changed:
-            _, nbytes = self._items.popleft()
-            self._bytes -= nbytes
+            self._closed = True
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
@@ -60,7 +74,8 @@ class ByteQueue(Generic[T]):
     def check(self) -> None:
         """Raise `StoreError` if the consumer has failed."""
         if self._failure is not None:
+            reason = str(self._failure).strip().rstrip(".") or type(self._failure).__name__
             raise StoreError(
-                f"The memory could not be written: {self._failure} What was published before stays readable. "
+                f"The memory could not be written: {reason}. What was published before stays readable. "
                 "Free some space or choose another folder, and continue with resume=True."
             ) from self._failure

@@ -14,14 +14,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import safetensors
 from torch import Tensor
 
 from dualform.coefficients import Coefficients, Facts, derive
 from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.store.encoding import SCALE
-from dualform.store.format import BUFFER, FINAL, INITIAL, LayerEntry, Manifest, ShardEntry, shard_files
+from dualform.store.format import BUFFER, FINAL, INITIAL, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
 from dualform.store.tables import CALLS, addresses
 
 Columns = dict[str, npt.NDArray[Any]]
@@ -70,7 +69,7 @@ class Shard:
         """Return the keys or values of a layer, as they are stored."""
         name = f"{layer}/{what}"
         count = self.count(layer)
-        with safetensors.safe_open(self.path("patterns"), framework="pt") as file:
+        with opened_tensors(self.path("patterns")) as file:
             names = set(file.keys())
             if name not in names:
                 raise CorruptError(f"{self.path('patterns')} does not hold {name!r}. Restore the file from a copy.")
@@ -159,16 +158,20 @@ class Run:
             }
             step = columns.pop("step", np.zeros(0)).astype(np.int64)
             optimizer = table["optimizer"][0].as_py() if table.num_rows else self.manifest.optimizers[0]
-            factors = self._factors(table, step)
+            factors = self._factors(table, step) if table.num_rows else np.zeros((self.steps, self._micros))
             self._facts[parameter] = (Facts(optimizer, dtype, step, columns), factors)
         return self._facts[parameter]
 
+    @cached_property
+    def _micros(self) -> int:
+        """The most backwards that any step had."""
+        table = self.steps_table
+        return (pc.max(pc.list_value_length(table["factors"])).as_py() or 1) if table.num_rows else 1
+
     def _factors(self, table: pa.Table, step: npt.NDArray[np.int64]) -> Factors:
-        if not table.num_rows:
-            return np.zeros((self.steps, 1))
         lists = table["factors"].combine_chunks()
-        lengths = np.asarray(pc.list_value_length(lists).fill_null(0), dtype=np.int64)
-        dense = np.zeros((self.steps, max(int(lengths.max()), 1)))
+        lengths = np.asarray(pc.list_value_length(lists), dtype=np.int64)
+        dense = np.zeros((self.steps, self._micros))
         flat = np.asarray(pc.list_flatten(lists), dtype=np.float64)
         row = np.repeat(step, lengths)
         column = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -178,6 +181,9 @@ class Run:
     def coefficients(self, parameter: str, horizon: int, of: Of = "parameter") -> tuple[Coefficients, Factors]:
         """Return a parameter's coefficients after `horizon` steps, and its factor per (step, micro)."""
         facts, factors = self.facts(parameter)
+        if not len(facts.step):  # never updated: what it was, whatever the optimizer
+            start, buffer = (1.0, 0.0) if of == "parameter" else (0.0, 1.0)
+            return Coefficients(np.zeros(horizon), start, buffer), factors
         return derive(facts, horizon=horizon, of=of), factors
 
     def require_values(self, layer: str) -> LayerEntry:
@@ -189,6 +195,11 @@ class Run:
                 'outputs need values. Record it with layers={...: "keys+values"}.'
             )
         return entry
+
+    def exact_parameters(self) -> tuple[str, ...]:
+        """Return the parameters that can be rebuilt: those of layers whose values are stored."""
+        layers = [entry for entry in self.manifest.layers.values() if entry.store != "keys"]
+        return tuple(dict.fromkeys(parameter for entry in layers for parameter in entry.parameters.values()))
 
     @cached_property
     def initial(self) -> dict[str, Tensor]:
@@ -206,7 +217,7 @@ class Run:
         return self._tensors(FINAL) if self.manifest.closed else None
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        with safetensors.safe_open(self.folder / name, framework="pt") as file:
+        with opened_tensors(self.folder / name) as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
 
     def files(self) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from dualform.store.stream import Keep, everything, stream
 
 
 def starts(run: Run, *, horizon: int, of: Of = "parameter") -> dict[str, Tensor]:
-    """Return what `horizon` steps of decay and momentum left of each parameter's start, in float64."""
+    """Return what `horizon` steps of decay and momentum left of each exactly recorded parameter's start, in float64."""
     left = {}
-    for name, initial in run.initial.items():
+    for name in run.exact_parameters():
+        initial = run.initial[name]
         found, _ = run.coefficients(name, horizon, of)
         left[name] = found.start * initial.double()
         if name in run.initial_buffers:

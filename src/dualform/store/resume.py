@@ -60,9 +60,9 @@ def _difference(before: object, now: object) -> str:
 
 def _find(run: Run, live: Mapping[str, Tensor]) -> int:
     """Return the one step whose fingerprints are those of the live parameters."""
-    wanted = {name: fingerprint(sample(tensor).numpy()) for name, tensor in live.items()}
+    wanted = {name: fingerprint(sample(tensor)) for name, tensor in live.items()}
     candidates: set[int] = set()
-    if all(fingerprint(sample(tensor).numpy()) == wanted[name] for name, tensor in run.initial.items()):
+    if all(fingerprint(sample(tensor)) == wanted[name] for name, tensor in run.initial.items()):
         candidates.add(0)
     table = run.steps_table
     if table.num_rows:
@@ -94,11 +94,8 @@ def _within(run: Run, step: int) -> int:
 
 
 def _prove(run: Run, start: Start, step: int) -> None:
-    for shard in run.manifest.shards:
-        whole = {name: fingerprint(tensor.numpy()) for name, tensor in start.parameters.items()}
-        if shard.stop == step and shard.parameters == whole:
-            break
-    else:
+    whole = {name: fingerprint(tensor) for name, tensor in start.parameters.items()}
+    if not any(shard.stop == step and shard.parameters == whole for shard in run.manifest.shards):
         checks = compare(run, tensors(run, horizon=step), start.parameters, horizon=step)
         wrong = [check for check in checks.values() if not check.passed]
         if wrong:
@@ -110,7 +107,7 @@ def _prove(run: Run, start: Start, step: int) -> None:
         rebuilt = tensors(run, horizon=step, of="buffer")
         for name in rebuilt.keys() & start.buffers.keys():
             expected, now = rebuilt[name], start.buffers[name].double()
-            if float((expected - now).norm()) > 2e-3 * max(float(now.norm()), float(expected.norm())):
+            if not float((expected - now).norm()) <= 2e-3 * max(float(now.norm()), float(expected.norm())):
                 raise ResumeError(
                     f"The momentum buffer of {name!r} is not that of step {step}. "
                     "Load the optimizer's checkpoint of that step too, or start it fresh."

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
 import xxhash
+from torch import Tensor
 
 from dualform.errors import AnnotationError
 from dualform.record.annotations import Binding
@@ -33,6 +35,16 @@ CALLS = pa.schema(
 )
 
 
+STEPS = {  # and the optimizer's settings by name
+    "step": pa.int64(),
+    "parameter": pa.string(),
+    "optimizer": pa.string(),
+    "updated": pa.bool_(),
+    "factors": pa.list_(pa.float64()),  # per micro, what the gradient was multiplied with between backward and step
+    "fingerprint": pa.string(),  # of a sample of the parameter after the step
+}
+
+
 def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
     """Return the calls table and the annotations table of a shard."""
     rows: dict[str, list[Any]] = {name: [] for name in CALLS.names}
@@ -42,11 +54,12 @@ def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
     for record in records:
         for call in record.calls:
             offset: int | None = None
-            if call.binding is not None:
-                if id(call.binding) not in bindings:
-                    bindings[id(call.binding)] = (call.binding, taken)
-                    taken += call.binding.size
-                offset = bindings[id(call.binding)][1]
+            binding = call.binding if call.rows * call.positions else None  # an empty batch has nothing to annotate
+            if binding is not None:
+                if id(binding) not in bindings:
+                    bindings[id(binding)] = (binding, taken)
+                    taken += binding.size
+                offset = bindings[id(binding)][1]
             values = (
                 call.layer,
                 record.step,
@@ -57,8 +70,8 @@ def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
                 call.inner,
                 offsets.get(call.layer, 0),
                 offset,
-                call.binding.rows if call.binding else None,
-                call.binding.positions if call.binding else None,
+                binding.rows if binding else None,
+                binding.positions if binding else None,
             )
             for name, value in zip(CALLS.names, values, strict=True):
                 rows[name].append(value)
@@ -73,6 +86,8 @@ def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
 def check_columns(known: dict[str, str], binding: Binding) -> None:
     """Raise where a column has changed its type since it was first seen; integers may become floats."""
     for name, column in binding.columns.items():
+        if not column.size:
+            continue  # an empty batch says nothing about its columns
         kind = {"b": "bool", "i": "int64", "f": "double", "U": "string"}[column.dtype.kind]
         before = known.get(name, kind)
         if before != kind and {before, kind} != {"int64", "double"}:
@@ -80,6 +95,14 @@ def check_columns(known: dict[str, str], binding: Binding) -> None:
                 f"Column {name!r} held {before} so far and now holds {kind}. Keep one type, or use another column."
             )
         known[name] = "double" if "double" in (before, kind) else kind
+
+
+def merge_columns(known: Mapping[str, str], schema: pa.Schema) -> dict[str, str]:
+    """Return the columns of the run after a shard whose annotations have this schema: a float stays a float."""
+    merged = dict(known)
+    for field in schema:
+        merged[field.name] = "double" if "double" in (known.get(field.name), str(field.type)) else str(field.type)
+    return merged
 
 
 def steps_table(records: Sequence[StepRecord]) -> pa.Table:
@@ -92,24 +115,23 @@ def steps_table(records: Sequence[StepRecord]) -> pa.Table:
             "updated": fact.updated,
             **fact.settings,
             "factors": list(fact.factors),
-            "fingerprint": fingerprint(record.samples[fact.parameter].numpy()),
+            "fingerprint": fingerprint(record.samples[fact.parameter]),
         }
         for record in records
         for fact in record.facts
     ]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    schema = {"factors": pa.list_(pa.float64()), "fingerprint": pa.string()}
     return pa.table(
         {
-            name: pa.array([row.get(name) for row in rows], type=schema.get(name))
-            for name in (names or ["step", "parameter"])
+            name: pa.array([row.get(name) for row in rows], type=STEPS.get(name))
+            for name in dict.fromkeys([*STEPS, *names])
         }
     )
 
 
-def fingerprint(elements: npt.NDArray[Any]) -> str:
-    """Return the xxh3 checksum of an array's bytes, as hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(elements).tobytes())
+def fingerprint(tensor: Tensor) -> str:
+    """Return the xxh3 checksum of a tensor's bytes, as hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def addresses(calls: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.int64]]:

@@ -4,6 +4,7 @@ The training thread only queues; encoding, checksums and fsync happen here. A sh
 what the manifest lists is a whole number of steps. Resuming is prepared elsewhere (`dualform.store.resume`).
 """
 
+import contextlib
 import dataclasses
 import datetime
 import shutil
@@ -16,7 +17,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -28,22 +28,25 @@ from dualform.store.format import (
     BUFFER,
     FINAL,
     INITIAL,
+    LOCK,
     MANIFEST,
+    PARTIAL,
     FileEntry,
     LayerEntry,
     Manifest,
     ParameterEntry,
     ShardEntry,
     locked,
+    partial_files,
     publish,
+    publish_tensors,
     shard_files,
 )
 from dualform.store.queue import ByteQueue
 from dualform.store.resume import resume_at
-from dualform.store.tables import call_tables, check_columns, fingerprint, steps_table
+from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
 
 Snapshot = dict[str, Tensor]
-_STOP = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,11 @@ class DiskWriter:
         self._planned = steps
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
-        self._queue: ByteQueue[StepRecord | _Seal | object] = ByteQueue(queue_bytes)
+        self._queue: ByteQueue[StepRecord | _Seal] = ByteQueue(queue_bytes)
         self._worker = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
         self._unsealed = 0  # bytes handed over since the last seal
         self._checked = False
+        self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
         self._columns: dict[str, str] = {}
         self._taken: list[StepRecord] = []
         self._manifest = Manifest({}, {}, (), {})
@@ -91,7 +95,7 @@ class DiskWriter:
         self._manifest = self._describe(start)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if any(self.path.iterdir()) and not (self.path / MANIFEST).is_file():
+            if _is_foreign(self.path):
                 raise RunExistsError(f"{self.path} is not empty and holds no run. Choose a new folder.")
             if not self._stack.enter_context(locked(self.path)):
                 raise RunExistsError(f"{self.path} is being recorded to by another process. Choose another folder.")
@@ -112,37 +116,58 @@ class DiskWriter:
 
     def write(self, record: StepRecord) -> None:
         """Queue a step; every `shard_bytes` a shard is sealed."""
-        for call in record.calls:
-            if call.binding is not None:
-                check_columns(self._columns, call.binding)
-        if not self._checked:
-            self._check_space(record)
-        self._queue.put(record, record.nbytes)
+        self._check_whole()
+        try:
+            for call in record.calls:
+                if call.binding is not None:
+                    check_columns(self._columns, call.binding)
+            if not self._checked:
+                self._check_space(record)
+            self._queue.put(record, record.nbytes)
+        except BaseException as error:
+            self._hole = error
+            raise
         self._unsealed += record.nbytes
         if self._unsealed >= self._shard_bytes:
             self._seal(record.snapshot)
 
     def flush(self, snapshot: Callable[[], Snapshot]) -> None:
         """Publish everything taken so far before returning."""
+        self._check_whole()
         self._seal(snapshot)
         self._queue.join()
 
     def close(self, final: Mapping[str, Tensor]) -> None:
         """Publish everything, then the final parameters, then say so in the manifest."""
         with self._stack:
-            self.flush(lambda: dict(final))
-            self._queue.put(_STOP, 0)
-            self._worker.join()
+            self._drain(dict(final) if self._hole is None else {})
+            self._check_whole()
             try:
-                entry = _publish_tensors(self.path / FINAL, final)
+                entry = publish_tensors(self.path / FINAL, final)
                 self._publish(closed=True, files={**self._manifest.files, FINAL: entry})
             except OSError as error:
                 raise StoreError(f"The final parameters could not be written: {error}.") from error
 
     def abandon(self) -> None:
-        """Stop at once, keeping what is published already."""
-        self._queue.fail(StoreError("The recording was abandoned."))
-        self._stack.close()
+        """Publish what was taken, and stop; the run stays open for `resume`."""
+        with self._stack, contextlib.suppress(StoreError):
+            self._drain({})
+
+    def _drain(self, parameters: Snapshot) -> None:
+        """Publish everything taken, and let the worker end before anybody else may write."""
+        try:
+            self._seal(lambda: parameters)
+            self._queue.join()
+        finally:
+            self._queue.close()
+            self._worker.join()
+
+    def _check_whole(self) -> None:
+        if self._hole is not None:
+            raise StoreError(
+                f"An earlier step was not recorded ({self._hole}), so later ones cannot be added to it. "
+                "What was published before stays readable. Continue from a checkpoint with resume=True."
+            )
 
     def _describe(self, start: Start) -> Manifest:
         return Manifest(
@@ -174,7 +199,9 @@ class DiskWriter:
         if self._resume is not False and self._resume is not True:
             raise ResumeError(f"{self.path} holds no run to resume at step {self._resume}.")
         tensors = dict(start.parameters) | {BUFFER + name: tensor for name, tensor in start.buffers.items()}
-        self._publish(files={INITIAL: _publish_tensors(self.path / INITIAL, tensors)})
+        for path in partial_files(self.path):
+            path.unlink(missing_ok=True)
+        self._publish(files={INITIAL: publish_tensors(self.path / INITIAL, tensors)})
 
     def _continue(self, start: Start) -> None:
         if self._resume is False:
@@ -203,31 +230,30 @@ class DiskWriter:
         return record.nbytes if itemsize is None else itemsize * elements
 
     def _seal(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._queue.put(_Seal(snapshot()), 0)
+        parameters = snapshot()
+        self._queue.put(_Seal(parameters), sum(tensor.nbytes for tensor in parameters.values()))
         self._unsealed = 0
 
     # On the writer's thread ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not _STOP:
-            try:
+        try:
+            for item in self._queue:
                 if isinstance(item, StepRecord):
                     self._taken.append(item)
-                elif isinstance(item, _Seal) and self._taken:
+                elif self._taken:
                     self._publish_shard(self._taken, item.parameters)
                     self._taken = []
-            except Exception as error:  # handed to the training thread, which raises it
-                self._queue.fail(error)
-                return
-            self._queue.done()
-        self._queue.done()
+        except Exception as error:  # handed to the training thread, which raises it
+            self._taken = []
+            self._queue.fail(error)
 
     def _publish_shard(self, records: list[StepRecord], parameters: Snapshot) -> None:
         index = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
         names = shard_files(index)
         calls, annotations = call_tables(records)
         tensors, key_range = self._tensors(records)
-        files = {names["patterns"]: _publish_tensors(self.path / names["patterns"], tensors)}
+        files = {names["patterns"]: publish_tensors(self.path / names["patterns"], tensors)}
         tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
         for what, table in tables.items():
             files[names[what]] = _publish_table(self.path / names[what], table)
@@ -237,10 +263,9 @@ class DiskWriter:
             stop=records[-1].step + 1,
             files=files,
             key_range=key_range,
-            parameters={name: fingerprint(tensor.numpy()) for name, tensor in parameters.items()},
+            parameters={name: fingerprint(tensor) for name, tensor in parameters.items()},
         )
-        columns = dict(self._manifest.columns)
-        columns |= {field.name: str(field.type) for field in annotations.schema}
+        columns = merge_columns(self._manifest.columns, annotations.schema)
         self._publish(shards=(*self._manifest.shards, shard), columns=columns)
 
     def _tensors(self, records: list[StepRecord]) -> tuple[dict[str, Tensor], dict[str, tuple[float, float]]]:
@@ -254,7 +279,7 @@ class DiskWriter:
         for name, rows in parts.items():
             layer, what = name.rsplit("/", 1)
             whole = torch.cat(rows)
-            if what == "keys":
+            if what == "keys" and whole.numel():
                 low, high = torch.aminmax(whole)
                 key_range[layer] = (float(low), float(high))
             stored, scales = encode(whole, getattr(torch, self._manifest.layers[layer].dtype))
@@ -268,9 +293,12 @@ class DiskWriter:
         self._manifest.publish(self.path)
 
 
-def _publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return publish(path, lambda partial: safetensors.torch.save_file(whole, partial))
+def _is_foreign(folder: Path) -> bool:
+    """Say whether a folder holds anything but a run, or what is left of one that was killed at its very start."""
+    names = {path.name for path in folder.iterdir()}
+    if not names or MANIFEST in names:
+        return False
+    return LOCK not in names or any(name not in (LOCK, INITIAL) and not name.startswith(PARTIAL) for name in names)
 
 
 def _publish_table(path: Path, table: pa.Table) -> FileEntry:

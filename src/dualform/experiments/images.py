@@ -1,0 +1,211 @@
+"""Run an image study, from data to numbers and figures; its findings are stored as JSON beside the run."""
+
+import json
+import os
+import platform
+import resource
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import dualform
+from dualform._version import __version__
+from dualform.attend.memory import Memory
+from dualform.experiments.agreement import agreement
+from dualform.experiments.examples import choose, draw_figures, look
+from dualform.experiments.studies import Study, load_sets
+from dualform.experiments.training import Task, make_tasks, predict, train
+from dualform.show.tables import plain
+
+FINDINGS = "findings.json"
+CLOSE = 1000  # test examples per task for which attention is compared between tasks
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds spent, by what they were spent on."""
+
+    seconds: dict[str, float]
+
+    def __call__(self, what: str, action: Callable[[], T]) -> T:
+        """Run something and note how long it took."""
+        start = time.perf_counter()
+        result = action()
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+        return result
+
+
+def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
+    """Run a study with one seed and return its findings.
+
+    Args:
+        study: what to do.
+        folder: gets `run/`, `figures/` and the findings; findings that are there already are returned as they are.
+        seed: of the network and the order of its training.
+        device: where to train and attend.
+        keep: keep the recorded patterns (gigabytes) after the findings are drawn from them.
+    """
+    stored = folder / FINDINGS
+    if stored.is_file():
+        found: Row = json.loads(stored.read_text())
+        if found["study"] == plain(study) and found["seed"] == seed and (not keep or (folder / "run").is_dir()):
+            return found
+    if folder.exists():
+        shutil.rmtree(folder)
+    clock = Clock({})
+    tasks = clock("data", lambda: make_tasks(load_sets(study.tasks)))
+    run = folder / "run"
+    model = clock("training", lambda: train(tasks, study.phases, study.recipe, run, seed=seed, device=device))
+    memory = dualform.open(run)
+    verification = clock("verify", lambda: memory.verify(model))
+    findings: Row = {
+        "study": plain(study),
+        "seed": seed,
+        "verified": verification.passed,
+        "layers": [
+            {"layer": c.layer, "patterns": c.patterns, "bytes": c.bytes, "relative_error": c.error}
+            for c in verification.layers
+        ],
+        "accuracy": {task.name: _accuracy(model, task) for task in tasks},
+        "table_1": clock("table 1", lambda: _table_1(memory, model, tasks[0])) if len(tasks) == 1 else None,
+        "sharing": clock("sharing", lambda: _sharing(memory, model, tasks)) if len(tasks) > 1 else None,
+        "masks": clock("masks", lambda: _masks(memory, model, tasks, study)) if study.name == "continual" else None,
+        "forgotten": clock("forgotten", lambda: _forgotten(memory, model, tasks, study))
+        if study.name == "continual"
+        else None,
+    }
+    findings["figures"] = clock("figures", lambda: _figures(memory, model, tasks, study, folder / "figures"))
+    memory.add_tests(torch.cat([t.test for t in tasks]), torch.cat([t.test_labels for t in tasks]))
+    findings["seconds"] = clock.seconds
+    findings["machine"] = machine(device)
+    stored.write_text(json.dumps(plain(findings), indent=1) + "\n")
+    if not keep:
+        shutil.rmtree(run)
+    result: Row = json.loads(stored.read_text())
+    return result
+
+
+def machine(device: str) -> Row:
+    """Describe what the numbers were measured on."""
+    gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
+    return {
+        "processor": gpu or f"{platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "versions": {"dualform": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _accuracy(model: nn.Module, task: Task) -> float:
+    return float((predict(model, task.test) == task.test_labels).double().mean())
+
+
+def _table_1(memory: Memory, model: nn.Module, task: Task) -> Row:
+    """Return the agreement of attention with target and output, by magnitude (the authors' sums) and signed."""
+    spotlight = memory.attend(model, task.test.split(1000))
+    outputs = predict(model, task.test)
+    return {
+        of: plain(agreement(spotlight.vote(by="label", of=of), task.test_labels, outputs))
+        for of in ("magnitude", "attention")
+    }
+
+
+def _sharing(memory: Memory, model: nn.Module, tasks: Sequence[Task]) -> list[Row]:
+    """Return, per layer and tested task, how attention is shared between the tasks' patterns."""
+    rows = []
+    for tested in tasks:
+        spotlight = memory.attend(model, tested.test[:CLOSE])
+        vote = spotlight.vote(by=["task", "label"])
+        for name, layer in spotlight.layers.items():
+            totals = layer.totals("task", of="magnitude")
+            shares = (totals.values / totals.values.sum(dim=1, keepdim=True)).mean(dim=0).tolist()
+            won = [winner[0] == tested.name for winner in vote.winners[name]]
+            rows.append(
+                {
+                    "layer": name,
+                    "tested": tested.name,
+                    "share": dict(zip(totals.groups, shares, strict=True)),
+                    "largest_total_in_own_task": sum(won) / len(won),
+                }
+            )
+    return rows
+
+
+def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study) -> list[Row]:
+    """Return both tasks' accuracies of the memory and of its masked views."""
+    first, second = tasks
+    switch = study.phases[0].steps
+    masked = memory.without(task=second.name)
+    views: list[tuple[str, Callable[[], nn.Module]]] = [
+        ("everything", lambda: model),
+        (f"without {second.name}", lambda: masked.apply(model)),
+        (f"as it was after step {switch}", lambda: memory.at(step=switch).apply(model)),
+        *(
+            (f"without {second.name}, {name} alone", lambda name=name: masked.apply(model, layers=[name]))
+            for name in memory.layers
+        ),
+        ("without a random half of each batch", lambda: memory.without(coin=1).apply(model)),
+    ]
+    rows = []
+    for what, make in views:
+        view = make()
+        rows.append({"memory": what, **{task.name: _accuracy(view, task) for task in tasks}})
+    return rows
+
+
+def _forgotten(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study) -> Row:
+    """Look at tests of the first task that were right before the second and are wrong after it."""
+    first, second = tasks
+    before = predict(memory.at(step=study.phases[0].steps).apply(model), first.test) == first.test_labels
+    outputs = predict(model, first.test)
+    after = outputs == first.test_labels
+    rows = []
+    for what, chosen in (("forgotten", before & ~after), ("still right", before & after)):
+        numbers = chosen.nonzero()[:, 0][:CLOSE]
+        if not len(numbers):
+            continue
+        spotlight = memory.attend(model, first.test[numbers])
+        vote = spotlight.vote(by=["task", "label"])
+        for name, layer in spotlight.layers.items():
+            totals = layer.totals("task", of="magnitude")
+            place = totals.groups.index(second.name)
+            share = (totals.values[:, place] / totals.values.sum(dim=1)).mean()
+            winners = vote.winners[name]
+            said = outputs[numbers].tolist()
+            rows.append(
+                {
+                    "tests": what,
+                    "layer": name,
+                    "share_of_second_task": float(share),
+                    "largest_total_in_second_task": _mean(task == second.name for task, _ in winners),
+                    "largest_total_is_the_output": _mean(
+                        label == output for (_, label), output in zip(winners, said, strict=True)
+                    ),
+                }
+            )
+    counts = {"forgotten": int((before & ~after).sum()), "still right": int((before & after).sum())}
+    return {"counts": counts, "rows": rows}
+
+
+def _mean(hits: Any) -> float:
+    flags = [bool(hit) for hit in hits]
+    return sum(flags) / len(flags)
+
+
+def _figures(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study, folder: Path) -> list[str]:
+    by: str | list[str] = "label" if len(tasks) == 1 else ["task", "label"]
+    names: list[str] = []
+    for task in tasks:
+        outputs: Tensor = predict(model, task.test)
+        closeup = look(memory, model, choose(task, outputs, right=1, wrong=1), by=by)
+        paths = draw_figures(closeup, tasks, folder, prefix=f"{study.name}-{task.name}")
+        names += [path.name for path in paths]
+    return names
