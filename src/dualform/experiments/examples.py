@@ -90,25 +90,22 @@ def attended(closeup: Closeup, layer: str, query: int) -> list[dict[str, Any]]:
 def draw_figures(closeup: Closeup, tasks: Sequence[Task], folder: Path, *, prefix: str) -> list[Path]:
     """Draw curves, totals and top images of every example."""
     paths = []
-    several = len(tasks) > 1
     for query, example in enumerate(closeup.examples):
         verdict = "right" if example.right else "wrong"
         name = f"{prefix}-{verdict}-{query}"
         title = f"{example.task.name} test image {example.number}: target {example.target}, output {example.output}"
         groups = next(iter(closeup.totals.values())).groups
-        target: Any = (example.task.name, example.target) if several else example.target
-        output: Any = (example.task.name, example.output) if several else example.output
         curves = {layer: top.values[query].cpu().numpy() for layer, top in closeup.curves.items()}
         sums = {layer: totals.values[query].cpu().numpy() for layer, totals in closeup.totals.items()}
         paths.append(
             figures.curves(
-                folder / f"{name}-curves.png", curves, groups, target=target, output=output,
+                folder / f"{name}-curves.png", curves, groups, target=example.target, output=example.output,
                 title=f"{title}. The {CURVE} strongest training patterns of each class",
             )
         )  # fmt: skip
         paths.append(
             figures.totals(
-                folder / f"{name}-totals.png", sums, groups, target=target, output=output,
+                folder / f"{name}-totals.png", sums, groups, target=example.target, output=example.output,
                 title=f"{title}. Total attention per class",
             )
         )  # fmt: skip

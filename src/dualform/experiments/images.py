@@ -110,7 +110,7 @@ def _accuracy(model: nn.Module, task: Task) -> float:
 
 def _table_1(memory: Memory, model: nn.Module, task: Task) -> Row:
     """Return the agreement of attention with target and output, by magnitude (the authors' sums) and signed."""
-    spotlight = memory.attend(model, task.test.split(1000))
+    spotlight = memory.attend(model, list(task.test.split(1000)))
     outputs = predict(model, task.test)
     return {
         of: plain(agreement(spotlight.vote(by="label", of=of), task.test_labels, outputs))
@@ -141,7 +141,7 @@ def _sharing(memory: Memory, model: nn.Module, tasks: Sequence[Task]) -> list[Ro
 
 def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study) -> list[Row]:
     """Return both tasks' accuracies of the memory and of its masked views."""
-    first, second = tasks
+    second = tasks[1]
     switch = study.phases[0].steps
     masked = memory.without(task=second.name)
     views: list[tuple[str, Callable[[], nn.Module]]] = [

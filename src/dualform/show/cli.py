@@ -27,7 +27,7 @@ app = typer.Typer(
 data = typer.Typer(help="The data sets of the experiments.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
-Run = Annotated[Path, typer.Argument(help="The folder of a recorded run.", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a recorded run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Model = Annotated[Optional[str], typer.Option("--model", help="package.module:factory that makes the model.")]  # noqa: UP045 (typer)
 Inputs = Annotated[Optional[Path], typer.Option("--inputs", help=".npy or .safetensors; default: the run's tests.")]  # noqa: UP045
@@ -39,7 +39,7 @@ At = Annotated[Optional[int], typer.Option("--at", help="Look back from after th
 def main() -> None:
     """Run the command line; a failure is one line on stderr."""
     try:
-        app()
+        app(prog_name="dualform")
     except DualformError as error:
         sys.stderr.write(f"dualform: {error}\n")
         sys.exit(1)
@@ -68,6 +68,25 @@ def demo(
         print_json(demo_json(result))
     else:
         show_demo(result)
+
+
+@app.command()
+def reproduce(
+    study: Annotated[str, typer.Argument(help="single, joint, continual, or all.", show_default=False)],
+    data_set: Annotated[str, typer.Option("--data", help="mnist, digits, or for single cifar-10.")] = "mnist",
+    seeds: Annotated[int, typer.Option(help="How many runs, with seeds 0, 1, ...", min=1)] = 1,
+    folder: Annotated[Path, typer.Option(help="Where to put runs, findings and figures.")] = Path("runs/reproduce"),
+    keep: Annotated[
+        str, typer.Option(help="Keep the recorded patterns of: first, all or none of the seeds.")
+    ] = "first",
+    page: Annotated[Path, typer.Option(help="With all: the page to write.")] = Path("docs/results.md"),
+    device: Annotated[str, typer.Option(help="Where to train and attend, for example cuda.")] = "cpu",
+    json: Json = False,
+) -> None:
+    """Run the paper's image studies and put our numbers beside the paper's."""
+    from dualform.show.studies import reproduce_studies
+
+    reproduce_studies(study, data_set, seeds, folder, keep=keep, page=page, device=device, json=json)
 
 
 @app.command()

@@ -32,19 +32,23 @@ def curves(
 
     figure = Figure(figsize=(3.4 * len(layers), 3.0), layout="constrained")
     panels = figure.subplots(1, len(layers), squeeze=False)
+    tasks = _tasks(groups)
     for axes, (layer, values) in zip(panels[0], layers.items(), strict=True):
         for group, line in zip(groups, values, strict=True):
             colour, width, order = _style(group, target, output)
-            axes.plot(np.arange(1, len(line) + 1), line, color=colour, linewidth=width, zorder=order)
+            dashes = (0, (4, 2)) if tasks and group[0] != tasks[0] else "solid"
+            ranks = np.arange(1, len(line) + 1)
+            axes.plot(ranks, line, color=colour, linewidth=width, zorder=order, linestyle=dashes)
             finite = line[np.isfinite(line)]
             if len(finite) and order > 1:
-                axes.annotate(_name(group), (1, finite[0]), color=colour, fontsize=8, ha="right", va="center")
+                axes.annotate(f"{_class(group)} ", (1, finite[0]), color=colour, fontsize=8, ha="right", va="center")
         axes.set_xscale("log")
+        axes.set_xlim(left=0.6)
         axes.set_title(layer, fontsize=9)
         axes.set_xlabel("rank of the training pattern", fontsize=8)
         _tidy(axes)
     panels[0][0].set_ylabel(what, fontsize=8)
-    _finish(figure, title, target, output)
+    _finish(figure, title, target, output, tasks, mark="dashed")
     return _save(figure, path)
 
 
@@ -64,7 +68,7 @@ def totals(
     width = max(3.4, 0.2 * len(groups)) * len(layers)
     figure = Figure(figsize=(width, 2.8), layout="constrained")
     panels = figure.subplots(1, len(layers), squeeze=False)
-    tasks = sorted({group[0] for group in groups}) if isinstance(groups[0], tuple) else []
+    tasks = _tasks(groups)
     for axes, (layer, values) in zip(panels[0], layers.items(), strict=True):
         places = np.arange(len(groups))
         for place, group, value in zip(places, groups, values, strict=True):
@@ -73,15 +77,12 @@ def totals(
                 place, value, color=_style(group, target, output)[0], hatch="///" if second else None, edgecolor="white"
             )
         axes.axhline(0, color="black", linewidth=0.6)
-        axes.set_xticks(places, [_name(group[1] if tasks else group) for group in groups], fontsize=7)
-        if tasks:
-            axes.set_xlabel(
-                "   ".join(f"{task}{' (hatched)' if i else ''}" for i, task in enumerate(tasks)), fontsize=7
-            )
+        axes.set_xticks(places, [str(_class(group)) for group in groups], fontsize=7)
+        axes.set_xlabel("class, in each task" if tasks else "class", fontsize=8)
         axes.set_title(layer, fontsize=9)
         _tidy(axes)
     panels[0][0].set_ylabel(what, fontsize=8)
-    _finish(figure, title, target, output)
+    _finish(figure, title, target, output, tasks, mark="hatched")
     return _save(figure, path)
 
 
@@ -110,13 +111,18 @@ def gallery(
 
 
 def _style(group: Any, target: Any, output: Any) -> tuple[str, float, int]:
-    if group == target:
+    """Return colour, width and order of a group by its class."""
+    if _class(group) == target:
         return TARGET, 2.0, 3
-    return (OUTPUT, 2.0, 2) if group == output else (OTHER, 0.8, 1)
+    return (OUTPUT, 2.0, 2) if _class(group) == output else (OTHER, 0.8, 1)
 
 
-def _name(group: Any) -> str:
-    return " ".join(map(str, group)) if isinstance(group, tuple) else str(group)
+def _class(group: Any) -> Any:
+    return group[1] if isinstance(group, tuple) else group
+
+
+def _tasks(groups: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(group[0] for group in groups if isinstance(group, tuple)))
 
 
 def _tidy(axes: Any) -> None:
@@ -126,14 +132,17 @@ def _tidy(axes: Any) -> None:
     axes.yaxis.get_offset_text().set_fontsize(7)
 
 
-def _finish(figure: Any, title: str, target: Any, output: Any) -> None:
+def _finish(figure: Any, title: str, target: Any, output: Any, tasks: Sequence[Any], *, mark: str) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=TARGET, label=f"target: {_name(target)}")]
+    handles = [Patch(color=TARGET, label=f"target: {target}")]
     if output != target:
-        handles.append(Patch(color=OUTPUT, label=f"the model's output: {_name(output)}"))
+        handles.append(Patch(color=OUTPUT, label=f"the model's output: {output}"))
     handles.append(Patch(color=OTHER, label="other classes"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    if tasks:
+        plain, marked = tasks
+        handles.append(Patch(color="none", label=f"plain: {plain}, {mark}: {marked}"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=9)
 
 

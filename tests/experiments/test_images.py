@@ -1,0 +1,142 @@
+"""The image studies on digits: small, whole, and everything that they promise."""
+
+import json
+
+import pytest
+import torch
+
+import dualform
+from dualform.attend.answers import Vote
+from dualform.errors import DataError
+from dualform.experiments import images
+from dualform.experiments.agreement import agreement
+from dualform.experiments.images import reproduce
+from dualform.experiments.page import write_page
+from dualform.experiments.studies import ACCURACY, NAMES, TABLE_1, study
+from dualform.experiments.summary import spread, summarise
+from dualform.experiments.training import _batches, make_tasks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Findings of every study on digits, and their folders."""
+    folder = tmp_path_factory.mktemp("studies")
+    return {name: (reproduce(study(name, "digits"), folder / name, seed=0), folder / name) for name in NAMES}
+
+
+def test_every_study_learns_and_verifies(found):
+    for name, (findings, _) in found.items():
+        assert findings["verified"], name
+        assert all(layer["relative_error"] < 1e-5 for layer in findings["layers"])
+    assert found["single"][0]["accuracy"]["digits"] > 0.94
+    assert min(found["joint"][0]["accuracy"].values()) > 0.94
+    assert found["continual"][0]["accuracy"]["digits-permuted"] > 0.94
+
+
+def test_masking_the_second_task_gives_the_first_network_back(found):
+    rows = {row["memory"]: row for row in found["continual"][0]["masks"]}
+    before = rows["as it was after step 400"]["digits"]
+    assert rows["everything"]["digits"] < before - 0.1  # it did forget
+    assert abs(rows["without digits-permuted"]["digits"] - before) < 0.03
+    assert rows["without a random half of each batch"]["digits"] < before - 0.1
+
+
+def test_shares_of_attention_are_shares(found):
+    for name in ("joint", "continual"):
+        for row in found[name][0]["sharing"]:
+            assert sum(row["share"].values()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_figures_are_there(found):
+    for name, (findings, folder) in found.items():
+        assert len(findings["figures"]) == (6 if name == "single" else 12)
+        for figure in findings["figures"]:
+            assert (folder / "figures" / figure).stat().st_size > 5000
+
+
+def test_findings_are_stored_and_reused(found, monkeypatch):
+    findings, folder = found["single"]
+    monkeypatch.setattr(images, "train", lambda *a, **k: pytest.fail("trained again"))
+    assert reproduce(study("single", "digits"), folder, seed=0) == findings
+    assert json.loads((folder / "findings.json").read_text()) == findings
+
+
+def test_a_run_can_be_thrown_away_after_its_findings(tmp_path, monkeypatch):
+    small = study("single", "digits")
+    monkeypatch.setattr(images, "_figures", lambda *a: [])
+    reproduce(small, tmp_path / "x", seed=1, keep=False)
+    assert not (tmp_path / "x" / "run").exists()
+    assert (tmp_path / "x" / "findings.json").is_file()
+
+
+def test_an_interrupt_leaves_a_readable_memory(tmp_path, monkeypatch):
+    steps = iter(range(1000))
+
+    def clip(*_: object) -> None:
+        if next(steps) == 100:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", clip)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(study("single", "digits"), tmp_path / "x", seed=0)
+    memory = dualform.open(tmp_path / "x" / "run")
+    assert memory.step == 100
+    assert memory.verify()
+
+
+def test_page_and_tables(found, tmp_path):
+    findings = {name: [f] for name, (f, _) in found.items()}
+    figures = {name: folder / "figures" for name, (_, folder) in found.items()}
+    write_page(tmp_path / "results.md", findings, figures, command="a command")
+    page = (tmp_path / "results.md").read_text()
+    assert "`a command`" in page
+    for name in NAMES:
+        for figure in findings[name][0]["figures"]:
+            assert f"figures/results/{figure}" in page
+            assert (tmp_path / "figures" / "results" / figure).is_file()
+    for name in NAMES:
+        for grid in summarise(findings[name]):
+            assert all(len(row) == len(grid.columns) for row in grid.rows), grid.title
+
+
+def test_the_papers_numbers_stand_beside_ours_at_its_size_only(found):
+    findings, _ = found["single"]
+    as_mnist = {**findings, "study": {**findings["study"], "data": "mnist"}, "accuracy": {"mnist": 0.971}}
+    shown = {grid.title: grid for grid in summarise([as_mnist, as_mnist])}
+    accuracy = shown["Test accuracy, percent"]
+    assert accuracy.rows == (("mnist", "97", "97.1 ± 0.0"),)
+    table = next(grid for title, grid in shown.items() if "authors" in title)
+    assert table.rows[0][1] == "17.2 ± 2.7"
+    assert summarise([findings])[0].rows[0][1] == "-"
+    assert set(TABLE_1) == {"layers.0", "layers.1", "layers.2"}
+    assert ACCURACY["continual"]["mnist"] == 45.0
+
+
+def test_agreement_by_hand():
+    vote = Vote(("label",), "attention", {"a": (1, 2, 3, 3)})
+    (row,) = agreement(vote, torch.tensor([1, 2, 3, 4]), torch.tensor([1, 1, 3, 3]))
+    assert (row.when_right, row.target_when_wrong, row.output_when_wrong) == (1.0, 0.5, 0.5)
+
+
+def test_batches_are_whole_epochs():
+    batches = _batches(10, 3, 7, torch.Generator().manual_seed(0))
+    assert [len(batch) for batch in batches] == [3] * 7
+    assert len(torch.cat(batches[:3]).unique()) == 9  # no sample twice in an epoch
+
+
+def test_samples_of_two_tasks_are_distinct():
+    from dualform.experiments.studies import load_sets
+
+    first, second = make_tasks(load_sets(("digits", "digits-permuted")))
+    assert second.first_sample == len(first.train)
+    assert not torch.equal(first.train, second.train)
+    torch.testing.assert_close(first.train.sum(1), second.train.sum(1), rtol=1e-4, atol=1e-3)
+
+
+def test_unknown_data_is_named():
+    with pytest.raises(DataError, match=r"single study runs on mnist, digits, or cifar-10; 'imagenet' came"):
+        study("single", "imagenet")
+
+
+def test_spread_of_nothing():
+    assert spread([float("nan")]) == "-"

@@ -1,0 +1,232 @@
+"""The command line, run as a user runs it: stdout is the result, stderr the rest, exit status 0, 1 or 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+import dualform
+from dualform.experiments.datasets import load
+from dualform.experiments.training import Phase, Recipe, make_tasks, predict, train
+from dualform.show import cli
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A small recorded run of digits that keeps its tests, and its model."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    tasks = make_tasks([load("digits")])
+    recipe = Recipe(hidden=(16,), learning_rate=0.05, batch=64)
+    model = train(tasks, [Phase(("digits",), 60)], recipe, folder, seed=0)
+    dualform.open(folder).add_tests(tasks[0].test[:40], tasks[0].test_labels[:40])
+    return folder, model, tasks[0]
+
+
+def call(monkeypatch, capsys, *arguments):
+    """Run the command line in this process; return (status, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["dualform", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    captured = capsys.readouterr()
+    return stop.value.code or 0, captured.out, captured.err
+
+
+def test_help_is_instant_and_imports_nothing_heavy():
+    code = (
+        "import sys; from dualform.show.cli import app; from typer.testing import CliRunner; "
+        "r = CliRunner().invoke(app, ['--help']); assert r.exit_code == 0, r.output; "
+        "print([m for m in ('torch', 'numpy', 'pyarrow', 'duckdb', 'matplotlib', 'sklearn') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_every_command_has_help():
+    for command in ("demo", "reproduce", "info", "verify", "attend", "mask", "data"):
+        result = CliRunner().invoke(cli.app, [command, "--help"])
+        assert result.exit_code == 0, command
+        assert "Usage" in result.output
+
+
+def test_info(trained, monkeypatch, capsys):
+    folder, _, _ = trained
+    status, out, err = call(monkeypatch, capsys, "info", folder)
+    assert (status, err) == (0, "")
+    assert "60 steps" in out
+    assert "layers.1: Linear 16 -> 10, 3,840 patterns" in out
+    status, out, _ = call(monkeypatch, capsys, "info", folder, "--json")
+    assert json.loads(out)["layers"]["layers.0"]["patterns"] == 3840
+
+
+def test_verify_passes_and_says_so(trained, monkeypatch, capsys):
+    folder, _, _ = trained
+    status, out, _ = call(monkeypatch, capsys, "verify", folder, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["passed"] is True
+    assert all(layer["relative_error"] < 1e-5 for layer in found["layers"])
+    status, out, _ = call(monkeypatch, capsys, "verify", folder)
+    assert "passed" in out
+
+
+def test_verify_fails_with_status_1_on_another_model(trained, monkeypatch, capsys, tmp_path):
+    folder, _, _ = trained
+    (tmp_path / "other_model.py").write_text(
+        "from dualform.experiments.models import mlp\ndef make():\n    return mlp([64, 16, 10])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = call(monkeypatch, capsys, "verify", folder, "--model", "other_model:make")
+    assert status == 1
+    assert "FAILED" in out
+
+
+def test_attend_equals_the_library(trained, monkeypatch, capsys):
+    folder, model, task = trained
+    status, out, err = call(
+        monkeypatch,
+        capsys,
+        "attend",
+        folder,
+        "--test",
+        2,
+        "--by",
+        "label",
+        "--top",
+        3,
+        "--of",
+        "contribution",
+        "--json",
+    )
+    assert (status, err) == (0, "")
+    answers = {answer["layer"]: answer for answer in json.loads(out)}
+    layer = dualform.open(folder).attend(model, task.test[2:3])["layers.1"]
+    expected = layer.top(3, of="contribution").values.reshape(-1)
+    shown = torch.tensor([row["contribution"] for row in answers["layers.1"]["top"]])
+    torch.testing.assert_close(shown, expected, rtol=1e-5, atol=1e-7)
+    totals = layer.totals("label", of="contribution").values.reshape(-1)
+    shown = torch.tensor([row["contribution"] for row in answers["layers.1"]["totals"]])
+    torch.testing.assert_close(shown, totals, rtol=1e-4, atol=1e-6)
+
+
+def test_attend_prints_tables(trained, monkeypatch, capsys):
+    folder, _, _ = trained
+    status, out, _ = call(monkeypatch, capsys, "attend", folder, "--by", "step:20", "--per", "sample", "-l", "layers.0")
+    assert status == 0
+    assert "step:20" in out
+    assert "occurrences" in out
+    assert "layers.1" not in out
+
+
+def test_attend_takes_inputs_from_files(trained, monkeypatch, capsys, tmp_path):
+    folder, _, task = trained
+    np.save(tmp_path / "inputs.npy", task.test[:2].numpy())
+    safetensors.torch.save_file({"inputs": task.test[:2].contiguous()}, tmp_path / "inputs.safetensors")
+    shown = [
+        call(monkeypatch, capsys, "attend", folder, "--inputs", tmp_path / name, "-t", 1, "--json")
+        for name in ("inputs.npy", "inputs.safetensors")
+    ]
+    assert shown[0] == shown[1]
+    assert shown[0][0] == 0
+
+
+def test_mask_equals_the_library(trained, monkeypatch, capsys):
+    folder, model, task = trained
+    status, out, _ = call(monkeypatch, capsys, "mask", folder, "--without", "label = 3", "--json")
+    assert status == 0
+    found = json.loads(out)
+    masked = dualform.open(folder).without("label = 3").apply(model)
+    before, after = predict(model, task.test[:40]), predict(masked, task.test[:40])
+    assert found["changed"] == int((before != after).sum()) > 0
+    assert found["accuracy_after"] == pytest.approx(float((after == task.test_labels[:40]).double().mean()))
+    assert "not retrained" in found["note"]
+    status, out, _ = call(monkeypatch, capsys, "mask", folder, "--at", 5, "-l", "layers.1")
+    assert status == 0
+    assert "predictions change" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["info", "nowhere"], "nowhere is not a folder"),
+        (["attend", "RUN", "--by", "colour"], "no column 'colour'"),
+        (["attend", "RUN", "--by", "step:wide"], "column:width"),
+        (["attend", "RUN", "--where", "label >"], "cannot be evaluated"),
+        (["attend", "RUN", "--test", "999"], "no input 999"),
+        (["attend", "RUN", "-l", "layers.9"], "'layers.9'"),
+        (["attend", "RUN", "--of", "influence"], "'influence'"),
+        (["attend", "RUN", "--inputs", "missing.npy"], "missing.npy is not a file"),
+        (["attend", "RUN", "--model", "no.such.module:make"], "cannot be imported"),
+        (["attend", "RUN", "--model", "nonsense"], "package.module:factory"),
+        (["mask", "RUN"], "Nothing is masked"),
+        (["mask", "RUN", "--at", "61"], "Step 61 is outside"),
+        (["data", "get", "imagenet"], "imagenet"),
+        (["reproduce", "everything"], "'everything'"),
+        (["reproduce", "joint", "--data", "cifar-10"], "mnist or digits"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_status_1(trained, monkeypatch, capsys, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(trained[0]) if part == "RUN" else part for part in arguments]
+    status, out, err = call(monkeypatch, capsys, *arguments)
+    assert (status, out) == (1, "")
+    assert err.startswith("dualform: ")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_wrong_usage_is_status_2(monkeypatch, capsys):
+    status, _, err = call(monkeypatch, capsys, "attend")
+    assert status == 2
+    assert "RUN" in err
+
+
+def test_data_ls(monkeypatch, capsys):
+    status, out, _ = call(monkeypatch, capsys, "data", "ls", "--json")
+    assert status == 0
+    assert {"digits", "mnist", "fashion-mnist", "cifar-10"} <= {row["name"] for row in json.loads(out)}
+
+
+def test_a_run_without_a_factory_says_what_to_give(monkeypatch, capsys, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    np.save(tmp_path / "inputs.npy", np.zeros((1, 3), dtype=np.float32))
+    status, _, err = call(monkeypatch, capsys, "attend", tmp_path / "run", "--inputs", tmp_path / "inputs.npy")
+    assert status == 1
+    assert "--model package.module:factory" in err
+
+
+def test_demo_end_to_end(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("dualform.experiments.demo.STEPS", 60)
+    folder = tmp_path / "demo"
+    status, out, _ = call(monkeypatch, capsys, "demo", "--folder", folder)
+    assert status == 0
+    assert "rebuild error" in out
+    assert "█" in out
+    figures = sorted(path.name for path in (folder / "figures").glob("*.png"))
+    assert len(figures) == 9
+    status, out, _ = call(monkeypatch, capsys, "demo", "--folder", folder, "--json")  # replaces its own folder
+    assert status == 0
+    assert json.loads(out)["verified"] is True
+
+
+def test_demo_touches_no_folder_but_its_own(monkeypatch, capsys, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    status, _, err = call(monkeypatch, capsys, "demo", "--folder", tmp_path)
+    assert status == 1
+    assert "a folder of its own" in err
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_script_is_installed():
+    script = Path(sys.executable).with_name("dualform")
+    found = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == dualform.__version__

@@ -1,0 +1,48 @@
+"""Small pieces of showing: drawings, cells, JSON."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from dualform.show.tables import cell, percent, plain
+from dualform.show.terminal import draw, side_by_side
+
+
+def test_draw_shrinks_a_tall_image_by_whole_factors():
+    image = np.zeros((28, 28))
+    image[:, 14:] = 255
+    lines = draw(image)
+    assert len(lines) == 14
+    assert set(lines) == {" " * 14 + "█" * 14}
+
+
+def test_draw_takes_colour_and_darkness():
+    assert draw(np.zeros((2, 2, 3))) == ["    ", "    "]
+
+
+def test_side_by_side_aligns_blocks_of_different_height():
+    text = side_by_side([("a", ["xx"]), ("bc", ["y", "z"])], gap=1)
+    assert text.splitlines() == ["a  bc", "xx y", "   z"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (True, "yes"), (1234, "1,234"), (0.12345, "0.1235"), (float("nan"), "-"), (("a", 3), "a, 3")],
+)
+def test_cells(value, text):
+    assert cell(value) == text
+
+
+def test_percent_of_nothing():
+    assert percent(float("nan")) == "-"
+
+
+def test_plain_makes_json_of_anything():
+    @dataclass
+    class Point:
+        x: torch.Tensor
+        y: float
+
+    assert plain({"p": Point(torch.tensor([1, 2]), float("inf"))}) == {"p": {"x": [1, 2], "y": None}}
