@@ -72,15 +72,17 @@ def rebuild(values: Tensor, keys: Tensor, coefficients: Tensor) -> Tensor:
     Returns:
         (d_out, d_in)
 
-    >>> rebuild(torch.tensor([[1.0, -1.0]]), torch.tensor([[3.0, 0.0]]), torch.tensor([-0.5]))
-    tensor([[-1.5000,  0.0000],
-            [ 1.5000,  0.0000]])
+    >>> rebuild(torch.tensor([[1.0, -1.0]]), torch.tensor([[3.0, 2.0]]), torch.tensor([-0.5]))
+    tensor([[-1.5000, -1.0000],
+            [ 1.5000,  1.0000]])
     """
     return (values * coefficients[:, None]).T @ keys
 
 
 def rebuild_bias(values: Tensor, coefficients: Tensor) -> Tensor:
-    """Return the patterns' share of the bias, `sum_t c'_t · e_t`.
+    """Return the patterns' share of the bias, `sum_t c'_t · e_t`, in float64.
+
+    Values of many signs nearly cancel here, and a vector costs little to add up well.
 
     Args:
         values: (T, d_out)
@@ -89,7 +91,7 @@ def rebuild_bias(values: Tensor, coefficients: Tensor) -> Tensor:
     Returns:
         (d_out,)
     """
-    return coefficients @ values
+    return coefficients.double() @ values.double()
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

@@ -4,6 +4,7 @@ Conditions are keyword equality (plain Arrow) or SQL text (DuckDB, on one regist
 Both see a pattern's address (pattern, step, micro, call, row, position) and the user's columns.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,8 +244,7 @@ def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
             f"SQL cannot tell the columns {', '.join(map(repr, same))} apart, which differ only in case. "
             'Select by column instead (task="mnist").'
         )
-    settings = {"enable_external_access": "false", "lock_configuration": "true", "threads": "1"}
-    with duckdb.connect(":memory:", config=settings) as connection:
+    with _database().cursor() as connection:
         try:
             relation = connection.from_arrow(table)
             kept = relation.filter(f"({sql}\n)").project("pattern").to_arrow_table()["pattern"]
@@ -254,6 +254,15 @@ def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
                 f"The condition {sql!r} cannot be evaluated: {reason} Columns: {', '.join(table.column_names)}."
             ) from error
     return np.isin(np.asarray(table["pattern"]), np.asarray(kept), assume_unique=True)
+
+
+@functools.cache
+def _database() -> Any:
+    """Return an empty database that reaches no file and whose settings no condition can change."""
+    import duckdb
+
+    settings = {"enable_external_access": "false", "lock_configuration": "true", "threads": "1"}
+    return duckdb.connect(":memory:", config=settings)
 
 
 def _binned(column: pa.Array, part: Bins) -> pa.Array:

@@ -288,6 +288,8 @@ class Memory:
 
     def _exact_shares(self) -> dict[str, Tensor]:
         if self._shares is None:
+            if not self._run.exact_parameters():
+                self._run.require_values(next(iter(self.layers)))
             self._shares = rebuild.shares(self._run, horizon=self._horizon, keep=self._table.keep())
         return self._shares
 

@@ -173,14 +173,15 @@ class LayerSpotlight:
             )
 
     def _score(
-        self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int = BLOCK
+        self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int | None = None
     ) -> R:
         """Run the plain pass in blocks of queries and join the results."""
         self._require_patterns()
         results = []
-        for start in range(0, len(self), block):
-            rows = self.queries[start : start + block]
-            units = None if score.units is None else score.units[start : start + block]
+        size = min(BLOCK, block or BLOCK)
+        for start in range(0, len(self), size):
+            rows = self.queries[start : start + size]
+            units = None if score.units is None else score.units[start : start + size]
             part = Score(score.of, units)
             results.append(
                 score_patterns(
@@ -270,7 +271,7 @@ class LayerSpotlight:
             score,
             fine,
             lambda rows: BestSums(rows, groups, k, *contest, largest=largest),
-            block=max(1, min(BLOCK, (256 << 20) // (8 * len(pairs)))),
+            block=max(1, (256 << 20) // (8 * len(pairs))),
         )
         seen = dict(zip(first.tolist(), np.bincount(codes).tolist(), strict=True))
         occurrences = [seen.get(number) for number in patterns.reshape(-1).tolist()]

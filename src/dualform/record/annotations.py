@@ -22,7 +22,7 @@ class Binding:
 
     Attributes:
         columns: each of shape (), (rows,) or (rows, positions).
-        rows: the batch size, or 0 when there are only constants.
+        rows: the batch size; 0 when there are only constants, or the batch is empty.
         positions: the length of the second axis, or 0 when no column has one.
     """
 
@@ -41,7 +41,7 @@ class Binding:
         It can when the rows agree and the positions do (columns without positions spread over any), or when the layer
         saw the batch flattened to `rows · positions` rows.
         """
-        if self.rows == 0:
+        if all(column.ndim == 0 for column in self.columns.values()):
             return True
         if self.positions == 0:
             return rows == self.rows
@@ -83,6 +83,8 @@ def bind(columns: Mapping[str, Any]) -> Binding:
                 )
             rows, of_rows = len(array), name
         if array.ndim == 2:
+            if len(array) and not array.shape[1]:
+                raise AnnotationError(f"Column {name!r} has shape {array.shape}: its rows have no positions.")
             if of_positions and array.shape[1] != positions:
                 raise AnnotationError(
                     f"Column {name!r} has {array.shape[1]} positions, but column {of_positions!r} has {positions}."
@@ -94,7 +96,7 @@ def bind(columns: Mapping[str, Any]) -> Binding:
 def _as_column(name: str, value: Any) -> npt.NDArray[Any]:
     if name in RESERVED:
         raise AnnotationError(f"{name!r} is a column that every pattern has already. Choose another name.")
-    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    array = _as_array(name, value)
     if array.ndim > 2:
         raise AnnotationError(
             f"Column {name!r} has shape {tuple(array.shape)}; expected a constant, (rows,) or (rows, positions)."
@@ -103,6 +105,8 @@ def _as_column(name: str, value: Any) -> npt.NDArray[Any]:
         case "b" | "U":
             return array.copy()
         case "i" | "u":
+            if array.size and array.max() > np.iinfo(np.int64).max:
+                raise AnnotationError(f"Column {name!r} holds {array.max()}, which no 64-bit integer holds.")
             return array.astype(np.int64)
         case "f":
             return array.astype(np.float64)
@@ -111,3 +115,18 @@ def _as_column(name: str, value: Any) -> npt.NDArray[Any]:
                 f"Column {name!r} holds {array.dtype}; expected strings, integers, floats or booleans "
                 "(all entries of one type)."
             )
+
+
+def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = (value.double() if value.is_floating_point() else value).numpy()  # numpy knows no bfloat16
+    try:
+        array: npt.NDArray[Any] = np.asarray(value)
+    except ValueError:
+        raise AnnotationError(f"Column {name!r} has rows of different lengths; expected (rows, positions).") from None
+    if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(value, str | np.ndarray)):
+        # Objects may all be strings (as in pandas); a list may mix in numbers, which numpy would spell out.
+        entries: npt.NDArray[Any] = np.asarray(value, dtype=object)
+        return array.astype(np.str_) if all(isinstance(entry, str) for entry in entries.flat) else entries
+    return array

@@ -81,7 +81,7 @@ class Hooks:
         """Put the hooks on."""
         self.enabled = True
         for layer in self.layers:
-            hook = _disabled_in_compile(self._forward_hook(layer))
+            hook = _Hook(_disabled_in_compile(self._forward_hook(layer)))
             self.handles.append(layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         for name, parameter in covered(self.layers).items():
             if parameter.requires_grad:
@@ -119,12 +119,18 @@ class Hooks:
         self.handles.clear()
         self.arrivals.clear()
 
-    def _forget(self, task: int) -> None:
+    def forget(self) -> None:
+        """Let go of what backwards brought that never came to their end, because something raised."""
+        running = torch._C._current_graph_task_id()
+        for task in [task for task in self.arrivals if task != running]:
+            del self.arrivals[task]
+
+    def _end(self, task: int) -> None:
         self.arrivals.pop(task, None)
 
     def _forward_hook(self, layer: Watched) -> Callable[..., None]:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            # A deep copy of the model carries this hook along, hence the identity test.
+            # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
             if not self.enabled or module is not layer.module or not output.requires_grad:
                 return
             trained = [(name, used) for name, used in layer.parameters.values() if used.requires_grad]
@@ -134,8 +140,8 @@ class Hooks:
             if not trained:
                 return
             inputs = layer.kind.key(args, kwargs).detach()
-            if not layer.parameters["weight"][1].requires_grad:
-                inputs = inputs.clone()  # autograd keeps no input that it does not need, so it may be overwritten
+            if not layer.parameters["weight"][1].requires_grad or torch.is_autocast_enabled(inputs.device.type):
+                inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
             call = Call(layer, self.calls, inputs, self.listener.binding_for_forward())
             self.calls += 1
 
@@ -148,12 +154,26 @@ class Hooks:
                 if task not in self.arrivals:
                     self.arrivals[task] = []
                     # What was not accumulated by the end of this backward never will be.
-                    Variable._execution_engine.queue_callback(lambda: self._forget(task))
+                    Variable._execution_engine.queue_callback(lambda: self._end(task))
                 self.arrivals[task].append(Arrival(call, error.detach()))
 
             _hookable(output).register_hook(arrive)
 
         return forward
+
+
+class _Hook:
+    """A forward hook that stays behind: a copied or pickled model gets one that does nothing and holds nothing."""
+
+    def __init__(self, hook: Callable[..., None] | None = None) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        if self._hook is not None:
+            self._hook(*args)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
 
 
 def _hookable(output: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from dualform.record.annotations import Binding, bind
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.optimizers import FactLogger, find_logger, require_logger
-from dualform.record.probes import Accumulation, Trail, predict_bias, predict_weight, projection, resolve
+from dualform.record.probes import Accumulation, Probe, Trail, predict_bias, predict_weight, probe, projection, resolve
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord
 from dualform.record.watch import Layers, Watched, covered, uncovered, watch
 
@@ -134,7 +134,10 @@ class Recorder:
         Each column is a constant, one entry per row (B,), or one per row and position (B, L), of strings, integers,
         floats or booleans. The annotation binds to the next forward and ends with its backward.
         """
-        self._binding = bind(columns)
+        binding = bind(columns)
+        if self._state == "recording":
+            self._sink.check(binding)
+        self._binding = binding
         self._spent.clear()
 
     def flush(self) -> None:
@@ -163,7 +166,7 @@ class Recorder:
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
         if task not in self._pending.tasks and self._all_cleared(name):
-            self._pending = _Pending(trails={name: Trail()})  # nothing of what was pending can reach a step any more
+            self._pending = _Pending()  # nothing of what was pending can reach a step any more
         micro = self._pending.micro(task)
         patterns = self._pending.arrivals.setdefault(micro, [])
         known = {id(arrival) for arrival in patterns}
@@ -175,17 +178,18 @@ class Recorder:
         after = self._probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
         values = [arrival.values for arrival in arrivals if arrival.values is not None]
-        if parameter.dim() == 1:
-            predicted, magnitude = predict_bias(values, after)
+        columns = self._projection(name, parameter)
+        if columns is None:
+            predicted, size = predict_bias(values, after.columns)
         else:
             keys = [arrival.keys for arrival in arrivals if arrival.keys is not None]
-            predicted, magnitude = predict_weight(values, keys, self._projection(name, parameter), after)
+            predicted, size = predict_weight(values, keys, columns, after.columns)
         trail = self._trail(name)
-        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, magnitude))
+        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, size))
         trail.waiting = None
 
     def create_graph_seen(self, layer: str) -> None:
-        """Remember that a backward built a graph of itself; its gradients are not what they seem."""
+        """Remember that a backward built a graph of itself; what is done with it may not be seen."""
         self._graph_of = layer
 
     # The optimizer's step -----------------------------------------------------------------------------------------
@@ -220,12 +224,6 @@ class Recorder:
                 if group is None:
                     continue
                 facts.append(self._facts(name, parameter, group, scale=scale, skipped=skipped))
-            if self._graph_of is not None and self._exact:
-                layer, self._graph_of = self._graph_of, None
-                raise RefusedError(
-                    f"A backward through layer {layer!r} was run with create_graph=True; gradients of gradients are "
-                    "not sums over patterns. Record without it, or record keys only."
-                )
             calls = self._calls(facts) if not skipped else []
             self._in_flight = StepRecord(self._step, calls, facts, {}, self._snapshot)
 
@@ -236,12 +234,20 @@ class Recorder:
         settings = self._logger.settings(group, state) if self._logger else {"lr": float(group.get("lr", "nan"))}
         updated = parameter.grad is not None and not skipped
         optimizer = type(self._optimizer).__name__
-        trail = self._pending.trails.get(name, Trail())
+        trail = self._trail(name)
         if skipped:
             if self._logger:
                 self._logger.check_skipped(settings, name)
             return ParameterFacts(name, optimizer, updated, settings, [])
         resolution = resolve(trail, self._probe(name, parameter))
+        attached = parameter.grad is not None and parameter.grad.requires_grad
+        if self._graph_of is not None and (attached or resolution.objection is not None) and name in self._exact:
+            layer, self._graph_of = self._graph_of, None
+            raise RefusedError(
+                f"Parameter {name!r} cannot be recorded exactly: a backward through layer {layer!r} was run with "
+                "create_graph=True, and gradients of gradients are not sums over patterns. Train without it, or "
+                'record keys only (layers={"*": "keys"}).'
+            )
         if resolution.objection is not None and name in self._exact:
             raise RefusedError(
                 f"Parameter {name!r} cannot be recorded exactly: {resolution.objection}. "
@@ -292,6 +298,8 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         record, self._in_flight = self._in_flight, None
         self._pending = _Pending()
+        self._graph_of = None
+        self._hooks.forget()
         if record is None or self._state != "recording":
             return
         samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
@@ -301,15 +309,12 @@ class Recorder:
 
     # Small things -------------------------------------------------------------------------------------------------
 
-    def _probe(self, name: str, parameter: nn.Parameter) -> Tensor | None:
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        if gradient.dim() == 1:
-            return gradient.detach().clone()
-        return gradient.detach() @ self._projection(name, parameter)
+    def _probe(self, name: str, parameter: nn.Parameter) -> Probe | None:
+        return None if parameter.grad is None else probe(parameter.grad, self._projection(name, parameter))
 
-    def _projection(self, name: str, parameter: nn.Parameter) -> Tensor:
+    def _projection(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        if parameter.dim() == 1:
+            return None
         columns = self._columns.get(name)
         if columns is None or columns.device != parameter.device:
             columns = projection(parameter.shape[1], dtype=parameter.dtype, device=parameter.device)
@@ -317,13 +322,18 @@ class Recorder:
         return columns
 
     def _trail(self, name: str) -> Trail:
-        return self._pending.trails.setdefault(name, Trail())
+        shape = self._parameters[name].shape
+        return self._pending.trails.setdefault(name, Trail(shape[1] if len(shape) > 1 else 1))
 
     def _all_cleared(self, accumulating: str) -> bool:
         """Say whether every gradient that is pending was cleared without a step."""
         for name, trail in self._pending.trails.items():
-            gradient = trail.waiting if name == accumulating else self._parameters[name].grad
-            if gradient is not None and bool(gradient.any()):
+            if name == accumulating:
+                left = trail.waiting is not None and not trail.waiting.zero
+            else:
+                gradient = self._parameters[name].grad
+                left = gradient is not None and bool(gradient.any())
+            if left:
                 return False
         return True
 
@@ -362,7 +372,10 @@ class Recorder:
                 raise
             self._detach()
             with contextlib.suppress(DualformError):
-                self._sink.abandon()
+                if isinstance(error, RefusedError):  # before the step, so the parameters are those of the last one
+                    self._sink.close(self._snapshot())
+                else:
+                    self._sink.abandon()
             warnings.warn(
                 f"Recording stopped at step {self._step} and training goes on without it: {error}",
                 stacklevel=4,

@@ -92,6 +92,9 @@ class Sink(Protocol):
     def open(self, start: Start) -> int:
         """Begin, and return the number of the first step to come."""
 
+    def check(self, binding: Binding) -> None:
+        """Raise `AnnotationError` where a batch's columns cannot join those of earlier batches."""
+
     def write(self, record: StepRecord) -> None:
         """Take a step. May wait; raises `StoreError` when an earlier step could not be kept."""
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dualform.errors import RefusedError, UnknownLayerError
@@ -42,11 +43,12 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
         layers: nothing for every supported layer; a name or pattern (`"encoder.*"`) or several; or a mapping from names
             or patterns to `"keys+values"` or `"keys"`, of which the first that matches decides.
     """
-    if type(model).__name__ in _WRAPPERS:
-        raise RefusedError(
-            f"{type(model).__name__} is not supported: several processes or replicas would each see a part of the "
-            "patterns. Record the plain module on one process."
-        )
+    for name, module in model.named_modules():
+        if type(module).__name__ in _WRAPPERS:
+            raise RefusedError(
+                f"{type(module).__name__}{f' ({name!r})' if name else ''} is not supported: several processes or "
+                "replicas would each see a part of the patterns. Record the plain module on one process."
+            )
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     inside_attention = {
         id(child)
@@ -73,6 +75,8 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
             for attribute, role in kind.roles(module).items()
             if (parameter := getattr(module, attribute)) is not None
         }
+        if any(is_lazy(parameter) for _, parameter in parameters.values()):
+            raise RefusedError(f"Layer {name!r} is not initialised yet. Run the model once before recording it.")
         low = [entry for entry, parameter in parameters.values() if parameter.dtype not in _EXACT]
         if low and what != "keys":
             dtype = parameters["weight"][1].dtype
@@ -83,7 +87,22 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
             )
         d_in, d_out = kind.widths(module)
         watched.append(Watched(name, module, kind, what == "keys", parameters, d_in, d_out))
+    _check_shared(watched)
     return tuple(watched)
+
+
+def _check_shared(watched: Sequence[Watched]) -> None:
+    """Refuse a parameter whose patterns are kept in one layer and not in another: its sum would be incomplete."""
+    exact: dict[str, Watched] = {}
+    keys_only: dict[str, Watched] = {}
+    for layer in watched:
+        for name, _ in layer.parameters.values():
+            (keys_only if layer.keys_only else exact)[name] = layer
+    for name in exact.keys() & keys_only.keys():
+        raise RefusedError(
+            f"Layers {exact[name].name!r} and {keys_only[name].name!r} share parameter {name!r}, but the second is to "
+            'store its keys only. Record both "keys+values", or both "keys".'
+        )
 
 
 _EXACT = (torch.float32, torch.float64)
@@ -99,6 +118,8 @@ def _choose(candidates: Iterable[str], layers: Layers) -> dict[str, What]:
         wanted = layers
     else:
         wanted = dict.fromkeys(layers, "keys+values")
+    if not wanted:
+        raise UnknownLayerError("layers names no layer. Leave it out to record every layer that can be.")
     names = list(candidates)
     for pattern, what in wanted.items():
         if what not in get_args(What):

@@ -2,7 +2,8 @@
 
 A parameter passes when `‖rebuilt − live‖ <= tolerance · ‖change‖ + 4 · eps · sqrt(S) · ‖live‖`: the first term is the
 rounding of the patterns' products, the second that of S additions to the live weight itself, which dominates where the
-change is tiny.
+change is tiny. Patterns stored as float16 carry a third, their own rounding, 2⁻¹⁰ · sqrt(sum_t (c_t ‖e_t‖ ‖x_t‖)²),
+which dominates where large contributions cancel.
 """
 
 import math
@@ -17,6 +18,7 @@ from dualform.record.estimate import size_text
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.rebuild import tensors
+from dualform.store.stream import stream
 
 TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """What may be lost relative to the change, by the dtype that the patterns are stored in."""
@@ -34,7 +36,7 @@ class ParameterCheck:
     @property
     def relative(self) -> float:
         """The error relative to the change (0 where nothing changed and nothing is wrong)."""
-        return self.error / self.change if self.change else (math.inf if self.error else 0.0)
+        return relative(self.error, self.change)
 
     @property
     def passed(self) -> bool:
@@ -53,8 +55,16 @@ class LayerCheck:
 
     @property
     def error(self) -> float | None:
-        """The largest relative error of its parameters; nothing for keys only."""
-        return max((check.relative for check in self.parameters), default=None)
+        """The error relative to the change, over weight and bias together; nothing for keys only.
+
+        A bias is one more column of the weight, whose key is 1.
+        """
+        if not self.parameters:
+            return None
+        error, change = (
+            math.hypot(*parts) for parts in zip(*((c.error, c.change) for c in self.parameters), strict=True)
+        )
+        return relative(error, change)
 
     @property
     def passed(self) -> bool:
@@ -90,11 +100,19 @@ class Verification:
         return "\n".join([*lines, f"after {self.step} steps, {self.files} files: {verdict}"])
 
 
+def relative(error: float, change: float) -> float:
+    """Return an error relative to a change."""
+    return error / change if change else (math.inf if error else 0.0)
+
+
 def check_files(run: Run) -> int:
     """Compare every listed file with its checksum; return how many there are."""
     listed = run.files()
     for name, entry in listed.items():
-        found = checksum(run.folder / name)
+        try:
+            found = checksum(run.folder / name)
+        except OSError as error:
+            raise CorruptError(f"{run.folder / name} cannot be read: {error}. Restore it from a copy.") from error
         if found != entry.xxh3:
             raise CorruptError(
                 f"{run.folder / name} has checksum {found}, but {entry.xxh3} was published: its content was changed. "
@@ -108,17 +126,35 @@ def compare(
 ) -> dict[str, ParameterCheck]:
     """Compare rebuilt parameters with live ones, by the bound above."""
     checks = {}
-    stored = {p: entry.dtype for entry in run.manifest.layers.values() for p in entry.parameters.values()}
+    noise = _float16_noise(run, horizon=horizon)
     for name, expected in rebuilt.items():
         tensor = live[name].detach().cpu()
         now = tensor.double()
         change = float((now - run.initial[name].double()).norm())
         dtype = run.manifest.parameters[name].dtype
         eps = torch.finfo(getattr(torch, dtype)).eps / 2
-        tolerance = TOLERANCE["float16" if stored[name] == "float16" else dtype]
-        bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm())
+        tolerance = TOLERANCE["float16" if name in noise else dtype]
+        bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm()) + noise.get(name, 0.0)
         checks[name] = ParameterCheck(name, float((expected - now).norm()), change, bound)
     return checks
+
+
+def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
+    """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
+    power: dict[str, float] = {}
+    for layer, entry in run.manifest.layers.items():
+        if entry.dtype != "float16" or entry.store == "keys":
+            continue
+        for parameter in entry.parameters.values():
+            power.setdefault(parameter, 0.0)
+        for chunk in stream(run, layer, horizon=horizon, values=True, dtype=torch.float64):
+            assert chunk.values is not None, "values were asked for"
+            squares = {"bias": chunk.values.square().sum(dim=1)}  # (n,)
+            squares["weight"] = squares["bias"] * chunk.keys.square().sum(dim=1)
+            for role, parameter in entry.parameters.items():
+                coefficients: torch.Tensor = getattr(chunk, role)
+                power[parameter] += float((coefficients.square() * squares[role]).sum())
+    return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
 
 
 def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verification:

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import safetensors.torch
 from torch import Tensor
 
-from dualform.errors import QueryError
-from dualform.store.format import TESTS, Manifest, publish
+from dualform.errors import QueryError, RunExistsError, StoreError
+from dualform.store.format import TESTS, Manifest, locked, opened_tensors, publish_tensors
 from dualform.store.reader import Run
 
 
@@ -15,11 +14,18 @@ def add_tests(run: Run, inputs: Tensor, targets: Tensor | None) -> None:
     if targets is not None and len(targets) != len(inputs):
         raise QueryError(f"There are {len(inputs)} test inputs, but {len(targets)} targets. Give one per input.")
     tensors = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    entry = publish(run.folder / TESTS, lambda partial: safetensors.torch.save_file(whole, partial))
-    manifest = Manifest.read(run.folder)
-    manifest = dataclasses.replace(manifest, files={**manifest.files, TESTS: entry})
-    manifest.publish(run.folder)
+    try:
+        with locked(run.folder) as mine:
+            if not mine:
+                raise RunExistsError(f"{run.folder} is being recorded to. Add test examples when it is closed.")
+            entry = publish_tensors(run.folder / TESTS, {n: tensor.detach().cpu() for n, tensor in tensors.items()})
+            manifest = Manifest.read(run.folder)
+            manifest = dataclasses.replace(manifest, files={**manifest.files, TESTS: entry})
+            manifest.publish(run.folder)
+    except OSError as error:
+        if isinstance(error, RunExistsError):
+            raise
+        raise StoreError(f"The test examples could not be written to {run.folder}: {error}.") from error
     run.manifest = manifest
 
 
@@ -29,5 +35,6 @@ def read_tests(run: Run) -> tuple[Tensor, Tensor | None]:
         raise QueryError(
             f"{run.folder} keeps no test examples. Add some with memory.add_tests, or give your own inputs."
         )
-    tensors = safetensors.torch.load_file(run.folder / TESTS)
+    with opened_tensors(run.folder / TESTS) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     return tensors["inputs"], tensors.get("targets")

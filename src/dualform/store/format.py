@@ -200,7 +200,10 @@ def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
 def publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Publish tensors as a safetensors file; failing to write is an `OSError`, whoever reports it."""
     # A tensor that is a part of a larger storage is copied: the format has no views.
-    whole = {n: t.contiguous() if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in tensors.items()}
+    whole = {
+        name: (tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()).contiguous()
+        for name, tensor in tensors.items()
+    }
 
     def write(partial: Path) -> None:
         try:

@@ -85,6 +85,7 @@ def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
 
 def check_columns(known: dict[str, str], binding: Binding) -> None:
     """Raise where a column has changed its type since it was first seen; integers may become floats."""
+    merged = {}
     for name, column in binding.columns.items():
         if not column.size:
             continue  # an empty batch says nothing about its columns
@@ -94,7 +95,8 @@ def check_columns(known: dict[str, str], binding: Binding) -> None:
             raise AnnotationError(
                 f"Column {name!r} held {before} so far and now holds {kind}. Keep one type, or use another column."
             )
-        known[name] = "double" if "double" in (before, kind) else kind
+        merged[name] = "double" if "double" in (before, kind) else kind
+    known |= merged
 
 
 def merge_columns(known: Mapping[str, str], schema: pa.Schema) -> dict[str, str]:

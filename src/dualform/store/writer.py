@@ -22,6 +22,8 @@ from torch import Tensor
 
 from dualform._version import __version__
 from dualform.errors import ResumeError, RunExistsError, StoreError
+from dualform.record.annotations import Binding
+from dualform.record.estimate import size_text
 from dualform.record.sinks import Start, StepRecord
 from dualform.store.encoding import SCALE, encode
 from dualform.store.format import (
@@ -114,13 +116,14 @@ class DiskWriter:
         self._worker.start()
         return self._manifest.steps
 
+    def check(self, binding: Binding) -> None:
+        """Raise `AnnotationError` where a column has changed its type."""
+        check_columns(self._columns, binding)
+
     def write(self, record: StepRecord) -> None:
         """Queue a step; every `shard_bytes` a shard is sealed."""
         self._check_whole()
         try:
-            for call in record.calls:
-                if call.binding is not None:
-                    check_columns(self._columns, call.binding)
             if not self._checked:
                 self._check_space(record)
             self._queue.put(record, record.nbytes)
@@ -220,7 +223,7 @@ class DiskWriter:
         if free < need:
             per = "one shard" if self._planned is None else f"{self._planned} steps"
             raise StoreError(
-                f"{self.path} has {free / 1e9:.2f} GB free, but {per} will take {need / 1e9:.2f} GB. "
+                f"{self.path} has {size_text(free)} free, but {per} will take {size_text(need)}. "
                 'Choose another disk, fewer layers, keys only, or dtype="float16".'
             )
 

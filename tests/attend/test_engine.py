@@ -1,0 +1,138 @@
+"""Bounded memory: no pass ever holds more than a chunk, whatever is asked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualform
+from dualform.attend import engine, spotlight
+from dualform.store import rebuild, stream
+from small import sgd
+
+PATTERNS = 3000
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Linear]:
+    """A run of 3000 patterns in three shards."""
+    path = tmp_path_factory.mktemp("engine") / "run"
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, path, shard_bytes=0) as recorder:
+        for _ in range(3):
+            recorder.annotate(sample=torch.arange(1000))
+            optimizer.zero_grad()
+            model(torch.randn(1000, WIDTH)).square().mean().backward()
+            optimizer.step()
+    return path, model
+
+
+class Watch:
+    """Counts the rows that are decoded at a time, and the chunks that are alive at a time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        real = stream.decode
+
+        def decode(stored: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+            self.rows.append(len(stored))
+            return real(stored, scales, dtype)
+
+        patch.setattr(stream, "decode", decode)
+
+
+QUESTIONS: dict[str, Any] = {
+    "totals": lambda layer: layer.totals(by="sample"),
+    "magnitudes": lambda layer: layer.totals(by="sample", of="magnitude"),
+    "contributions": lambda layer: layer.totals(by="step", of="contribution"),
+    "output": lambda layer: layer.output(),
+    "top": lambda layer: layer.top(3),
+    "top by step": lambda layer: layer.top(3, by="step"),
+    "top samples": lambda layer: layer.top(3, per="sample"),
+    "top contributions": lambda layer: layer.top(3, of="contribution", unit=1),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_reads_the_patterns_chunk_by_chunk(
+    wide: tuple[Path, nn.Linear], question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = wide
+    monkeypatch.setattr(engine, "CHUNK", 64)  # of passes without queries
+    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+    watch = Watch(monkeypatch)
+    layer = dualform.open(path).attend(model, torch.randn(20, WIDTH), chunk_size=64)[""]
+    QUESTIONS[question](layer)
+    assert sum(watch.rows) >= PATTERNS
+    assert max(watch.rows) <= 64
+
+
+def test_the_weights_are_rebuilt_chunk_by_chunk(wide: tuple[Path, nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, model = wide
+    watch = Watch(monkeypatch)
+    monkeypatch.setattr(rebuild.stream, "__kwdefaults__", {**rebuild.stream.__kwdefaults__, "size": 50})
+    memory = dualform.open(path)
+    for name, weight in memory.weights().items():
+        torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+    assert sum(watch.rows) == 2 * PATTERNS  # keys and values
+    assert max(watch.rows) <= 50
+
+
+def test_many_queries_make_the_chunks_smaller(wide: tuple[Path, nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = wide
+    sizes = []
+    real = engine.attend
+
+    def attend(queries: Tensor, keys: Tensor) -> Tensor:
+        sizes.append(queries.shape[0] * keys.shape[0])
+        return real(queries, keys)
+
+    monkeypatch.setattr(engine, "attend", attend)
+    monkeypatch.setattr(engine, "SCORES", 300_000)
+    monkeypatch.setattr(spotlight, "BLOCK", 1000)
+    layer = dualform.open(path).attend(queries={"": torch.randn(2500, WIDTH)})[""]
+    top = layer.top(2)
+    assert top.values.shape == (2500, 1, 2)
+    assert max(sizes) <= 300_000
+    assert sum(sizes) == 2500 * PATTERNS
+
+
+def test_a_stream_holds_one_chunk_at_a_time(wide: tuple[Path, nn.Linear]) -> None:
+    """The tensors of a chunk are free before the next but one is read."""
+    import weakref
+
+    from dualform.store.reader import Run
+
+    run = Run(wide[0])
+    alive: list[weakref.ref[Tensor]] = []
+    for chunk in stream.stream(run, "", horizon=3, values=True, size=100):
+        alive.append(weakref.ref(chunk.keys))
+        assert sum(reference() is not None for reference in alive) <= 2
+    assert len(alive) == 30
+
+
+def test_top_samples_hold_a_block_of_sums_at_a_time(
+    wide: tuple[Path, nn.Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = wide
+    held: list[int] = []
+    real = spotlight.BestSums.__init__
+
+    def watched(self: Any, queries: int, groups: int, k: int, group_of: Tensor, *rest: Any, **options: Any) -> None:
+        held.append(queries * len(group_of))
+        real(self, queries, groups, k, group_of, *rest, **options)
+
+    monkeypatch.setattr(spotlight.BestSums, "__init__", watched)
+    monkeypatch.setattr(spotlight, "BLOCK", 7)
+    queries = torch.randn(30, WIDTH)
+    top = dualform.open(path).attend(queries={"": queries})[""].top(2, per="sample")
+    assert held == [7000, 7000, 7000, 7000, 2000]
+    monkeypatch.undo()
+    whole = dualform.open(path).attend(queries={"": queries})[""].top(2, per="sample")
+    torch.testing.assert_close(top.values, whole.values, rtol=1e-6, atol=1e-5)
+    assert model is wide[1]

@@ -1,0 +1,177 @@
+"""Reducers against dense sums, whatever the chunks, whatever the order, whatever the tree of merges."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from dualform.algebra import attend, rebuild, rebuild_bias, scale
+from dualform.attend.reducers import (
+    Best,
+    BestSums,
+    Everything,
+    GroupShares,
+    GroupSums,
+    KeySums,
+    Outputs,
+    Reducer,
+)
+from dualform.store.stream import Chunk
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Patterns:
+    """All patterns of a made-up layer, with what is dense about them."""
+
+    queries: Tensor  # (Q, d_in)
+    keys: Tensor  # (T, d_in)
+    values: Tensor  # (T, d_out)
+    weight: Tensor  # (T,)
+    bias: Tensor  # (T,)
+    codes: Tensor  # (T,)
+    groups: int
+
+    @property
+    def scores(self) -> Tensor:
+        return attend(self.queries, self.keys)
+
+    def feed(self, reducer: Reducer[Any], members: Tensor, *, contributions: bool) -> None:
+        """Give a reducer some patterns as one chunk."""
+        chunk = Chunk(
+            patterns=members.numpy(),
+            keys=self.keys[members],
+            values=self.values[members],
+            weight=self.weight[members],
+            bias=self.bias[members],
+        )
+        scores = attend(self.queries, chunk.keys)
+        if contributions:
+            scores = scale(scores, self.weight[members], self.bias[members])
+        reducer.update(chunk, scores, self.codes[members])
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> Patterns:
+    seed = draw(st.integers(0, 2**16))
+    total, groups = draw(st.integers(1, 24)), draw(st.sampled_from([1, 2, 5, 70]))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        # Small integers tie often, and their sums are exact in any order.
+        return torch.randint(-3, 4, shape, generator=generator).double()
+
+    return Patterns(
+        queries=random(3, 4),
+        keys=random(total, 4),
+        values=random(total, 2),
+        weight=random(total),
+        bias=random(total),
+        codes=torch.randint(0, groups, (total,), generator=generator),
+        groups=groups,
+    )
+
+
+KINDS: dict[str, tuple[Callable[[Patterns], Reducer[Any]], bool]] = {
+    "sums": (lambda p: GroupSums(3, p.groups, CPU), False),
+    "best": (lambda p: Best(3, p.groups, 4, largest=True, device=CPU), False),
+    "worst": (lambda p: Best(3, p.groups, 4, largest=False, device=CPU), False),
+    "best sums": (
+        lambda p: BestSums(3, 2, 3, torch.arange(p.groups) % 3 - 1, torch.arange(p.groups) + 100, largest=True),
+        False,
+    ),
+    "everything": (lambda p: Everything(), False),
+    "outputs": (lambda p: Outputs(3, p.groups, 2, CPU), True),
+    "key sums": (lambda p: KeySums(p.groups, 4, CPU), False),
+    "shares": (lambda p: GroupShares(p.groups, 2, 4, CPU), False),
+}
+
+
+def comparable(result: Any, kind: str) -> list[Tensor]:
+    """Return what has to be the same; of the best, only the scores, because ties may go to any of the tied."""
+    parts = list(result) if isinstance(result, tuple) else [result]
+    return parts[:1] if kind in ("best", "worst", "best sums") else parts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=40)
+@given(all_patterns=patterns(), data=st.data())
+def test_any_split_and_any_tree_of_merges_gives_the_same(
+    kind: str, all_patterns: Patterns, data: st.DataObject
+) -> None:
+    make, contributions = KINDS[kind]
+    total = len(all_patterns.keys)
+    at_once = make(all_patterns)
+    all_patterns.feed(at_once, torch.arange(total), contributions=contributions)
+
+    cuts = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=5))) if total > 1 else []
+    pieces = [torch.arange(a, b) for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+    reducers = []
+    for piece in data.draw(st.permutations(pieces)):
+        if reducers and data.draw(st.booleans()):
+            all_patterns.feed(reducers[-1], piece, contributions=contributions)  # a further chunk of the same pass
+        else:
+            reducers.append(make(all_patterns))
+            all_patterns.feed(reducers[-1], piece, contributions=contributions)
+    if data.draw(st.booleans()):
+        reducers.append(make(all_patterns))  # a part of the pass that saw no patterns
+    while len(reducers) > 1:
+        i = data.draw(st.integers(0, len(reducers) - 2))
+        reducers[i : i + 2] = [reducers[i].merge(reducers[i + 1])]
+    for found, expected in zip(comparable(reducers[0].result(), kind), comparable(at_once.result(), kind), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(all_patterns=patterns())
+def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
+    p = all_patterns
+    everyone = torch.arange(len(p.keys))
+    found = {}
+    for kind, (make, contributions) in KINDS.items():
+        reducer = make(p)
+        p.feed(reducer, everyone, contributions=contributions)
+        found[kind] = reducer.result()
+        again = reducer.result()
+        for first, second in zip(comparable(found[kind], kind), comparable(again, kind), strict=True):
+            torch.testing.assert_close(first, second, rtol=0, atol=0)  # a result may be asked for twice
+    torch.testing.assert_close(found["everything"], p.scores, rtol=0, atol=0)
+    for group in range(p.groups):
+        members = p.codes == group
+        mine = p.scores[:, members]
+        torch.testing.assert_close(found["sums"][:, group], mine.sum(dim=1), rtol=0, atol=0)
+        torch.testing.assert_close(found["key sums"][group], p.keys[members].sum(dim=0), rtol=0, atol=0)
+        weights, biases = found["shares"]
+        share = rebuild(p.values[members], p.keys[members], p.weight[members])
+        torch.testing.assert_close(weights[group], share, rtol=0, atol=0)
+        torch.testing.assert_close(biases[group], rebuild_bias(p.values[members], p.bias[members]), rtol=0, atol=0)
+        multiplied = scale(mine, p.weight[members], p.bias[members])
+        torch.testing.assert_close(found["outputs"][:, group], multiplied @ p.values[members], rtol=0, atol=0)
+        for kind, largest in (("best", True), ("worst", False)):
+            scores, numbers = found[kind]
+            order = mine.sort(dim=1, descending=largest).values[:, :4]
+            count = order.shape[1]
+            torch.testing.assert_close(scores[:, group, :count], order, rtol=0, atol=0)
+            assert bool((numbers[:, group, count:] == -1).all())
+            for query in range(3):
+                chosen = numbers[query, group, :count]
+                assert len(set(chosen.tolist())) == count, "no pattern twice"
+                assert bool((p.codes[chosen] == group).all())
+                torch.testing.assert_close(p.scores[query, chosen], scores[query, group, :count], rtol=0, atol=0)
+
+
+def test_best_sums_rank_members_and_leave_out_those_of_no_group() -> None:
+    scores = torch.tensor([[1.0, 1.0, 3.0, 100.0, -5.0]])
+    codes = torch.tensor([0, 0, 1, 2, 3])  # members 0 and 1 compete in group 0, member 3 in group 1, 2 nowhere
+    reducer = BestSums(1, 2, 3, torch.tensor([0, 0, -1, 1]), torch.tensor([10, 11, 12, 13]), largest=True)
+    reducer.update(Chunk(np.arange(5), torch.zeros(5, 1)), scores, codes)
+    found, numbers = reducer.result()
+    assert found.tolist() == [[[3.0, 2.0, -torch.inf], [-5.0, -torch.inf, -torch.inf]]]
+    assert numbers.tolist() == [[[11, 10, -1], [13, -1, -1]]]

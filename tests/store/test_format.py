@@ -1,0 +1,277 @@
+"""The golden facts of the run folder, and the publishing of single files."""
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+
+import dualform
+from dualform.errors import CorruptError, FormatError, RunNotFoundError
+from dualform.store.format import (
+    LOCK,
+    PARTIAL,
+    FileEntry,
+    Manifest,
+    checksum,
+    locked,
+    opened_tensors,
+    publish,
+    publish_tensors,
+)
+from small import files, listed, network, recorded, sgd, train
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A closed run of 7 steps in 3 shards."""
+    path = tmp_path_factory.mktemp("format") / "run"
+    recorded(path, 7)
+    return path
+
+
+# The folder -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_holds_these_files_and_no_others(whole: Path) -> None:
+    kinds = {"shards": "safetensors", "calls": "parquet", "annotations": "parquet", "steps": "parquet"}
+    shards = {f"{kind}/{index:06d}.{ending}" for kind, ending in kinds.items() for index in range(3)}
+    assert files(whole) == shards | {"manifest.json", "initial.safetensors", "final.safetensors"}
+    assert files(whole) == listed(whole)
+
+
+def test_the_manifest_has_these_entries(whole: Path) -> None:
+    manifest = json.loads((whole / "manifest.json").read_text(encoding="utf-8"))
+    assert list(manifest)[:3] == ["format", "version", "steps"]
+    assert (manifest["format"], manifest["version"], manifest["steps"], manifest["closed"]) == ("dualform", 1, 7, True)
+    assert set(manifest) == {
+        *("format", "version", "steps", "closed", "created", "versions", "layers", "parameters", "uncovered"),
+        *("optimizers", "batch_axis", "columns", "files", "shards", "factory", "factory_arguments"),
+    }
+    assert manifest["layers"]["0"] == {
+        "kind": "Linear",
+        "d_in": 5,
+        "d_out": 4,
+        "parameters": {"weight": "0.weight", "bias": "0.bias"},
+        "store": "keys+values",
+        "dtype": "float32",
+    }
+    assert manifest["parameters"]["0.weight"] == {"shape": [4, 5], "dtype": "float32"}
+    assert manifest["columns"] == {"sample": "int64", "label": "int64", "task": "string", "mood": "double"}
+    assert [(shard["index"], shard["start"], shard["stop"]) for shard in manifest["shards"]] == [
+        (0, 0, 3),
+        (1, 3, 6),
+        (2, 6, 7),
+    ]
+    for shard in manifest["shards"]:
+        assert set(shard) == {"index", "start", "stop", "files", "key_range", "parameters"}
+        assert set(shard["parameters"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        assert shard["key_range"]["2"][0] == 0.0  # behind a ReLU
+    for name in files(whole) - {"manifest.json"}:
+        entries = manifest["files"] | {n: e for shard in manifest["shards"] for n, e in shard["files"].items()}
+        assert entries[name] == {"bytes": (whole / name).stat().st_size, "xxh3": checksum(whole / name)}
+
+
+def test_every_file_is_in_an_open_format(whole: Path) -> None:
+    for name in files(whole):
+        content = (whole / name).read_bytes()
+        if name.endswith(".json"):
+            json.loads(content, parse_constant=pytest.fail)
+        elif name.endswith(".parquet"):
+            assert content[:4] == content[-4:] == b"PAR1"
+        else:
+            (length,) = struct.unpack("<Q", content[:8])
+            header = json.loads(content[8 : 8 + length])
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            assert max(ends) == len(content) - 8 - length, "a safetensors file is its header and its tensors"
+
+
+@pytest.mark.parametrize(
+    ("trained", "stored", "expected"),
+    [("float32", None, "float32"), ("float64", None, "float64"), ("float32", "float16", "float16")],
+)
+def test_keys_and_values_are_stored_in_the_dtype_that_was_asked_for(
+    run: Path, trained: str, stored: str | None, expected: str
+) -> None:
+    model = network(dtype=getattr(torch, trained))
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run, dtype=stored) as recorder:
+        train(model, optimizer, range(2), recorder)
+    tensors = safetensors.torch.load_file(run / "shards/000000.safetensors")
+    names = {"0/keys", "0/values", "2/keys", "2/values"}
+    scales = {f"{name}.scale" for name in names} if stored else set()
+    assert set(tensors) == names | scales
+    assert {tensors[name].dtype for name in names} == {getattr(torch, expected)}
+    assert {tensors[name].dtype for name in scales} <= {torch.float32}
+    assert tensors["0/keys"].shape == (12, 5)
+    assert tensors["2/values"].shape == (12, 3)
+
+
+def test_the_tables_have_these_columns(whole: Path) -> None:
+    calls = pq.read_table(whole / "calls/000000.parquet")
+    assert {name: str(kind) for name, kind in zip(calls.schema.names, calls.schema.types, strict=True)} == {
+        "layer": "string",
+        "step": "int64",
+        "micro": "int32",
+        "call": "int32",
+        "rows": "int64",
+        "positions": "int64",
+        "inner": "int64",
+        "offset": "int64",
+        "annotation_offset": "int64",
+        "annotation_rows": "int64",
+        "annotation_positions": "int64",
+    }
+    steps = pq.read_table(whole / "steps/000000.parquet")
+    settings = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "buffer"}
+    own = {"step", "parameter", "optimizer", "updated", "factors", "fingerprint"}
+    assert set(steps.column_names) == own | settings
+    assert steps.num_rows == 3 * 4  # steps × parameters
+    annotations = pq.read_table(whole / "annotations/000000.parquet")
+    assert annotations.num_rows == 2 * 6  # step 2 was not annotated
+
+
+# The manifest -----------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_survives_its_own_text(whole: Path) -> None:
+    manifest = Manifest.read(whole)
+    assert Manifest.from_json(manifest.to_json(), path=whole) == manifest
+
+
+def test_a_manifest_without_any_one_entry_is_refused(whole: Path) -> None:
+    raw = json.loads((whole / "manifest.json").read_text())
+    for name in [field.name for field in dataclasses.fields(Manifest)]:
+        with pytest.raises(FormatError, match=name):
+            Manifest.from_json(json.dumps({k: v for k, v in raw.items() if k != name}), path=whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layers", []),
+        ("layers", {"0": {"kind": "Linear"}}),
+        ("shards", [{"index": 0}]),
+        ("shards", "many"),
+        ("files", {"initial.safetensors": {"bytes": 3}}),
+        ("parameters", {"0.weight": 7}),
+    ],
+)
+def test_a_mangled_entry_is_refused(whole: Path, name: str, value: object) -> None:
+    raw = json.loads((whole / "manifest.json").read_text())
+    with pytest.raises(FormatError, match="lacks or mangles"):
+        Manifest.from_json(json.dumps(raw | {name: value}), path=whole)
+
+
+def test_a_mangled_key_range_is_refused(whole: Path) -> None:
+    raw = json.loads((whole / "manifest.json").read_text())
+    raw["shards"][0]["key_range"]["0"] = [1.0]
+    with pytest.raises(FormatError, match="lacks or mangles"):
+        Manifest.from_json(json.dumps(raw), path=whole)
+
+
+def test_json_of_something_else_is_no_run(whole: Path) -> None:
+    for text in ("[]", "{}", '{"format": "other", "version": 1}', "3"):
+        with pytest.raises(RunNotFoundError, match="does not describe a dualform run"):
+            Manifest.from_json(text, path=whole)
+
+
+# Publishing -------------------------------------------------------------------------------------------------------
+
+
+def test_publish_makes_the_file_and_says_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file.bin"
+    assert publish(path, lambda partial: partial.write_bytes(b"whole")) == FileEntry(5, checksum(path))
+    assert path.read_bytes() == b"whole"
+    assert files(tmp_path) == {"deep/file.bin"}
+
+
+def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+
+    def fail(partial: Path) -> None:
+        partial.write_bytes(b"half")
+        assert partial.name.startswith(PARTIAL)
+        assert partial.parent == path.parent, "another disk could not be renamed from"
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        publish(path, fail)
+    assert path.read_bytes() == b"old"
+    assert files(tmp_path) == {"file.bin"}
+
+
+def test_a_file_is_synced_before_it_appears_and_its_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file.bin"
+    seen: list[tuple[bool, bool]] = []
+
+    def fsync(handle: int) -> None:
+        target = Path(f"/proc/self/fd/{handle}").resolve()
+        seen.append((target.is_dir(), path.exists()))
+
+    monkeypatch.setattr("dualform.store.format.os.fsync", fsync)
+    publish(path, lambda partial: partial.write_bytes(b"whole"))
+    assert seen == [(False, False), (True, True)]
+
+
+def test_a_failing_safetensors_write_is_an_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        publish_tensors(tmp_path / "x.safetensors", {"x": torch.zeros(1)})
+    assert files(tmp_path) == set()
+
+
+def test_parameters_that_are_views_of_one_storage_can_be_published(tmp_path: Path) -> None:
+    flat = torch.arange(12.0)
+    parts = {"a": flat[:6].view(2, 3), "b": flat[6:].view(3, 2).t(), "again": flat[:6].view(2, 3)}
+    publish_tensors(tmp_path / "x.safetensors", parts)
+    found = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    for name, part in parts.items():
+        torch.testing.assert_close(found[name], part, rtol=0, atol=0)
+
+
+def test_an_unreadable_safetensors_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(CorruptError, match=r"x\.safetensors"), opened_tensors(path):
+        pass
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(CorruptError, match=r"x\.safetensors"), opened_tensors(path):
+        pass
+
+
+# The lock ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_lock_is_had_once_and_leaves_nothing(tmp_path: Path) -> None:
+    with locked(tmp_path) as first:
+        assert first
+        with locked(tmp_path) as second:
+            assert not second
+        assert (tmp_path / LOCK).exists(), "who did not get the lock must not remove it"
+    assert files(tmp_path) == set()
+    with locked(tmp_path) as again:
+        assert again
+
+
+def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    real = fcntl.flock
+
+    def flock_late(file: int, how: int) -> None:
+        (tmp_path / LOCK).unlink(missing_ok=True)  # its holder went away between our open and our flock
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    with locked(tmp_path) as mine:
+        assert not mine
