@@ -39,7 +39,8 @@ def reproduce_studies(
             screen.print(f"Figures: {folder / f'{name}-{data}-0' / 'figures'}\n", soft_wrap=True)
     if which == "all":
         figures: dict[str, Path] = {name: folder / f"{name}-{data}-0" / "figures" for name in chosen}
-        command = f"dualform reproduce all --data {data} --seeds {seeds}"
+        elsewhere = "" if device == "cpu" else f" --device {device}"
+        command = f"dualform reproduce all --data {data} --seeds {seeds}{elsewhere}"
         write_page(page, findings, figures, command=command)
         sys.stderr.write(f"Wrote {page}\n")
     if json:
