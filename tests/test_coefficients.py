@@ -149,3 +149,9 @@ def test_optimizers_without_a_family_are_named() -> None:
     assert optimizers() == ("SGD",)
     with pytest.raises(FormatError, match=r"'Adam'.*known for SGD"):
         derive(Facts("Adam", "float32", np.zeros(0, dtype=np.int64), {}), horizon=0)
+
+
+def test_what_dampening_leaves_is_rounded_too() -> None:
+    steps = [{**DEFAULTS, "lr": 1.0, "momentum": 0.5, "dampening": 0.3}]
+    found = derive(facts_of(steps, warm=True, dtype="float32"), horizon=1)
+    assert found.step[0] == -float(np.float32(0.7)) != -0.7
