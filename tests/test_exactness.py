@@ -42,11 +42,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {"lr": 0.1},
+    "plain": {"lr": 0.3},
     "momentum": {"lr": 0.05, "momentum": 0.9},
-    "dampening": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    "dampening": {"lr": 0.2, "momentum": 0.9, "dampening": 0.5},
     "Nesterov": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
-    "weight decay": {"lr": 0.1, "weight_decay": 0.01},
+    "weight decay": {"lr": 0.3, "weight_decay": 0.01},
     "everything": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.005},
     "two groups": {},
 }
