@@ -49,6 +49,7 @@ class Checkpoints:
         options = {"shard_bytes": 1000, **options}
         with dualform.record(self.model, self.optimizer, self.path, resume=resume, **options) as recorder:
             first = recorder.step
+            assert dualform.open(self.path).step == first, "the run is readable as soon as it was cut"
             train(self.model, self.optimizer, steps, recorder)
             return first
 

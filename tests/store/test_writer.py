@@ -230,6 +230,21 @@ def test_a_frozen_bias_beside_accumulated_gradients(run: Path) -> None:
     torch.testing.assert_close(memory.weights()["0.bias"], model[0].bias.detach(), rtol=0, atol=0)
 
 
+def test_a_bias_that_is_frozen_only_where_gradients_are_accumulated(run: Path) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run, shard_bytes=0):
+        for step in range(4):
+            micros = 1 + step % 2
+            model[0].bias.requires_grad_(micros == 1)
+            optimizer.zero_grad()
+            for micro in range(micros):
+                inputs, labels = batch(10 * step + micro)
+                functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    assert dualform.open(run).verify(model).passed
+
+
 def test_parameters_that_no_optimizer_has_never_move(run: Path) -> None:
     model = network()
     scale = nn.Parameter(torch.ones(3))
@@ -314,6 +329,19 @@ def test_columns_may_come_late_and_stay_away(run: Path, flush: bool) -> None:
     assert column(memory, "a") == [None, None, "x", "y", None, None, "z", "z"]
     assert column(memory, "b") == [None, None, None, None, True, True, False, True]
     assert memory.where(a=None).patterns("0")["step"].to_pylist() == [0, 0, 2, 2]
+
+
+def test_an_empty_list_leaves_the_type_of_its_column_open(run: Path) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run) as recorder:
+        for names in ([], ["a", "b"], []):
+            recorder.annotate(name=names)
+            inputs, labels = batch(0, rows=len(names))
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), labels, reduction="sum").backward()
+            optimizer.step()
+    assert column(dualform.open(run), "name") == ["a", "b"]
 
 
 def test_names_and_strings_may_be_anything(run: Path) -> None:

@@ -227,7 +227,7 @@ def _equals(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
         options = pa.array(wanted).cast(column.type)
     except (pa.ArrowException, TypeError) as error:
         raise SelectionError(f"Column {name!r} holds {column.type}, which cannot equal {value!r}.") from error
-    return np.asarray(pc.is_in(column, value_set=options).fill_null(False))
+    return np.asarray(pc.is_in(column, value_set=options))
 
 
 def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
