@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.attend import cache
+from dualform.attend import sums as sums_module
 from dualform.store import format as run_format
 from small import batch, files, network, recorded, sgd, state, train
 
