@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend import cache, spotlight
+from dualform.attend import cache
+from dualform.attend import sums as sums_module
 from dualform.store import format as run_format
 from small import batch, files, network, recorded, sgd, state, train
 
@@ -26,13 +27,13 @@ QUESTIONS: dict[str, Callable[[Any], Tensor]] = {
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that every pass for a sum adds itself to."""
     seen: list[str] = []
-    real = spotlight.sum_patterns
+    real = sums_module.sum_patterns
 
     def watched(table: Any, layer: str, *rest: Any, **options: Any) -> Any:
         seen.append(layer)
         return real(table, layer, *rest, **options)
 
-    monkeypatch.setattr(spotlight, "sum_patterns", watched)
+    monkeypatch.setattr(sums_module, "sum_patterns", watched)
     return seen
 
 

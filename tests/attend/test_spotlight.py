@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.attend import engine, spotlight
+from dualform.attend.cache import Cache
 from dualform.attend.engine import Score, score_patterns
 from dualform.attend.memory import Memory
 from dualform.attend.reducers import GroupSums
@@ -245,10 +246,8 @@ def test_no_answer_depends_on_the_chunks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "CHUNK", chunk_size)  # of passes without queries
         patch.setattr(spotlight, "BLOCK", block)
-        cut = LayerSpotlight(
-            whole._table, type(whole._cache)(whole._table.run), layer, pair_queries(whole), chunk_size=chunk_size
-        )
-        patch.setattr(type(cut._cache), "get", lambda self, what, compute: compute())
+        cut = LayerSpotlight(whole._table, Cache(whole._table.run), layer, pair_queries(whole), chunk_size=chunk_size)
+        patch.setattr(Cache, "get", lambda self, what, compute: compute())
         column = BY[by][0]
         for of in ("attention", "magnitude", "contribution"):
             torch.testing.assert_close(cut.totals(by=column, of=of).values, whole_totals(whole, column, of), **EXACT)

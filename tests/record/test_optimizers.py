@@ -338,10 +338,16 @@ def test_two_optimizers_of_one_model(run: Path) -> None:
 
 
 def test_supported_optimizers_are_found_by_exact_type() -> None:
-    assert supported() == ("SGD",)
+    assert supported() == ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
     parameters = [nn.Parameter(torch.zeros(1))]
-    assert find_logger(torch.optim.SGD(parameters, lr=0.1)) is not None
-    assert find_logger(torch.optim.Adam(parameters)) is None
+    for name in supported():
+        assert find_logger(getattr(torch.optim, name)(parameters, lr=0.1)) is not None
+    assert find_logger(torch.optim.Rprop(parameters)) is None
+
+    class Mine(torch.optim.Adam):
+        pass
+
+    assert find_logger(Mine(parameters)) is None
 
 
 def test_long_momentum_in_float32(run: Path) -> None:

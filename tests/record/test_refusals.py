@@ -378,11 +378,13 @@ def test_a_shared_weight_is_stored_one_way(run: Path) -> None:
     assert counts(record(run, model, sgd(model), layers={"*": "keys"})) == {"0": 24, "2": 24}
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize("make", [torch.optim.ASGD, torch.optim.Rprop])
 def test_optimizers_without_known_coefficients(run: Path, make: Any) -> None:
     model = mlp()
     optimizer = make(model.parameters(), lr=0.01)
-    with pytest.raises(RefusedError, match=rf'^{make.__name__} is .*supported: SGD\..*layers={{"\*": "keys"}}'):
+    with pytest.raises(
+        RefusedError, match=rf'^{make.__name__} is .*supported: Adadelta, .*SGD\..*layers={{"\*": "keys"}}'
+    ):
         dualform.record(model, optimizer, run)
     with pytest.raises(RefusedError, match=make.__name__):
         dualform.record(model, optimizer, run, layers={"0": "keys", "2": "keys+values"})
@@ -399,7 +401,7 @@ def test_a_subclass_of_sgd(run: Path) -> None:
 
     model = mlp()
     optimizer = Mine(model.parameters(), lr=0.1)
-    with pytest.raises(RefusedError, match=r"Mine is not an optimizer .*supported: SGD"):
+    with pytest.raises(RefusedError, match=r"Mine is not an optimizer .*supported: .*SGD"):
         dualform.record(model, optimizer, run)
     assert counts(record(run, model, optimizer, layers={"*": "keys"})) == {"0": 24, "2": 24}
 

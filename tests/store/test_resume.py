@@ -239,7 +239,7 @@ def test_a_wrong_momentum_buffer_is_refused(checkpoints: Checkpoints, at: int, w
         checkpoints.optimizer.load_state_dict(checkpoints.kept[at - 1]["optimizer"])
     else:
         buffer.add_(torch.nan if wrong == "nan" else 0.05 * buffer.abs().mean())
-    refuse(checkpoints, rf"The momentum buffer of .* is not that of step {at}")
+    refuse(checkpoints, rf"The optimizer's momentum_buffer of .* is not that of step {at}")
 
 
 def test_a_warm_buffer_at_the_start_of_a_cold_run_is_refused(checkpoints: Checkpoints) -> None:

@@ -76,7 +76,7 @@ class Memory:
         self._conditions = conditions
         self._horizon = run.steps if horizon is None else horizon
         self._table = Table(run, conditions, self._horizon)
-        self._shares: dict[str, Tensor] | None = None
+        self._parts: dict[str, rebuild.Parts] | None = None
 
     # What there is ------------------------------------------------------------------------------------------------
 
@@ -179,12 +179,11 @@ class Memory:
 
     def shares(self) -> dict[str, Tensor]:
         """Return what the view's patterns add to each parameter; those of `where` and `without` sum to the whole."""
-        return {name: share.to(self._dtype(name), copy=True) for name, share in self._exact_shares().items()}
+        return {name: part.share.to(self._dtype(name), copy=True) for name, part in self._exact_parts().items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return each parameter as this view implies it: what is left of the start, plus the view's patterns."""
-        left = rebuild.starts(self._run, horizon=self._horizon)
-        return {name: (left[name] + share).to(self._dtype(name)) for name, share in self._exact_shares().items()}
+        return {name: (part.start + part.share).to(self._dtype(name)) for name, part in self._exact_parts().items()}
 
     def apply(self, model: nn.Module, *, layers: Collection[str] | None = None) -> nn.Module:
         """Return a copy of the model with this view's weights.
@@ -286,12 +285,12 @@ class Memory:
             parts.append(f"at step {self._horizon}")
         return "; ".join(parts)
 
-    def _exact_shares(self) -> dict[str, Tensor]:
-        if self._shares is None:
+    def _exact_parts(self) -> dict[str, rebuild.Parts]:
+        if self._parts is None:
             if not self._run.exact_parameters():
                 self._run.require_values(next(iter(self.layers)))
-            self._shares = rebuild.shares(self._run, horizon=self._horizon, keep=self._table.keep())
-        return self._shares
+            self._parts = rebuild.parts(self._run, horizon=self._horizon, keep=self._table.keep())
+        return self._parts
 
     def _dtype(self, parameter: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[parameter].dtype)

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from dualform.algebra import contribute
 from dualform.attend.answers import Top, Totals, Vote
+from dualform.attend.backward import contribute_backward, score_backward
 from dualform.attend.cache import Cache
-from dualform.attend.engine import Of, Score, score_patterns, sum_patterns
+from dualform.attend.engine import Of, Score, score_patterns
 from dualform.attend.groups import ADDRESS, By, Grouping, Table
 from dualform.attend.queries import Captured
-from dualform.attend.reducers import Best, BestSums, Everything, GroupShares, GroupSums, KeySums, Outputs, Reducer
+from dualform.attend.reducers import Best, BestSums, Everything, GroupSums, Outputs, Reducer
+from dualform.attend.sums import LayerSums, respond
 from dualform.errors import QueryError, SelectionError, UnknownLayerError
-from dualform.store.rebuild import starts
 from dualform.store.stream import selected, stream
 
 Per = Literal["pattern", "sample"]
@@ -41,11 +42,11 @@ class LayerSpotlight:
         self.name = layer
         self.leading = queries.leading
         self._table = table
-        self._cache = cache
         self._entry = table.run.layer(layer)
         dtype = torch.float64 if self._entry.dtype == "float64" else torch.float32
         self.queries = queries.rows.to(dtype)  # (Q, d_in)
         self._chunk_size = chunk_size
+        self._sums = LayerSums(table, cache, layer, self.queries)
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -67,6 +68,9 @@ class LayerSpotlight:
         """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
         size = self.queries.element_size() * len(self) * self.count() * self._entry.d_out
         self._affordable(size, "contributions()")
+        if self._sums.replayed:
+            self._require_patterns()
+            return contribute_backward(self._table, self.name, self.queries)
         parts = []
         for chunk in self._stream_values():
             attention = self.queries @ chunk.keys.T
@@ -86,7 +90,7 @@ class LayerSpotlight:
         grouping = self._group(by)
         self._affordable(8 * len(self) * len(grouping.labels), "totals()")
         if of == "attention" or (of == "magnitude" and self._never_negative()):
-            values = self.queries.double() @ self._key_sums(grouping).T
+            values = self.queries.double() @ self._sums.keys(grouping).T
         elif of == "magnitude":
             values = self._score(Score(of), grouping, lambda rows: GroupSums(rows, len(grouping.labels), self._device))
         else:
@@ -133,22 +137,20 @@ class LayerSpotlight:
     def output(self) -> Tensor:
         """Return the layer's output in the dual form: start plus the sum of contributions, (*leading, d_out).
 
+        Where another layer uses the same parameter, what its patterns added to it counts too.
         Under a mask these are still the unmasked network's queries; `Memory.apply` runs the whole masked network.
         """
         total = self.start().double()
         if self.count():
             total = total + self._contribution_totals(None)[:, 0]
+        for role, share in self._sums.elsewhere().items():
+            total = total + (share if role == "bias" else respond(self.queries, share, None))
         return total.to(self.queries.dtype).reshape(*self.leading, -1)
 
     def start(self) -> Tensor:
         """Return what the start alone gives, (Q, d_out)."""
-        entry = self._table.run.require_values(self.name)
-        left = starts(self._table.run, horizon=self._table.horizon)
-        weight = left[entry.parameters["weight"]].to(self._device)
-        output = self.queries.double() @ weight.T
-        if "bias" in entry.parameters:
-            output = output + left[entry.parameters["bias"]].to(self._device)
-        return output.to(self.queries.dtype)
+        left = self._sums.starts()
+        return respond(self.queries, left["weight"], left.get("bias")).to(self.queries.dtype)
 
     # How ----------------------------------------------------------------------------------------------------------
 
@@ -183,6 +185,10 @@ class LayerSpotlight:
             rows = self.queries[start : start + size]
             units = None if score.units is None else score.units[start : start + size]
             part = Score(score.of, units)
+            if units is not None and self._sums.replayed:
+                reduced = score_backward(self._table, self.name, rows, units, grouping, make(len(rows)))
+                results.append(reduced)
+                continue
             results.append(
                 score_patterns(
                     self._table, self.name, rows, part, grouping, make(len(rows)), chunk_size=self._chunk_size
@@ -196,37 +202,17 @@ class LayerSpotlight:
         least, greatest = torch.aminmax(self.queries)
         return (low >= 0 and bool(least >= 0)) or (high <= 0 and bool(greatest <= 0))
 
-    def _view(self) -> tuple[Any, ...]:
-        return (self.name, self._table.conditions, self._table.horizon)
-
-    def _key_sums(self, grouping: Grouping) -> Tensor:
-        def compute() -> dict[str, Tensor]:
-            reducer = KeySums(len(grouping.labels), self._entry.d_in, self._device)
-            return {"sums": sum_patterns(self._table, self.name, grouping, reducer, values=False, like=self.queries)}
-
-        return self._cache.get(("key sums", *self._view(), grouping.parts), compute)["sums"].to(self._device)
-
-    def _group_shares(self, grouping: Grouping | None) -> tuple[Tensor, Tensor]:
-        groups = 1 if grouping is None else len(grouping.labels)
-
-        def compute() -> dict[str, Tensor]:
-            reducer = GroupShares(groups, self._entry.d_out, self._entry.d_in, self._device)
-            weights, biases = sum_patterns(self._table, self.name, grouping, reducer, values=True, like=self.queries)
-            return {"weights": weights, "biases": biases}
-
-        parts = None if grouping is None else grouping.parts
-        found = self._cache.get(("group shares", *self._view(), parts), compute)
-        return found["weights"].to(self._device), found["biases"].to(self._device)
-
     def _contribution_totals(self, grouping: Grouping | None) -> Tensor:
         """Return the sum of contributions per group, (Q, G, d_out), the cheaper way."""
         self._table.run.require_values(self.name)
         groups = 1 if grouping is None else len(grouping.labels)
         d_in, d_out = self._entry.d_in, self._entry.d_out
         self._affordable(8 * len(self) * groups * d_out, "totals of contributions")
-        cheaper = len(self) * (d_in + d_out) >= d_in * d_out
-        if cheaper and 8 * groups * d_in * d_out <= SHARES:
-            weights, biases = self._group_shares(grouping)
+        cheaper = len(self) * (d_in + d_out) >= d_in * d_out and 8 * groups * d_in * d_out <= SHARES
+        if self._sums.replayed:
+            self._affordable(16 * groups * d_in * d_out, "totals of contributions by so many groups")
+        if cheaper or self._sums.replayed:
+            weights, biases = self._sums.shares(grouping)
             return torch.einsum("qi,goi->qgo", self.queries.double(), weights) + biases
         return self._score(
             Score("contribution"),

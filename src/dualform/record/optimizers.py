@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dualform.coefficients.elementwise import Elementwise, family
 from dualform.errors import RefusedError
 
 
@@ -22,8 +23,8 @@ class FactLogger(ABC):
         """Return the settings, before the step."""
 
     @abstractmethod
-    def buffer(self, state: Mapping[str, Any]) -> Tensor | None:
-        """Return the momentum buffer, where there is one."""
+    def state(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what of the optimizer's state is part of the start, where it is warm already."""
 
     @abstractmethod
     def check_skipped(self, settings: Mapping[str, float | bool], parameter: str) -> None:
@@ -79,12 +80,13 @@ class SGD(FactLogger):
             "weight_decay": float(group["weight_decay"]),
             "nesterov": bool(group["nesterov"]),
             "maximize": bool(group["maximize"]),
-            "buffer": self.buffer(state) is not None,
+            "buffer": state.get("momentum_buffer") is not None,
         }
 
-    def buffer(self, state: Mapping[str, Any]) -> Tensor | None:
-        """Return the momentum buffer."""
-        return state.get("momentum_buffer")
+    def state(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the momentum buffer, where there is one."""
+        buffer = state.get("momentum_buffer")
+        return {} if buffer is None else {"momentum_buffer": buffer}
 
     def check_skipped(self, settings: Mapping[str, float | bool], parameter: str) -> None:
         """Fused SGD creates its buffer even in a skipped step, and leaves it uninitialised."""
@@ -93,3 +95,32 @@ class SGD(FactLogger):
                 f"The gradient scaler skips the first step of fused SGD with momentum; torch leaves the momentum "
                 f"buffer of {parameter!r} uninitialised then. Use foreach=True, or a smaller initial scale."
             )
+
+
+class Moments(FactLogger):
+    """Adam and its relatives: the settings of each step; their state is replayed from the gradients."""
+
+    def __init__(self, kind: Elementwise) -> None:
+        self._kind = kind
+
+    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float | bool]:
+        """Return the settings; betas are two."""
+        found: dict[str, float | bool] = {}
+        for name in self._kind.settings:
+            value = group[name]
+            if name == "betas":
+                found["beta1"], found["beta2"] = (float(beta) for beta in value)
+            else:
+                found[name] = value if isinstance(value, bool) else float(value)
+        return found
+
+    def state(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return every tensor of the state."""
+        return {name: entry for name, entry in state.items() if isinstance(entry, Tensor)}
+
+    def check_skipped(self, settings: Mapping[str, float | bool], parameter: str) -> None:
+        """A skipped step leaves moments of zero behind, as a step that never was."""
+
+
+for _kind in family().values():
+    _LOGGERS[_kind.optimizer] = Moments(_kind)

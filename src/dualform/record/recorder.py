@@ -101,7 +101,7 @@ class Recorder:
             Start(
                 layers={layer.name: _describe(layer) for layer in self._layers},
                 parameters=parameters,
-                buffers=self._buffers(),
+                states=self._states(),
                 optimizers=(type(self._optimizer).__name__,),
                 uncovered=self._uncovered,
                 batch_axis=self._batch_axis,
@@ -340,15 +340,15 @@ class Recorder:
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
 
-    def _buffers(self) -> dict[str, Tensor]:
+    def _states(self) -> dict[str, dict[str, Tensor]]:
         if self._logger is None:
             return {}
-        buffers = {}
+        states = {}
         for name, parameter in self._parameters.items():
-            buffer = self._logger.buffer(self._optimizer.state.get(parameter, {}))
-            if buffer is not None:
-                buffers[name] = buffer.detach().cpu().clone()
-        return buffers
+            found = self._logger.state(self._optimizer.state.get(parameter, {}))
+            if found:
+                states[name] = {entry: tensor.detach().cpu().clone() for entry, tensor in found.items()}
+        return states
 
     def _detach(self) -> None:
         self._state = "closed"

@@ -30,7 +30,7 @@ class Start:
 
     layers: Mapping[str, LayerStart]
     parameters: Mapping[str, Tensor]  # covered parameters as they are now
-    buffers: Mapping[str, Tensor]  # momentum buffers that are warm already, by parameter
+    states: Mapping[str, Mapping[str, Tensor]]  # optimizer state that is warm already: parameter -> entry -> tensor
     optimizers: tuple[str, ...]
     uncovered: Mapping[str, int]
     batch_axis: int

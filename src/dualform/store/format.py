@@ -29,7 +29,7 @@ FINAL = "final.safetensors"
 TESTS = "media/tests.safetensors"
 PARTIAL = ".partial-"
 LOCK = ".lock"
-BUFFER = "momentum_buffer:"  # prefix of a warm momentum buffer in initial.safetensors
+STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
 
 Stored = Literal["keys+values", "keys"]
 

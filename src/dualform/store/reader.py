@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from dualform.coefficients import Coefficients, Facts, derive
+from dualform.coefficients.elementwise import family
 from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.store.encoding import SCALE
-from dualform.store.format import BUFFER, FINAL, INITIAL, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
+from dualform.store.format import FINAL, INITIAL, STATE, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
 from dualform.store.tables import CALLS, addresses
 
 Columns = dict[str, npt.NDArray[Any]]
@@ -186,6 +187,10 @@ class Run:
             return Coefficients(np.zeros(horizon), start, buffer), factors
         return derive(facts, horizon=horizon, of=of), factors
 
+    def is_replayed(self, parameter: str) -> bool:
+        """Say whether a parameter's optimizer has no coefficients, and must be replayed."""
+        return self.facts(parameter)[0].optimizer in family()
+
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""
         entry = self.layer(layer)
@@ -204,12 +209,17 @@ class Run:
     @cached_property
     def initial(self) -> dict[str, Tensor]:
         """The parameters at the start."""
-        return {name: tensor for name, tensor in self._tensors(INITIAL).items() if not name.startswith(BUFFER)}
+        return {name: tensor for name, tensor in self._tensors(INITIAL).items() if name in self.manifest.parameters}
 
     @cached_property
-    def initial_buffers(self) -> dict[str, Tensor]:
-        """The momentum buffers that were warm at the start."""
-        return {n.removeprefix(BUFFER): t for n, t in self._tensors(INITIAL).items() if n.startswith(BUFFER)}
+    def initial_states(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
+        states: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self._tensors(INITIAL).items():
+            if name not in self.manifest.parameters:
+                entry, _, parameter = name.partition(STATE)
+                states.setdefault(parameter, {})[entry] = tensor
+        return states
 
     @cached_property
     def final(self) -> dict[str, Tensor] | None:

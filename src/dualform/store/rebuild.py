@@ -1,9 +1,11 @@
 """The weights that a stored run implies: what is left of the start, plus the kept patterns' shares.
 
 `weight = start + share`, each parameter summed over all layers that use it, in float64 over float32 products.
+Parameters whose optimizer has coefficients are summed in any order; the others are replayed step by step.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,46 +13,60 @@ from torch import Tensor
 from dualform.algebra import rebuild, rebuild_bias
 from dualform.coefficients.family import Of
 from dualform.store.reader import Run
+from dualform.store.replay import kept, replay, replayed_parameters
 from dualform.store.stream import Keep, everything, stream
 
 
-def starts(run: Run, *, horizon: int, of: Of = "parameter") -> dict[str, Tensor]:
-    """Return what `horizon` steps of decay and momentum left of each exactly recorded parameter's start, in float64."""
-    left = {}
-    for name in run.exact_parameters():
-        initial = run.initial[name]
-        found, _ = run.coefficients(name, horizon, of)
-        left[name] = found.start * initial.double()
-        if name in run.initial_buffers:
-            left[name] += found.buffer * run.initial_buffers[name].double()
-    return left
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A parameter in two parts, float64."""
+
+    start: Tensor  # what decay and momentum left of the start
+    share: Tensor  # what the kept patterns added
 
 
-def shares(
-    run: Run,
-    *,
-    horizon: int,
-    keep: Keep = everything,
-    layers: Collection[str] | None = None,
-    of: Of = "parameter",
-) -> dict[str, Tensor]:
-    """Return the kept patterns' share of each parameter, in float64.
+def parts(
+    run: Run, *, horizon: int, keep: Keep = everything, layers: Collection[str] | None = None
+) -> dict[str, Parts]:
+    """Return start and share of each parameter of these layers after `horizon` steps.
 
     Args:
         run: the run to read.
         horizon: the number of steps after which the parameters are wanted.
         keep: which patterns to keep.
-        layers: the layers to sum over; by default every one with values.
-        of: the share of the parameter, or of its momentum buffer.
+        layers: the layers whose parameters are wanted; by default every one with values.
     """
     if layers is None:
         layers = [name for name, entry in run.manifest.layers.items() if entry.store != "keys"]
+    scalar = shares(run, horizon=horizon, keep=keep, layers=layers)
+    found = {name: Parts(start(run, name, horizon=horizon), share) for name, share in scalar.items()}
+    if replayed_parameters(run, layers):
+        for name, outcome in replay(run, layers, horizon=horizon, groups=1, codes=kept(keep)).items():
+            found[name] = Parts(outcome.start, outcome.shares[0])
+    return found
+
+
+def start(run: Run, parameter: str, *, horizon: int, of: Of = "parameter") -> Tensor:
+    """Return what `horizon` steps left of the start of a parameter that has coefficients, in float64."""
+    found, _ = run.coefficients(parameter, horizon, of)
+    left = found.start * run.initial[parameter].double()
+    buffer = run.initial_states.get(parameter, {}).get("momentum_buffer")
+    return left if buffer is None else left + found.buffer * buffer.double()
+
+
+def shares(
+    run: Run, *, horizon: int, keep: Keep = everything, layers: Collection[str], of: Of = "parameter"
+) -> dict[str, Tensor]:
+    """Return the kept patterns' share of each parameter that has coefficients (or of its buffer), in float64."""
     total: dict[str, Tensor] = {}
     for layer in layers:
         entry = run.require_values(layer)
-        for parameter in entry.parameters.values():
+        scalar = {role: name for role, name in entry.parameters.items() if not run.is_replayed(name)}
+        for parameter in scalar.values():
             shape = run.manifest.parameters[parameter].shape
             total.setdefault(parameter, torch.zeros(shape, dtype=torch.float64))
+        if not scalar:
+            continue
         for chunk in stream(run, layer, horizon=horizon, keep=keep, values=True, of=of):
             assert chunk.values is not None, "values were asked for"
             if chunk.weight is not None:
@@ -60,7 +76,20 @@ def shares(
     return total
 
 
-def tensors(run: Run, *, horizon: int, of: Of = "parameter") -> dict[str, Tensor]:
-    """Return every exactly recorded parameter (or momentum buffer) after `horizon` steps, in float64."""
-    left = starts(run, horizon=horizon, of=of)
-    return {name: left[name] + share for name, share in shares(run, horizon=horizon, of=of).items()}
+def tensors(run: Run, *, horizon: int) -> dict[str, Tensor]:
+    """Return every exactly recorded parameter after `horizon` steps, in float64."""
+    return {name: part.start + part.share for name, part in parts(run, horizon=horizon).items()}
+
+
+def states(run: Run, *, horizon: int) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizer state that the run implies after `horizon` steps: parameter -> entry -> tensor."""
+    layers = [name for name, entry in run.manifest.layers.items() if entry.store != "keys"]
+    buffers = shares(run, horizon=horizon, layers=layers, of="buffer")
+    found = {
+        name: {"momentum_buffer": start(run, name, horizon=horizon, of="buffer") + share}
+        for name, share in buffers.items()
+    }
+    if replayed_parameters(run, layers):
+        for name, outcome in replay(run, layers, horizon=horizon, groups=0, codes=kept(everything)).items():
+            found[name] = {e: t.double() for e, t in outcome.state.items() if isinstance(t, Tensor)}
+    return found

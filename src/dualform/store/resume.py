@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow.compute as pc
+import torch
 from torch import Tensor
 
 from dualform.errors import ResumeError
@@ -17,7 +18,7 @@ from dualform.record.sinks import Start
 from dualform.store.audit import compare
 from dualform.store.format import FINAL, Manifest, partial_files, shard_files
 from dualform.store.reader import Run
-from dualform.store.rebuild import tensors
+from dualform.store.rebuild import states, tensors
 from dualform.store.tables import fingerprint
 
 
@@ -103,15 +104,15 @@ def _prove(run: Run, start: Start, step: int) -> None:
                 f"The model's weights are not those of step {step}: {wrong[0].parameter!r} differs by "
                 f"{wrong[0].error:.1e} (at most {wrong[0].bound:.1e} is rounding). Load the checkpoint of that step."
             )
-    if start.buffers:
-        rebuilt = tensors(run, horizon=step, of="buffer")
-        for name in rebuilt.keys() & start.buffers.keys():
-            expected, now = rebuilt[name], start.buffers[name].double()
-            if not float((expected - now).norm()) <= 2e-3 * max(float(now.norm()), float(expected.norm())):
-                raise ResumeError(
-                    f"The momentum buffer of {name!r} is not that of step {step}. "
-                    "Load the optimizer's checkpoint of that step too, or start it fresh."
-                )
+    if start.states:
+        for name, rebuilt in states(run, horizon=step).items():
+            for entry, tensor in start.states.get(name, {}).items():
+                expected, now = rebuilt.get(entry, torch.zeros_like(tensor)).double(), tensor.double()
+                if not float((expected - now).norm()) <= 2e-3 * max(float(now.norm()), float(expected.norm())):
+                    raise ResumeError(
+                        f"The optimizer's {entry} of {name!r} is not that of step {step}. "
+                        "Load the optimizer's checkpoint of that step too, or start it fresh."
+                    )
 
 
 def _cut(manifest: Manifest, step: int) -> Manifest:

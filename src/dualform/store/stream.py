@@ -28,7 +28,7 @@ class Chunk:
         patterns: (n,) their numbers in the layer, counted over all shards.
         keys: (n, d_in)
         values: (n, d_out), where asked for.
-        weight: (n,) coefficients of the layer's weight, where asked for.
+        weight: (n,) coefficients of the layer's weight, where asked for and its optimizer has coefficients.
         bias: (n,) coefficients of its bias, where asked for and there is one.
     """
 
@@ -70,7 +70,9 @@ def stream(
     """
     entry = run.require_values(layer) if values else run.layer(layer)
     coefficients = {
-        role: run.coefficients(parameter, horizon, of) for role, parameter in entry.parameters.items() if values
+        role: run.coefficients(parameter, horizon, of)
+        for role, parameter in entry.parameters.items()
+        if values and not run.is_replayed(parameter)
     }
     dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
     before = 0
@@ -87,8 +89,8 @@ def stream(
                 steps = _repeat(shard, layer, rows) if values else None
                 yield Chunk(
                     patterns=rows + before,
-                    keys=_take(keys, rows, dtype, device),
-                    values=_take(errors, rows, dtype, device) if errors is not None else None,
+                    keys=take(keys, rows, dtype, device),
+                    values=take(errors, rows, dtype, device) if errors is not None else None,
                     **{
                         str(role): torch.from_numpy(found.step[steps[0]] * factors[steps]).to(device, dtype)
                         for role, (found, factors) in coefficients.items()
@@ -116,7 +118,8 @@ def _repeat(
     return calls["step"][at], calls["micro"][at]
 
 
-def _take(source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def take(source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return stored rows, decoded, on a device."""
     contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
     index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
     scales = None if source.scales is None else source.scales[index].to(device)

@@ -27,12 +27,12 @@ from dualform.record.estimate import size_text
 from dualform.record.sinks import Start, StepRecord
 from dualform.store.encoding import SCALE, encode
 from dualform.store.format import (
-    BUFFER,
     FINAL,
     INITIAL,
     LOCK,
     MANIFEST,
     PARTIAL,
+    STATE,
     FileEntry,
     LayerEntry,
     Manifest,
@@ -201,7 +201,9 @@ class DiskWriter:
     def _begin(self, start: Start) -> None:
         if self._resume is not False and self._resume is not True:
             raise ResumeError(f"{self.path} holds no run to resume at step {self._resume}.")
-        tensors = dict(start.parameters) | {BUFFER + name: tensor for name, tensor in start.buffers.items()}
+        tensors = dict(start.parameters)
+        for name, state in start.states.items():
+            tensors |= {f"{entry}{STATE}{name}": tensor for entry, tensor in state.items()}
         for path in partial_files(self.path):
             path.unlink(missing_ok=True)
         self._publish(files={INITIAL: publish_tensors(self.path / INITIAL, tensors)})

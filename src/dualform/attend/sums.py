@@ -1,0 +1,130 @@
+"""Sums over a layer's patterns that any number of queries can use: of keys by group, and of the parameters' parts.
+
+Computed once for a view and a grouping, and cached. No query is involved.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualform.attend.cache import Cache
+from dualform.attend.engine import sum_patterns
+from dualform.attend.groups import Grouping, Table
+from dualform.attend.reducers import GroupShares, KeySums
+from dualform.store import rebuild
+from dualform.store.replay import Replayed, replay, replayed_parameters
+from dualform.store.stream import selected
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSums:
+    """The sums of one layer in one view; `like` says where and in which dtype to compute."""
+
+    table: Table
+    cache: Cache
+    layer: str
+    like: Tensor
+
+    @property
+    def replayed(self) -> bool:
+        """Whether a parameter of this layer was trained by an optimizer that has no coefficients."""
+        return bool(replayed_parameters(self.table.run, [self.layer]))
+
+    def keys(self, grouping: Grouping) -> Tensor:
+        """Return the sum of keys per group, (G, d_in)."""
+
+        def compute() -> dict[str, Tensor]:
+            reducer = KeySums(len(grouping.labels), self.table.run.layer(self.layer).d_in, self.like.device)
+            return {"sums": sum_patterns(self.table, self.layer, grouping, reducer, values=False, like=self.like)}
+
+        return self.cache.get(("key sums", *self._view(), grouping.parts), compute)["sums"].to(self.like.device)
+
+    def shares(self, grouping: Grouping | None) -> tuple[Tensor, Tensor]:
+        """Return each group's share of weight and bias, (G, d_out, d_in) and (G, d_out)."""
+        entry = self.table.run.require_values(self.layer)
+        groups = 1 if grouping is None else len(grouping.labels)
+
+        def compute() -> dict[str, Tensor]:
+            reducer = GroupShares(groups, entry.d_out, entry.d_in, self.like.device)
+            if not all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
+                sum_patterns(self.table, self.layer, grouping, reducer, values=True, like=self.like)
+            weights, biases = reducer.result()
+            if self.replayed:
+                found = self._replay(grouping, groups=groups)
+                for role, total in (("weight", weights), ("bias", biases)):
+                    name = entry.parameters.get(role)
+                    if name in found:
+                        total.copy_(found[name].shares)
+            return {"weights": weights, "biases": biases}
+
+        parts = None if grouping is None else grouping.parts
+        found = self.cache.get(("group shares", *self._view(), parts), compute)
+        return found["weights"].to(self.like.device), found["biases"].to(self.like.device)
+
+    def starts(self) -> dict[str, Tensor]:
+        """Return what is left of the start of weight and bias, by role."""
+        run, horizon = self.table.run, self.table.horizon
+        entry = run.require_values(self.layer)
+
+        def compute() -> dict[str, Tensor]:
+            return {name: found.start for name, found in self._replay(None, groups=0).items()}
+
+        replayed = self.cache.get(("starts", self.layer, horizon), compute) if self.replayed else {}
+        return {
+            role: (replayed[name] if name in replayed else rebuild.start(run, name, horizon=horizon)).to(
+                self.like.device
+            )
+            for role, name in entry.parameters.items()
+        }
+
+    def elsewhere(self) -> dict[str, Tensor]:
+        """Return what patterns of other layers add to parameters that they share with this one, by role."""
+        run = self.table.run
+        mine = {name: role for role, name in run.layer(self.layer).parameters.items()}
+        others = [
+            n for n, e in run.manifest.layers.items() if n != self.layer and set(e.parameters.values()) & set(mine)
+        ]
+        if not others:
+            return {}
+        keep = self.table.keep()
+        everywhere = rebuild.parts(run, horizon=self.table.horizon, keep=keep, layers=[self.layer, *others])
+        weights, biases = self.shares(None)
+        here = {"weight": weights[0].cpu(), "bias": biases[0].cpu()}
+        return {
+            role: (everywhere[name].share - here[role]).to(self.like.device)
+            for name, role in mine.items()
+            if any(name in run.layer(other).parameters.values() for other in others)
+        }
+
+    def _view(self) -> tuple[Any, ...]:
+        return (self.layer, self.table.conditions, self.table.horizon)
+
+    def _replay(self, grouping: Grouping | None, *, groups: int) -> dict[str, Replayed]:
+        """Replay this layer's parameters, following the groups of this view's patterns."""
+        table = self.table
+        places: dict[int, npt.NDArray[np.int64]] = {}
+        taken = 0
+        for shard in table.run.shards:
+            rows = selected(shard, self.layer, table.horizon, table.keep())
+            codes = np.full(shard.count(self.layer), -1, dtype=np.int64)
+            codes[rows] = 0 if grouping is None else grouping.codes[taken : taken + len(rows)]
+            places[shard.entry.index] = codes
+            taken += len(rows)
+        return replay(
+            table.run,
+            [self.layer],
+            horizon=table.horizon,
+            groups=groups,
+            codes=lambda shard, layer: places[shard.entry.index],
+            contributing=[self.layer],
+        )
+
+
+def respond(queries: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what a part of weight and bias gives, (Q, d_out), in float64."""
+    output = queries.double() @ weight.to(torch.float64).T
+    return output if bias is None else output + bias

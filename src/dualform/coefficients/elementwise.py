@@ -1,0 +1,280 @@
+"""The elementwise family: Adam and its relatives multiply a gradient by a matrix per step, element by element.
+
+Given their second moments, which depend on the whole gradient, all of these optimizers are linear. With gradient g,
+
+    d  = sign · g + decay · W              (coupled decay)
+    m' = α m + β ⊙ d
+    W' = κ W − P ⊙ m' − Q ⊙ d              (κ < 1: decoupled decay)
+
+α, κ are numbers, β, P, Q numbers or matrices. So a share of W (that of a group of patterns, or of the start) follows
+the same three lines, and shares stay additive:
+
+    W = W_start + sum over groups W_group
+
+The second moments come from a replay of torch's own optimizer on the rebuilt gradients. An optimizer registers a
+function that reads α, β, κ, P, Q off its settings and its state after the step; everything else is shared.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+State = Mapping[str, Any]
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One step, as the numbers and matrices (float64) of the three lines above."""
+
+    alpha: float = 0.0
+    beta: Tensor | float = 0.0
+    kappa: float = 1.0
+    on_average: Tensor | float = 0.0  # P
+    on_gradient: Tensor | float = 0.0  # Q
+    decay: float = 0.0
+    sign: float = 1.0
+
+
+Reading = Callable[[Settings, State, State], Linear]
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
+
+    optimizer: type[Optimizer]
+    settings: tuple[str, ...]
+    read: Reading
+    average: str | None = None  # the state entry that m is
+
+
+_FAMILY: dict[str, Elementwise] = {}
+
+
+def reads(optimizer: type[Optimizer], *settings: str, average: str | None = None) -> Callable[[Reading], Reading]:
+    """Register a function that reads a step of an optimizer."""
+
+    def register(read: Reading) -> Reading:
+        _FAMILY[optimizer.__name__] = Elementwise(optimizer, settings, read, average)
+        return read
+
+    return register
+
+
+def family() -> Mapping[str, Elementwise]:
+    """Return every optimizer of this family by name."""
+    return _FAMILY
+
+
+class Share:
+    """A part of a parameter that moves on with every step: the start's, or that of a group of patterns."""
+
+    def __init__(self, weight: Tensor, average: Tensor | None = None) -> None:
+        self.weight = weight
+        self.average = torch.zeros_like(weight) if average is None else average
+
+    def step(self, linear: Linear, gradient: Tensor | None) -> None:
+        """Follow one step, given this share's part of the gradient (nothing for none), in float64."""
+        if gradient is None:
+            moved = linear.decay * self.weight if linear.decay else None
+        else:
+            moved = linear.sign * gradient
+            if linear.decay:
+                moved = moved + linear.decay * self.weight
+        self.average = linear.alpha * self.average
+        if moved is not None:
+            self.average = self.average + linear.beta * moved
+        weight = linear.kappa * self.weight - linear.on_average * self.average
+        self.weight = weight if moved is None else weight - linear.on_gradient * moved
+
+
+class Backward:
+    """What multiplies a step's gradient in the final parameter, carried from the last step to the first.
+
+    With v on W' and u on m', where `W' = κ W − P ⊙ m' − Q ⊙ d` and `m' = α m + β ⊙ d`:
+
+        a = u − P ⊙ v        w = β ⊙ a − Q ⊙ v        A_s = sign · w
+        u ← α a              v ← κ v + decay · w
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._on_weight = torch.ones(*shape, dtype=torch.float64)
+        self._on_average = torch.zeros(*shape, dtype=torch.float64)
+
+    def step(self, linear: Linear) -> Tensor:
+        """Go back over one step, and return its A_s."""
+        average = self._on_average - linear.on_average * self._on_weight
+        moved = linear.beta * average - linear.on_gradient * self._on_weight
+        self._on_average = linear.alpha * average
+        self._on_weight = linear.kappa * self._on_weight + linear.decay * moved
+        return linear.sign * moved
+
+
+def _moment(tensor: Tensor) -> Tensor:
+    return tensor.double()
+
+
+def _sign(settings: Settings) -> float:
+    return -1.0 if settings["maximize"] else 1.0
+
+
+def _adam(settings: Settings, after: State, *, decoupled: bool) -> Linear:
+    beta1, beta2 = settings["betas"]
+    count = float(after["step"])
+    second = after["max_exp_avg_sq"] if settings["amsgrad"] else after["exp_avg_sq"]
+    denominator = _moment(second).sqrt() / (1 - beta2**count) ** 0.5 + settings["eps"]
+    decay, lr = settings["weight_decay"], settings["lr"]
+    return Linear(
+        alpha=beta1,
+        beta=1 - beta1,
+        kappa=1 - lr * decay if decoupled else 1.0,
+        on_average=lr / (1 - beta1**count) / denominator,
+        decay=0.0 if decoupled else decay,
+        sign=_sign(settings),
+    )
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+
+
+@reads(torch.optim.Adam, *_ADAM, "decoupled_weight_decay", average="exp_avg")
+def _read_adam(settings: Settings, before: State, after: State) -> Linear:
+    return _adam(settings, after, decoupled=settings["decoupled_weight_decay"])
+
+
+@reads(torch.optim.AdamW, *_ADAM, average="exp_avg")
+def _read_adamw(settings: Settings, before: State, after: State) -> Linear:
+    return _adam(settings, after, decoupled=True)
+
+
+@reads(
+    torch.optim.NAdam,
+    "lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize",
+    average="exp_avg",
+)  # fmt: skip
+def _read_nadam(settings: Settings, before: State, after: State) -> Linear:
+    beta1, beta2 = settings["betas"]
+    count, lr, decay = float(after["step"]), settings["lr"], settings["weight_decay"]
+    momentum, following = (beta1 * (1 - 0.5 * 0.96 ** (at * settings["momentum_decay"])) for at in (count, count + 1))
+    product = float(after["mu_product"])
+    denominator = (_moment(after["exp_avg_sq"]) / (1 - beta2**count)).sqrt() + settings["eps"]
+    decoupled = settings["decoupled_weight_decay"]
+    return Linear(
+        alpha=beta1,
+        beta=1 - beta1,
+        kappa=1 - lr * decay if decoupled else 1.0,
+        on_average=lr * following / (1 - product * following) / denominator,
+        on_gradient=lr * (1 - momentum) / (1 - product) / denominator,
+        decay=0.0 if decoupled else decay,
+        sign=_sign(settings),
+    )
+
+
+@reads(
+    torch.optim.RAdam,
+    "lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize",
+    average="exp_avg",
+)  # fmt: skip
+def _read_radam(settings: Settings, before: State, after: State) -> Linear:
+    beta1, beta2 = settings["betas"]
+    count, lr, decay = float(after["step"]), settings["lr"], settings["weight_decay"]
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * count * beta2**count / (1 - beta2**count)
+    rate: Tensor | float = lr / (1 - beta1**count)
+    if length > 5:
+        ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        adapted = (1 - beta2**count) ** 0.5 / (_moment(after["exp_avg_sq"]).sqrt() + settings["eps"])
+        rate = rate * ratio**0.5 * adapted
+    decoupled = settings["decoupled_weight_decay"]
+    return Linear(
+        alpha=beta1,
+        beta=1 - beta1,
+        kappa=1 - lr * decay if decoupled else 1.0,
+        on_average=rate,
+        decay=0.0 if decoupled else decay,
+        sign=_sign(settings),
+    )
+
+
+@reads(torch.optim.Adamax, "lr", "betas", "eps", "weight_decay", "maximize", average="exp_avg")
+def _read_adamax(settings: Settings, before: State, after: State) -> Linear:
+    beta1, _ = settings["betas"]
+    rate = settings["lr"] / (1 - beta1 ** float(after["step"]))
+    return Linear(
+        alpha=beta1,
+        beta=1 - beta1,
+        on_average=rate / _moment(after["exp_inf"]),
+        decay=settings["weight_decay"],
+        sign=_sign(settings),
+    )
+
+
+@reads(
+    torch.optim.RMSprop,
+    "lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize",
+    average="momentum_buffer",
+)  # fmt: skip
+def _read_rmsprop(settings: Settings, before: State, after: State) -> Linear:
+    square = _moment(after["square_avg"])
+    if settings["centered"]:
+        square = square - _moment(after["grad_avg"]).square()
+    inverse = 1 / (square.sqrt() + settings["eps"])
+    common = {"decay": settings["weight_decay"], "sign": _sign(settings)}
+    if settings["momentum"] > 0:
+        return Linear(alpha=settings["momentum"], beta=inverse, on_average=settings["lr"], **common)
+    return Linear(on_gradient=settings["lr"] * inverse, **common)
+
+
+@reads(torch.optim.Adagrad, "lr", "lr_decay", "eps", "weight_decay", "maximize")
+def _read_adagrad(settings: Settings, before: State, after: State) -> Linear:
+    rate = settings["lr"] / (1 + (float(after["step"]) - 1) * settings["lr_decay"])
+    scaled = rate / (_moment(after["sum"]).sqrt() + settings["eps"])
+    return Linear(on_gradient=scaled, decay=settings["weight_decay"], sign=_sign(settings))
+
+
+@reads(torch.optim.Adadelta, "lr", "rho", "eps", "weight_decay", "maximize")
+def _read_adadelta(settings: Settings, before: State, after: State) -> Linear:
+    eps = settings["eps"]
+    deviation = (_moment(after["square_avg"]) + eps).sqrt()
+    travelled = _moment(before["acc_delta"]) if "acc_delta" in before else torch.zeros_like(deviation)
+    scaled = settings["lr"] * (travelled + eps).sqrt() / deviation
+    return Linear(on_gradient=scaled, decay=settings["weight_decay"], sign=_sign(settings))
+
+
+class Replay:
+    """One parameter's training again, by torch's own optimizer, on gradients that are handed in."""
+
+    def __init__(self, kind: Elementwise, parameter: Tensor, state: State) -> None:
+        self._kind = kind
+        self.parameter = torch.nn.Parameter(parameter.clone())
+        make: Callable[..., Optimizer] = kind.optimizer
+        self._optimizer = make([self.parameter], lr=0.0, foreach=False)
+        if state:
+            entries = {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+            self._optimizer.state[self.parameter].update(entries)
+
+    @torch.no_grad()
+    def step(self, settings: Settings, gradient: Tensor) -> Linear:
+        """Take one step, and return it as a linear map."""
+        self._optimizer.param_groups[0].update(settings)
+        self.parameter.grad = gradient
+        entries = self._optimizer.state[self.parameter].items()
+        before = {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries}
+        self._optimizer.step()
+        return self._kind.read(settings, before, self._optimizer.state[self.parameter])
+
+    @property
+    def state(self) -> State:
+        """The optimizer's state by now."""
+        state: State = self._optimizer.state[self.parameter]
+        return state
+
+    def copy(self) -> "Replay":
+        """Return a replay that stands where this one does."""
+        return Replay(self._kind, self.parameter.detach(), copy.deepcopy(dict(self.state)))
