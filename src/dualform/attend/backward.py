@@ -80,7 +80,10 @@ def _steps(table: Table, layer: str, grouping: Grouping | None, like: Tensor) ->
         if step not in places:
             continue
         shard, rows, number, taken, micros = places[step]
-        by_role = {role: matrix.to(like) for role, matrix in matrices.items()}
+        by_role = {
+            role: matrix.flatten(1).to(like) if matrix.dim() > 1 else matrix.to(like)
+            for role, matrix in matrices.items()
+        }
         by_role |= {role: torch.tensor(found[step]).to(like) for role, found in scalar.items()}
         chunk = Chunk(
             patterns=rows + number,

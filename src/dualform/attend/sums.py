@@ -58,7 +58,7 @@ class LayerSums:
                 for role, total in (("weight", weights), ("bias", biases)):
                     name = entry.parameters.get(role)
                     if name in found:
-                        total.copy_(found[name].shares)
+                        total.copy_(found[name].shares.reshape(total.shape))
             return {"weights": weights, "biases": biases}
 
         parts = None if grouping is None else grouping.parts
@@ -95,7 +95,7 @@ class LayerSums:
         weights, biases = self.shares(None)
         here = {"weight": weights[0].cpu(), "bias": biases[0].cpu()}
         return {
-            role: (everywhere[name].share - here[role]).to(self.like.device)
+            role: (everywhere[name].share - here[role].reshape(everywhere[name].share.shape)).to(self.like.device)
             for name, role in mine.items()
             if any(name in run.layer(other).parameters.values() for other in others)
         }
@@ -126,5 +126,5 @@ class LayerSums:
 
 def respond(queries: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return what a part of weight and bias gives, (Q, d_out), in float64."""
-    output = queries.double() @ weight.to(torch.float64).T
+    output = queries.double() @ weight.to(torch.float64).flatten(1).T  # a kernel is a matrix too
     return output if bias is None else output + bias

@@ -37,6 +37,7 @@ class Arrival:
 
     call: Call
     error: Tensor
+    leading: Sequence[int] = ()  # the shape of the patterns
     keys: Tensor | None = None  # (T, d_in)
     values: Tensor | None = None  # (T, d_out)
     accumulated: bool = False
@@ -44,8 +45,10 @@ class Arrival:
     def copy(self) -> None:
         """Copy key and value out of the user's reach."""
         layer = self.call.layer
-        self.keys = self.call.inputs.reshape(-1, layer.d_in).clone()
-        self.values = self.error.reshape(-1, layer.d_out).clone()
+        keys = layer.kind.keys(layer.module, self.call.inputs)
+        self.leading = keys.shape[:-1]
+        self.keys = keys.reshape(-1, layer.d_in).clone()
+        self.values = layer.kind.values(layer.module, self.error).reshape(-1, layer.d_out).clone()
         self.accumulated = True
 
 
@@ -139,7 +142,7 @@ class Hooks:
                     self._watch_parameter(name, parameter)
             if not trained:
                 return
-            inputs = layer.kind.key(args, kwargs).detach()
+            inputs = layer.kind.inputs(args, kwargs).detach()
             if not layer.parameters["weight"][1].requires_grad or torch.is_autocast_enabled(inputs.device.type):
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
             call = Call(layer, self.calls, inputs, self.listener.binding_for_forward())
@@ -206,7 +209,8 @@ def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]
             layer: Watched = layer,
         ) -> None:
             if module is layer.module:
-                captured[name].append(layer.kind.key(args, kwargs).detach().clone())
+                inputs = layer.kind.inputs(args, kwargs).detach()
+                captured[name].append(layer.kind.keys(module, inputs).clone())
 
         handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
     try:

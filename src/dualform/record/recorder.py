@@ -270,7 +270,7 @@ class Recorder:
                 if not any(name in factors and factors[name][micro] != 0.0 for name, _ in layer.parameters.values()):
                     continue
                 assert arrival.keys is not None, "only accumulated arrivals are pending"
-                rows, positions, inner = _address(arrival.call.inputs.shape[:-1], self._batch_axis)
+                rows, positions, inner = _address(arrival.leading, self._axis(layer))
                 if binding is not None:
                     fits = binding.fits(rows, positions)
                     fitted[id(binding)] = fitted.get(id(binding), False) or fits
@@ -310,20 +310,26 @@ class Recorder:
     # Small things -------------------------------------------------------------------------------------------------
 
     def _probe(self, name: str, parameter: nn.Parameter) -> Probe | None:
-        return None if parameter.grad is None else probe(parameter.grad, self._projection(name, parameter))
+        if parameter.grad is None:
+            return None
+        gradient = parameter.grad if parameter.dim() == 1 else parameter.grad.flatten(1)
+        return probe(gradient, self._projection(name, parameter))
 
     def _projection(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         if parameter.dim() == 1:
             return None
         columns = self._columns.get(name)
         if columns is None or columns.device != parameter.device:
-            columns = projection(parameter.shape[1], dtype=parameter.dtype, device=parameter.device)
+            columns = projection(parameter[0].numel(), dtype=parameter.dtype, device=parameter.device)
             self._columns[name] = columns
         return columns
 
+    def _axis(self, layer: Watched) -> int:
+        return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
+
     def _trail(self, name: str) -> Trail:
         shape = self._parameters[name].shape
-        return self._pending.trails.setdefault(name, Trail(shape[1] if len(shape) > 1 else 1))
+        return self._pending.trails.setdefault(name, Trail(shape[1:].numel()))
 
     def _all_cleared(self, accumulating: str) -> bool:
         """Say whether every gradient that is pending was cleared without a step."""

@@ -70,7 +70,8 @@ def shares(
         for chunk in stream(run, layer, horizon=horizon, keep=keep, values=True, of=of):
             assert chunk.values is not None, "values were asked for"
             if chunk.weight is not None:
-                total[entry.parameters["weight"]] += rebuild(chunk.values, chunk.keys, chunk.weight)
+                weight = total[entry.parameters["weight"]]
+                weight += rebuild(chunk.values, chunk.keys, chunk.weight).reshape(weight.shape)
             if chunk.bias is not None:
                 total[entry.parameters["bias"]] += rebuild_bias(chunk.values, chunk.bias)
     return total

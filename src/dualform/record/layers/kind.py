@@ -17,6 +17,7 @@ class LayerKind(ABC):
     """A kind of layer whose parameters are sums over (key, value) patterns."""
 
     name: str
+    batch_axis: int | None = None  # where a layer of this kind always has it, whatever the model's other layers do
 
     @abstractmethod
     def roles(self, module: nn.Module) -> Mapping[str, Role]:
@@ -27,8 +28,20 @@ class LayerKind(ABC):
         """Return (d_in, d_out), the widths of a key and of a value."""
 
     @abstractmethod
-    def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the key of a call, (..., d_in), from the call's arguments."""
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the input of a call, from the call's arguments."""
+
+    def accepts(self, module: nn.Module) -> bool:
+        """Say whether the identity covers this module's options."""
+        return True
+
+    def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the keys of a call, (..., d_in): here the input itself."""
+        return inputs
+
+    def values(self, module: nn.Module, error: Tensor) -> Tensor:
+        """Return the values of a call, (..., d_out), from the error at its output: here the error itself."""
+        return error
 
 
 K = TypeVar("K", bound=LayerKind)
@@ -61,6 +74,6 @@ def find_kind(module: nn.Module) -> LayerKind | None:
         ):
             # A parametrized or otherwise computed weight is no parameter of the module itself.
             own = dict(module.named_parameters(recurse=False))
-            if all(name in own for name in kind.roles(module)):
+            if kind.accepts(module) and all(name in own for name in kind.roles(module)):
                 return kind
     return None

@@ -23,6 +23,6 @@ class Linear(LayerKind):
         linear = cast("nn.Linear", module)
         return linear.in_features, linear.out_features
 
-    def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the input."""
         return cast("Tensor", args[0] if args else kwargs["input"])
