@@ -55,14 +55,14 @@ def train(
     *,
     dtype: torch.dtype = torch.float64,
     tricks: bool = True,
-    **options: Any,
+    dtype_stored: Any = None,
 ) -> tuple[nn.Sequential, dict[int, dict[str, Tensor]]]:
     """Train with a schedule, clipping and accumulation; return the model, and its state after each step."""
     model = network(dtype)
     optimizer = optimizer_type(model.parameters(), **settings)
     schedule = lr_scheduler.CosineAnnealingLR(optimizer, STEPS * 2)
     checkpoints = {0: state(model)}
-    with dualform.record(model, optimizer, folder, shard_bytes=4000, **options) as recorder:
+    with dualform.record(model, optimizer, folder, shard_bytes=4000, dtype=dtype_stored) as recorder:
         for step in range(STEPS):
             inputs, labels = batch(step, dtype)
             optimizer.zero_grad()
@@ -258,3 +258,39 @@ def test_outputs_of_layers_that_share_a_weight(run: Path, optimizer_type: type[t
         hidden = model[1](model[0](inputs)).detach()
         expected = hidden @ weights["0.weight"].T + weights["2.bias"]
         torch.testing.assert_close(found.output(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_type", "settings"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-3}),
+        (torch.optim.AdamW, {"lr": 3e-4, "weight_decay": 0.1}),
+        (torch.optim.NAdam, {"lr": 1e-3, "weight_decay": 0.01, "decoupled_weight_decay": True}),
+        (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 1e-3, "betas": (0.99, 0.9999)}),
+        (torch.optim.RMSprop, {"lr": 1e-4, "momentum": 0.99}),
+    ],
+    ids=str,
+)
+def test_small_rates_over_many_steps_in_float32(
+    run: Path, optimizer_type: type[torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    """A number that the step rounds and we do not is off by the same little in every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+    optimizer = optimizer_type(model.parameters(), **settings)
+    with dualform.record(model, optimizer, run):
+        for step in range(1500):
+            inputs, labels = batch(step % 50, torch.float32)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    found = dualform.open(run).verify(model)
+    assert found.passed
+    assert all((layer.error or 0) < 5e-6 for layer in found.layers), found
+
+
+def test_float16_patterns_of_a_replayed_optimizer(run: Path) -> None:
+    model, _ = train(run, *SETTINGS["AdamW"], dtype=torch.float32, dtype_stored="float16")
+    found = dualform.open(run).verify(model)
+    assert found.passed
+    assert all(1e-6 < (layer.error or 0) < 2e-3 for layer in found.layers)

@@ -11,10 +11,11 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-PURE = {"algebra", "coefficients", "errors", "progress", "_version"}
+PURE = {"algebra", "coefficients", "errors", "forms", "progress", "_version"}
 STAGES = ("record", "store", "attend", "show", "experiments")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "algebra": set(),
+    "forms": set(),
     "errors": set(),
     "progress": set(),
     "_version": set(),

@@ -41,6 +41,10 @@ class CorruptError(DualformError, RuntimeError):
     """A published file is missing, cut short or changed."""
 
 
+class RunFactoryError(DualformError, ValueError):
+    """The name of a model's factory, or its arguments, cannot be remembered."""
+
+
 class StoreError(DualformError, OSError):
     """The memory could not be written."""
 

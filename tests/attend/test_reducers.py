@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from dualform.algebra import attend, rebuild, rebuild_bias, scale
+from dualform.algebra import attend, scale
 from dualform.attend.reducers import (
     Best,
     BestSums,
@@ -49,8 +49,7 @@ class Patterns:
             patterns=members.numpy(),
             keys=self.keys[members],
             values=self.values[members],
-            weight=self.weight[members],
-            bias=self.bias[members],
+            coefficients={"weight": self.weight[members], "bias": self.bias[members]},
         )
         scores = attend(self.queries, chunk.keys)
         if contributions:
@@ -90,13 +89,13 @@ KINDS: dict[str, tuple[Callable[[Patterns], Reducer[Any]], bool]] = {
     "everything": (lambda p: Everything(), False),
     "outputs": (lambda p: Outputs(3, p.groups, 2, CPU), True),
     "key sums": (lambda p: KeySums(p.groups, 4, CPU), False),
-    "shares": (lambda p: GroupShares(p.groups, 2, 4, CPU), False),
+    "shares": (lambda p: GroupShares(p.groups, {"weight": (2, 4), "bias": (2,)}, CPU), False),
 }
 
 
 def comparable(result: Any, kind: str) -> list[Tensor]:
     """Return what has to be the same; of the best, only the scores, because ties may go to any of the tied."""
-    parts = list(result) if isinstance(result, tuple) else [result]
+    parts = list(result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else [result])
     return parts[:1] if kind in ("best", "worst", "best sums") else parts
 
 
@@ -148,10 +147,10 @@ def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
         mine = p.scores[:, members]
         torch.testing.assert_close(found["sums"][:, group], mine.sum(dim=1), rtol=0, atol=0)
         torch.testing.assert_close(found["key sums"][group], p.keys[members].sum(dim=0), rtol=0, atol=0)
-        weights, biases = found["shares"]
-        share = rebuild(p.values[members], p.keys[members], p.weight[members])
-        torch.testing.assert_close(weights[group], share, rtol=0, atol=0)
-        torch.testing.assert_close(biases[group], rebuild_bias(p.values[members], p.bias[members]), rtol=0, atol=0)
+        shares = found["shares"]
+        share = (p.values[members] * p.weight[members, None]).T @ p.keys[members]
+        torch.testing.assert_close(shares["weight"][group], share, rtol=0, atol=0)
+        torch.testing.assert_close(shares["bias"][group], p.bias[members] @ p.values[members], rtol=0, atol=0)
         multiplied = scale(mine, p.weight[members], p.bias[members])
         torch.testing.assert_close(found["outputs"][:, group], multiplied @ p.values[members], rtol=0, atol=0)
         for kind, largest in (("best", True), ("worst", False)):

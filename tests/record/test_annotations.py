@@ -234,15 +234,62 @@ def test_each_forward_of_a_backward_has_its_own(run: Path) -> None:
     assert column(dualform.open(run), "role") == ["anchor"] * 4 + ["positive"] * 4
 
 
-def test_a_second_annotation_replaces_the_first(run: Path) -> None:
+def test_annotations_before_one_forward_add_up(run: Path) -> None:
     model = mlp()
     optimizer = sgd(model)
     with dualform.record(model, optimizer, run) as recorder:
         recorder.annotate(label=1, old=True)
         recorder.annotate(label=2)
         step(model, optimizer, batches(1)[0])
-    assert column(dualform.open(run), "label") == [2] * 4
-    assert "old" not in dualform.open(run).columns
+        recorder.annotate(label=3)
+        step(model, optimizer, batches(1)[0])
+    assert column(dualform.open(run), "label") == [2] * 4 + [3] * 4
+    assert column(dualform.open(run), "old") == [True] * 4 + [None] * 4
+
+
+def test_an_annotation_after_its_forward_is_warned_of(run: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run) as recorder:
+        loss = loss_of(model(batches(1)[0]))
+        with pytest.warns(UserWarning, match="before the forward"):
+            recorder.annotate(label=1)
+        loss.backward()
+        optimizer.step()
+
+
+def test_a_recorder_that_was_not_entered_says_so(run: Path) -> None:
+    model = mlp()
+    with pytest.raises(AnnotationError, match="with statement"):
+        dualform.record(model, sgd(model), run).annotate(label=1)
+
+
+def test_a_pooled_layer_keeps_the_columns_that_fit_it(run: Path) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(self.body(x).tanh().mean(1))
+            return result
+
+    model = Pooled()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run) as recorder:
+        recorder.annotate(label=[7, 8], task="t", token=[[1, 2, 3], [4, 5, 6]])
+        loss_of(model(torch.randn(2, 3, 5))).backward()
+        with pytest.warns(UserWarning, match=r"column 'token' has shape \(2, 3\), but layer 'head' saw 2 rows"):
+            optimizer.step()
+    memory = dualform.open(run)
+    assert memory.patterns("head").select(["label", "task", "token"]).to_pydict() == {
+        "label": [7, 8],
+        "task": ["t", "t"],
+        "token": [None, None],
+    }
+    assert memory.patterns("body")["token"].to_pylist() == [1, 2, 3, 4, 5, 6]
+    assert memory.patterns("body")["label"].to_pylist() == [7, 7, 7, 8, 8, 8]
+    assert memory.without(label=7).patterns("head").num_rows == 1
 
 
 # What does not fit ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualform.record.probes import Accumulation, Probe, Resolution, Trail, predict_bias, predict_weight, probe, resolve
+from dualform.record.probes import Accumulation, Probe, Resolution, Trail, predict, probe, resolve
 from dualform.record.probes import projection as columns_of
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def accumulate(gradient: Tensor | None, keys: Tensor, values: Tensor, micro: int
     columns = columns_of(keys.shape[1], dtype=keys.dtype, device=CPU)
     after = values.T @ keys if gradient is None else gradient + values.T @ keys
     taken = probe(after, columns)
-    predicted, size = predict_weight([values], [keys], columns, taken.columns)
+    predicted, size = predict([("weight", values, keys)], columns, taken.columns, (values.shape[1], keys.shape[1]))
     before = None if gradient is None else probe(gradient, columns)
     return after, Accumulation(micro, before, taken, predicted, size)
 
@@ -155,7 +155,7 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
         unseen_keys, unseen_values = patterns(16, 30, 8, dtype)
         columns = columns_of(30, dtype=dtype, device=CPU)
         after = probe(values.T @ keys + share * unseen_values.T @ unseen_keys, columns)
-        predicted, size = predict_weight([values], [keys], columns, after.columns)
+        predicted, size = predict([("weight", values, keys)], columns, after.columns, (values.shape[1], keys.shape[1]))
         resolution = resolve(Trail(30, [Accumulation(0, None, after, predicted, size)]), after)
         assert resolution.objection is not None
         assert "patterns do not explain" in resolution.objection
@@ -164,13 +164,13 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
 def test_an_unseen_use_of_a_bias_is_objected_to() -> None:
     values = torch.randn(16, 8)
     after = probe(values.sum(0) + 1e-3, None)
-    predicted, size = predict_bias([values], after.columns)
+    predicted, size = predict([("bias", values, values[:, :0])], None, after.columns, after.columns.shape)
     assert resolve(Trail(1, [Accumulation(0, None, after, predicted, size)]), after).objection is not None
 
 
 def test_a_gradient_without_any_pattern_is_objected_to() -> None:
     after = seen(torch.randn(4, 5))
-    predicted, size = predict_weight([], [], columns_of(5, dtype=torch.float32, device=CPU), after.columns)
+    predicted, size = predict([], columns_of(5, dtype=torch.float32, device=CPU), after.columns, ())
     objection = resolve(Trail(5, [Accumulation(0, None, after, predicted, size)]), after).objection
     assert objection is not None
     assert "no recorded pattern explains" in objection

@@ -252,3 +252,22 @@ def test_nothing_stays_when_the_recording_does_not_begin(run: Path) -> None:
     with pytest.raises(dualform.DualformError, match="holds a recorded run"), dualform.record(model, optimizer, run):
         pass
     assert leftovers(model, optimizer) == []
+
+
+def test_a_step_that_breaks_in_the_middle_leaves_no_final_parameters(run: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    steps: list[int] = []
+
+    def fail(*_: object) -> None:  # runs before the recorder's own hook, after the parameters moved
+        steps.append(1)
+        if len(steps) > 3:
+            raise Stop
+
+    optimizer.register_step_post_hook(fail)
+    with pytest.raises(Stop), dualform.record(model, optimizer, run):
+        train(model, optimizer, batches(5))
+    memory = dualform.open(run)
+    assert memory.step == 3
+    assert not memory.info().closed
+    assert not memory.verify(model).passed

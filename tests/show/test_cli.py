@@ -230,3 +230,12 @@ def test_script_is_installed():
     script = Path(sys.executable).with_name("dualform")
     found = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == dualform.__version__
+
+
+def test_the_support_page_is_what_the_registries_say(monkeypatch, capsys):
+    status, out, _ = call(monkeypatch, capsys, "support")
+    assert status == 0
+    page = Path(__file__).parents[2] / "docs" / "support.md"
+    assert out == page.read_text(), "run: dualform support > docs/support.md"
+    for name in ("`Linear`", "`Conv2d`", "`Embedding`", "`LayerNorm`", "`SGD`", "`AdamW`"):
+        assert name in out

@@ -142,7 +142,11 @@ class Vote(Answer):
 
     def __repr__(self) -> str:
         count = max((len(winners) for winners in self.winners.values()), default=0)
-        shown = [[layer, *(_text(w) for w in winners[:12])] for layer, winners in self.winners.items()]
+        wide = min(count, 12)
+        shown = [
+            [layer, *(_text(w) for w in winners[:wide]), *[""] * (wide - len(winners))]
+            for layer, winners in self.winners.items()
+        ]
         title = f"Vote by {', '.join(self.by)}, largest total of {self.of} ({count} queries)"
         return "\n".join([title, *_grid(["layer", *map(str, range(min(count, 12)))], shown)])
 

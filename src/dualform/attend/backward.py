@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import Reducer
+from dualform.forms import FORMS
 from dualform.store.reader import Shard
 from dualform.store.replay import multipliers
 from dualform.store.stream import Chunk, selected, take
@@ -29,46 +30,50 @@ class _Step:
 
     chunk: Chunk
     codes: Tensor  # (n,)
-    matrices: dict[str, Tensor]  # role -> A_s in the parameter's shape, or a number
+    matrices: dict[str, Tensor]  # role -> A_s in the parameter's shape
     factors: dict[str, Tensor]  # role -> (n,)
 
 
 def score_backward(
-    table: Table, layer: str, queries: Tensor, units: Tensor, grouping: Grouping | None, reducer: Reducer[R]
+    table: Table,
+    layer: str,
+    queries: Tensor,
+    units: Tensor,
+    grouping: Grouping | None,
+    reducer: Reducer[R],
+    *,
+    dtype: torch.dtype,
 ) -> R:
     """Score every kept pattern by its contribution to each query's unit (Q,), and reduce."""
-    for step in _steps(table, layer, grouping, queries):
-        assert step.chunk.values is not None, "values were asked for"
-        total = torch.zeros(len(queries), len(step.codes), dtype=queries.dtype, device=queries.device)
-        for role, matrix in step.matrices.items():
-            if role == "bias":
-                total += (matrix[units] if matrix.dim() else matrix.expand(len(units)))[:, None] * step.factors[role]
-            else:
-                rows = matrix[units] if matrix.dim() else matrix
-                total += ((queries * rows) @ step.chunk.keys.T) * step.factors[role]
-        reducer.update(step.chunk, total * step.chunk.values[:, units].T, step.codes)
+    for step in _steps(table, layer, grouping, queries.device, dtype):
+        reducer.update(step.chunk, _contribution(step, queries, units), step.codes)
     return reducer.result()
 
 
-def contribute_backward(table: Table, layer: str, queries: Tensor) -> Tensor:
+def contribute_backward(table: Table, layer: str, queries: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what every kept pattern adds to every output, (Q, T, d_out), in the order of the patterns."""
     parts: list[tuple[int, Tensor]] = []
-    for step in _steps(table, layer, None, queries):
-        assert step.chunk.values is not None, "values were asked for"
-        keys, values = step.chunk.keys, step.chunk.values
-        total = torch.zeros(len(queries), *values.shape, dtype=queries.dtype, device=queries.device)
-        for role, matrix in step.matrices.items():
-            if role == "bias":
-                total += (matrix * values) * step.factors[role][:, None]
-            else:
-                full = matrix if matrix.dim() else matrix.expand(values.shape[1], keys.shape[1])
-                seen = torch.einsum("qi,ni,oi->qno", queries, keys, full)
-                total += seen * values * step.factors[role][:, None]
-        parts.append((int(step.chunk.patterns[0]), total))
+    for step in _steps(table, layer, None, queries.device, dtype):
+        units = range(table.run.layer(layer).d_out)
+        each = [_contribution(step, queries, torch.full((len(queries),), u, device=queries.device)) for u in units]
+        parts.append((int(step.chunk.patterns[0]), torch.stack(each, dim=2)))
     return torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])], dim=1)
 
 
-def _steps(table: Table, layer: str, grouping: Grouping | None, like: Tensor) -> Iterator[_Step]:
+def _contribution(step: _Step, queries: Tensor, units: Tensor) -> Tensor:
+    """Return each pattern's contribution to one unit of each query, (Q, n)."""
+    assert step.chunk.values is not None, "values were asked for"
+    keys, values = step.chunk.keys, step.chunk.values
+    total = torch.zeros(len(queries), len(keys), dtype=values.dtype, device=queries.device)
+    for role, matrix in step.matrices.items():
+        total += FORMS[role].meet(queries, keys, units, matrix) * step.factors[role]
+    return total * values[:, units].T
+
+
+def _steps(
+    table: Table, layer: str, grouping: Grouping | None, device: torch.device, dtype: torch.dtype
+) -> Iterator[_Step]:
+    like = torch.empty(0, dtype=dtype, device=device)
     run, horizon = table.run, table.horizon
     entry = run.require_values(layer)
     scalar = {
@@ -80,11 +85,10 @@ def _steps(table: Table, layer: str, grouping: Grouping | None, like: Tensor) ->
         if step not in places:
             continue
         shard, rows, number, taken, micros = places[step]
-        by_role = {
-            role: matrix.flatten(1).to(like) if matrix.dim() > 1 else matrix.to(like)
-            for role, matrix in matrices.items()
-        }
-        by_role |= {role: torch.tensor(found[step]).to(like) for role, found in scalar.items()}
+        by_role = {role: matrix.to(like) for role, matrix in matrices.items()}
+        for role, found in scalar.items():
+            shape = run.manifest.parameters[entry.parameters[role]].shape
+            by_role[role] = torch.full(shape, float(found[step])).to(like)
         chunk = Chunk(
             patterns=rows + number,
             keys=take(shard.rows(layer, "keys"), rows, like.dtype, like.device),

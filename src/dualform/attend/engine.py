@@ -4,7 +4,8 @@ Memory is bounded by the chunk and by what the reducer holds. Shortcuts live wit
 is the plain pass that they are compared with.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from dualform.algebra import attend, scale
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import Reducer
+from dualform.forms import FORMS
 from dualform.store.stream import CHUNK, Chunk, stream
 
 R = TypeVar("R")
@@ -32,6 +34,7 @@ class Score:
 
     of: Of
     units: Tensor | None = None
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of the layer's parameters, by role
 
     @property
     def needs_values(self) -> bool:
@@ -40,15 +43,23 @@ class Score:
 
     def __call__(self, queries: Tensor, chunk: Chunk) -> Tensor:
         """Return the scores, (Q, n)."""
+        if self.of == "contribution":
+            return self._contribution(queries, chunk)
         attention = attend(queries, chunk.keys)
-        if self.of == "attention":
-            return attention
-        if self.of == "magnitude":
-            return attention.abs_()
+        return attention if self.of == "attention" else attention.abs_()
+
+    def _contribution(self, queries: Tensor, chunk: Chunk) -> Tensor:
         assert chunk.values is not None, "contributions need values"
-        weight = torch.zeros_like(chunk.keys[:, 0]) if chunk.weight is None else chunk.weight
-        scaled = scale(attention, weight, chunk.bias)
-        return scaled if self.units is None else scaled * chunk.values[:, self.units].T
+        if chunk.coefficients.keys() <= {"weight", "bias"}:
+            weight = chunk.coefficients.get("weight", torch.zeros_like(chunk.keys[:, 0]))
+            scaled = scale(attend(queries, chunk.keys), weight, chunk.coefficients.get("bias"))
+            return scaled if self.units is None else scaled * chunk.values[:, self.units].T
+        assert self.units is not None, "only a linear layer's values are multiplied by one number"
+        total = torch.zeros(len(queries), len(chunk.keys), dtype=chunk.values.dtype, device=queries.device)
+        for role, coefficients in chunk.coefficients.items():
+            ones = torch.ones(self.shapes[role], dtype=chunk.values.dtype, device=queries.device)
+            total += FORMS[role].meet(queries, chunk.keys, self.units, ones) * coefficients
+        return total * chunk.values[:, self.units].T
 
 
 def score_patterns(
@@ -94,7 +105,7 @@ def _chunks(table: Table, layer: str, grouping: Grouping | None, *, values: bool
         values=values,
         size=size,
         device=like.device,
-        dtype=like.dtype,
+        dtype=like.dtype if like.is_floating_point() else None,
     ):
         count = len(chunk.patterns)
         if grouping is None:

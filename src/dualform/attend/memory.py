@@ -144,7 +144,7 @@ class Memory:
         return table.filter(pc.field("step") < self._horizon) if table.num_rows else table
 
     def add_tests(self, inputs: Tensor, targets: Tensor | None = None) -> None:
-        """Keep test inputs (M, ...) and their targets (M,) in the run, for the command line and the viewer."""
+        """Keep test inputs (M, ...) and their targets (M,) in the run, for the command line."""
         examples.add_tests(self._run, inputs, targets)
 
     def tests(self) -> tuple[Tensor, Tensor | None]:
@@ -185,14 +185,14 @@ class Memory:
         """Return each parameter as this view implies it: what is left of the start, plus the view's patterns."""
         return {name: (part.start + part.share).to(self._dtype(name)) for name, part in self._exact_parts().items()}
 
-    def apply(self, model: nn.Module, *, layers: Collection[str] | None = None) -> nn.Module:
+    def apply(self, model: nn.Module, *, layers: str | Collection[str] | None = None) -> nn.Module:
         """Return a copy of the model with this view's weights.
 
         Args:
             model: the trained model; parameters that the memory does not cover are taken from it as they are.
             layers: the layers whose weights to replace; by default all that were recorded.
         """
-        names = list(self.layers) if layers is None else list(layers)
+        names = list(self.layers) if layers is None else _names(layers)
         wanted = {p for name in names for p in self._run.require_values(name).parameters.values()}
         weights = self.weights()
         return _with_parameters(model, {name: weights[name] for name in wanted})
@@ -245,7 +245,7 @@ class Memory:
         inputs: Any = None,
         *,
         queries: Mapping[str, Tensor] | None = None,
-        layers: Collection[str] | None = None,
+        layers: str | Collection[str] | None = None,
         chunk_size: int | None = None,
     ) -> Spotlight:
         """Ask what inputs attend to.
@@ -259,7 +259,7 @@ class Memory:
         """
         if (model is None or inputs is None) == (queries is None):
             raise QueryError("Give either a model and inputs, or queries={layer: tensor}.")
-        names = list(layers) if layers is not None else list(queries if queries is not None else self.layers)
+        names = _names(layers) if layers is not None else list(queries if queries is not None else self.layers)
         if queries is not None and (lacking := [name for name in names if name not in queries]):
             raise QueryError(f"There are no queries for the layers {', '.join(map(repr, lacking))}.")
         entries = {name: self._run.layer(name) for name in names}
@@ -295,6 +295,10 @@ class Memory:
     def _dtype(self, parameter: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[parameter].dtype)
         return dtype
+
+
+def _names(layers: str | Collection[str]) -> list[str]:
+    return [layers] if isinstance(layers, str) else list(layers)
 
 
 def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -5,12 +5,14 @@ a pass may be split. Shapes: Q queries, n patterns of a chunk, G groups.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from dualform.algebra import rebuild, rebuild_bias
+from dualform.forms import FORMS
+from dualform.store.rebuild import scaled
 from dualform.store.stream import Chunk
 
 R = TypeVar("R")
@@ -198,30 +200,30 @@ class KeySums(Reducer[Tensor]):
         return self.sums
 
 
-class GroupShares(Reducer[tuple[Tensor, Tensor]]):
-    """Each group's share of weight and bias, (G, d_out, d_in) and (G, d_out) in float64."""
+class GroupShares(Reducer[dict[str, Tensor]]):
+    """Each group's share of each of a layer's parameters, role -> (G, *shape) in float64."""
 
-    def __init__(self, groups: int, d_out: int, d_in: int, device: torch.device) -> None:
-        self.weights = torch.zeros(groups, d_out, d_in, dtype=torch.float64, device=device)
-        self.biases = torch.zeros(groups, d_out, dtype=torch.float64, device=device)
+    def __init__(self, groups: int, shapes: Mapping[str, Sequence[int]], device: torch.device) -> None:
+        self.shares = {
+            role: torch.zeros(groups, *shape, dtype=torch.float64, device=device) for role, shape in shapes.items()
+        }
 
     def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
-        """Add a chunk's outer products, by group."""
+        """Add a chunk's gradients, by group."""
         assert chunk.values is not None, "shares need values"
         for group in codes.unique().tolist():
             members = codes == group
             values, keys = chunk.values[members], chunk.keys[members]
-            if chunk.weight is not None:
-                self.weights[group] += rebuild(values, keys, chunk.weight[members])
-            if chunk.bias is not None:
-                self.biases[group] += rebuild_bias(values, chunk.bias[members])
+            for role, coefficients in chunk.coefficients.items():
+                share = self.shares[role][group]
+                share += FORMS[role].gradient(scaled(values, coefficients[members], role), keys, share.shape)
 
     def merge(self, other: Self) -> Self:
         """Add the shares."""
-        self.weights += other.weights
-        self.biases += other.biases
+        for role, share in other.shares.items():
+            self.shares[role] += share
         return self
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return the shares of weight and bias."""
-        return self.weights, self.biases
+    def result(self) -> dict[str, Tensor]:
+        """Return the shares by role."""
+        return self.shares

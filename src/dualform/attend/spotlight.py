@@ -6,6 +6,7 @@ groups' shares of the weight.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.algebra import contribute
 from dualform.attend.answers import Top, Totals, Vote
 from dualform.attend.backward import contribute_backward, score_backward
 from dualform.attend.cache import Cache
@@ -24,7 +24,7 @@ from dualform.attend.queries import Captured
 from dualform.attend.reducers import Best, BestSums, Everything, GroupSums, Outputs, Reducer
 from dualform.attend.sums import LayerSums, respond
 from dualform.errors import QueryError, SelectionError, UnknownLayerError
-from dualform.store.stream import selected, stream
+from dualform.store.stream import selected
 
 Per = Literal["pattern", "sample"]
 R = TypeVar("R")
@@ -43,10 +43,12 @@ class LayerSpotlight:
         self.leading = queries.leading
         self._table = table
         self._entry = table.run.layer(layer)
-        dtype = torch.float64 if self._entry.dtype == "float64" else torch.float32
-        self.queries = queries.rows.to(dtype)  # (Q, d_in)
+        self._dtype = torch.float64 if self._entry.dtype == "float64" else torch.float32
+        integer = "rows" in self._entry.parameters
+        self.queries = queries.rows.to(torch.int64 if integer else self._dtype)  # (Q, d_in)
         self._chunk_size = chunk_size
-        self._sums = LayerSums(table, cache, layer, self.queries)
+        like = torch.empty(0, dtype=self._dtype, device=self.queries.device)
+        self._sums = LayerSums(table, cache, layer, like)
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -66,18 +68,18 @@ class LayerSpotlight:
 
     def contributions(self) -> Tensor:
         """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
-        size = self.queries.element_size() * len(self) * self.count() * self._entry.d_out
+        size = self._dtype.itemsize * len(self) * self.count() * self._entry.d_out
         self._affordable(size, "contributions()")
         if self._sums.replayed:
             self._require_patterns()
-            return contribute_backward(self._table, self.name, self.queries)
-        parts = []
-        for chunk in self._stream_values():
-            attention = self.queries @ chunk.keys.T
-            weight = torch.zeros_like(chunk.keys[:, 0]) if chunk.weight is None else chunk.weight
-            parts.append(contribute(attention, chunk.values, weight, chunk.bias))
-        self._require_patterns()
-        return torch.cat(parts, dim=1)
+            return contribute_backward(self._table, self.name, self.queries, self._dtype)
+        parts = [
+            self._score(
+                Score("contribution", torch.full((len(self),), unit), self._sums.shapes), None, lambda _: Everything()
+            )
+            for unit in range(self._entry.d_out)
+        ]
+        return torch.stack(parts, dim=2)
 
     def totals(self, by: By, *, of: Of = "attention") -> Totals:
         """Sum over the patterns of each group.
@@ -89,13 +91,14 @@ class LayerSpotlight:
         _check_of(of)
         grouping = self._group(by)
         self._affordable(8 * len(self) * len(grouping.labels), "totals()")
-        if of == "attention" or (of == "magnitude" and self._never_negative()):
+        linear = self.queries.is_floating_point()  # in the query; a table's attention is 0 or 1
+        if linear and (of == "attention" or (of == "magnitude" and self._never_negative())):
             values = self.queries.double() @ self._sums.keys(grouping).T
-        elif of == "magnitude":
+        elif of != "contribution":
             values = self._score(Score(of), grouping, lambda rows: GroupSums(rows, len(grouping.labels), self._device))
         else:
             values = self._contribution_totals(grouping)
-        return Totals(self.name, of, grouping.by, grouping.labels, values.to(self.queries.dtype))
+        return Totals(self.name, of, grouping.by, grouping.labels, values.to(self._dtype))
 
     def top(
         self,
@@ -123,7 +126,7 @@ class LayerSpotlight:
         if per not in get_args(Per):
             raise QueryError(f"per is {per!r}; expected one of {get_args(Per)}.")
         self._require_patterns()
-        score = Score(of, self._units(unit) if of == "contribution" else None)
+        score = Score(of, self._units(unit) if of == "contribution" else None, self._sums.shapes)
         if per == "sample":
             return self._top_samples(k, by, score, largest=largest)
         grouping = None if by is None else self._group(by)
@@ -143,14 +146,13 @@ class LayerSpotlight:
         total = self.start().double()
         if self.count():
             total = total + self._contribution_totals(None)[:, 0]
-        for role, share in self._sums.elsewhere().items():
-            total = total + (share if role == "bias" else respond(self.queries, share, None))
-        return total.to(self.queries.dtype).reshape(*self.leading, -1)
+        if elsewhere := self._sums.elsewhere():
+            total = total + respond(elsewhere, self.queries)
+        return total.to(self._dtype).reshape(*self.leading, -1)
 
     def start(self) -> Tensor:
         """Return what the start alone gives, (Q, d_out)."""
-        left = self._sums.starts()
-        return respond(self.queries, left["weight"], left.get("bias")).to(self.queries.dtype)
+        return respond(self._sums.starts(), self.queries).to(self._dtype)
 
     # How ----------------------------------------------------------------------------------------------------------
 
@@ -184,9 +186,11 @@ class LayerSpotlight:
         for start in range(0, len(self), size):
             rows = self.queries[start : start + size]
             units = None if score.units is None else score.units[start : start + size]
-            part = Score(score.of, units)
+            part = Score(score.of, units, score.shapes)
             if units is not None and self._sums.replayed:
-                reduced = score_backward(self._table, self.name, rows, units, grouping, make(len(rows)))
+                reduced = score_backward(
+                    self._table, self.name, rows, units, grouping, make(len(rows)), dtype=self._dtype
+                )
                 results.append(reduced)
                 continue
             results.append(
@@ -208,12 +212,14 @@ class LayerSpotlight:
         groups = 1 if grouping is None else len(grouping.labels)
         d_in, d_out = self._entry.d_in, self._entry.d_out
         self._affordable(8 * len(self) * groups * d_out, "totals of contributions")
-        cheaper = len(self) * (d_in + d_out) >= d_in * d_out and 8 * groups * d_in * d_out <= SHARES
-        if self._sums.replayed:
-            self._affordable(16 * groups * d_in * d_out, "totals of contributions by so many groups")
-        if cheaper or self._sums.replayed:
-            weights, biases = self._sums.shares(grouping)
-            return torch.einsum("qi,goi->qgo", self.queries.double(), weights) + biases
+        size = sum(math.prod(shape) for shape in self._sums.shapes.values())
+        plain = not self._sums.replayed and self._sums.shapes.keys() <= {"weight", "bias"}
+        if not plain:
+            self._affordable(16 * groups * size, "totals of contributions by so many groups")
+        if not plain or (len(self) * (d_in + d_out) >= d_in * d_out and 8 * groups * size <= SHARES):
+            shares = self._sums.shares(grouping)
+            each = [respond({role: share[g] for role, share in shares.items()}, self.queries) for g in range(groups)]
+            return torch.stack(each, dim=1)
         return self._score(
             Score("contribution"),
             grouping,
@@ -271,18 +277,6 @@ class LayerSpotlight:
             yield selected(shard, self.name, table.horizon, table.keep()) + before
             before += shard.count(self.name)
 
-    def _stream_values(self) -> Iterator[Any]:
-        table = self._table
-        return stream(
-            table.run,
-            self.name,
-            horizon=table.horizon,
-            keep=table.keep(),
-            values=True,
-            device=self._device,
-            dtype=self.queries.dtype,
-        )
-
     def _ranked(self, scores: Tensor, patterns: Tensor, grouping: Grouping | None, score: Score, per: Per) -> Top:
         names = [n for n in self._table.names if n != "pattern" and (per == "pattern" or n not in ADDRESS)]
         found = self._table.lookup(self.name, patterns.reshape(-1).cpu().numpy(), names)
@@ -292,7 +286,7 @@ class LayerSpotlight:
             per=per,
             by=() if grouping is None else grouping.by,
             groups=(None,) if grouping is None else grouping.labels,
-            values=scores.masked_fill(patterns < 0, torch.nan).to(self.queries.dtype),
+            values=scores.masked_fill(patterns < 0, torch.nan).to(self._dtype),
             patterns=patterns,
             columns=found,
         )

@@ -3,6 +3,7 @@
 Computed once for a view and a grouping, and cached. No query is involved.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from dualform.attend.cache import Cache
 from dualform.attend.engine import sum_patterns
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import GroupShares, KeySums
+from dualform.forms import FORMS
 from dualform.store import rebuild
 from dualform.store.replay import Replayed, replay, replayed_parameters
 from dualform.store.stream import selected
@@ -43,27 +45,30 @@ class LayerSums:
 
         return self.cache.get(("key sums", *self._view(), grouping.parts), compute)["sums"].to(self.like.device)
 
-    def shares(self, grouping: Grouping | None) -> tuple[Tensor, Tensor]:
-        """Return each group's share of weight and bias, (G, d_out, d_in) and (G, d_out)."""
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each of the layer's parameters, by role."""
+        manifest = self.table.run.manifest
+        return {role: manifest.parameters[name].shape for role, name in manifest.layers[self.layer].parameters.items()}
+
+    def shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
+        """Return each group's share of each parameter, role -> (G, *shape)."""
         entry = self.table.run.require_values(self.layer)
         groups = 1 if grouping is None else len(grouping.labels)
 
         def compute() -> dict[str, Tensor]:
-            reducer = GroupShares(groups, entry.d_out, entry.d_in, self.like.device)
+            reducer = GroupShares(groups, self.shapes, self.like.device)
             if not all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
                 sum_patterns(self.table, self.layer, grouping, reducer, values=True, like=self.like)
-            weights, biases = reducer.result()
+            found = reducer.result()
             if self.replayed:
-                found = self._replay(grouping, groups=groups)
-                for role, total in (("weight", weights), ("bias", biases)):
-                    name = entry.parameters.get(role)
-                    if name in found:
-                        total.copy_(found[name].shares.reshape(total.shape))
-            return {"weights": weights, "biases": biases}
+                replayed = self._replay(grouping, groups=groups)
+                found |= {role: replayed[name].shares for role, name in entry.parameters.items() if name in replayed}
+            return found
 
         parts = None if grouping is None else grouping.parts
         found = self.cache.get(("group shares", *self._view(), parts), compute)
-        return found["weights"].to(self.like.device), found["biases"].to(self.like.device)
+        return {role: share.to(self.like.device) for role, share in found.items()}
 
     def starts(self) -> dict[str, Tensor]:
         """Return what is left of the start of weight and bias, by role."""
@@ -92,10 +97,9 @@ class LayerSums:
             return {}
         keep = self.table.keep()
         everywhere = rebuild.parts(run, horizon=self.table.horizon, keep=keep, layers=[self.layer, *others])
-        weights, biases = self.shares(None)
-        here = {"weight": weights[0].cpu(), "bias": biases[0].cpu()}
+        here = self.shares(None)
         return {
-            role: (everywhere[name].share - here[role].reshape(everywhere[name].share.shape)).to(self.like.device)
+            role: everywhere[name].share.to(self.like.device) - here[role][0]
             for name, role in mine.items()
             if any(name in run.layer(other).parameters.values() for other in others)
         }
@@ -124,7 +128,8 @@ class LayerSums:
         )
 
 
-def respond(queries: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what a part of weight and bias gives, (Q, d_out), in float64."""
-    output = queries.double() @ weight.to(torch.float64).flatten(1).T  # a kernel is a matrix too
-    return output if bias is None else output + bias
+def respond(parts: Mapping[str, Tensor], queries: Tensor) -> Tensor:
+    """Return what parts of a layer's parameters, by role, give together, (Q, d_out), in float64."""
+    wide = queries.double() if queries.is_floating_point() else queries
+    found = [FORMS[role].respond(part.double(), wide) for role, part in parts.items()]
+    return torch.stack(found).sum(dim=0)

@@ -16,6 +16,7 @@ function that reads α, β, κ, P, Q off its settings and its state after the st
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,21 @@ def reads(optimizer: type[Optimizer], *settings: str, average: str | None = None
 def family() -> Mapping[str, Elementwise]:
     """Return every optimizer of this family by name."""
     return _FAMILY
+
+
+def _rounded(linear: Linear, dtype: torch.dtype) -> Linear:
+    """Return a step with its numbers as the step itself rounded them, to the parameter's dtype.
+
+    A decay of 1 - 1e-5 is off by 5e-8 in float32: nothing in one step, but the same in all of them. A first moment is a
+    lerp, `m + β (d − m)`, so that its α is what β leaves.
+    """
+
+    def near(number: float) -> float:
+        return float(torch.tensor(number, dtype=dtype))
+
+    beta = linear.beta if isinstance(linear.beta, Tensor) else near(linear.beta)
+    alpha = near(linear.alpha) if isinstance(beta, Tensor) or not linear.alpha else 1 - beta
+    return dataclasses.replace(linear, alpha=alpha, beta=beta, kappa=near(linear.kappa), decay=near(linear.decay))
 
 
 class Share:
@@ -267,7 +283,8 @@ class Replay:
         entries = self._optimizer.state[self.parameter].items()
         before = {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries}
         self._optimizer.step()
-        return self._kind.read(settings, before, self._optimizer.state[self.parameter])
+        linear = self._kind.read(settings, before, self._optimizer.state[self.parameter])
+        return _rounded(linear, self.parameter.dtype)
 
     @property
     def state(self) -> State:

@@ -43,11 +43,6 @@ class Study:
         """Updates in all."""
         return sum(phase.steps for phase in self.phases)
 
-    @property
-    def at_paper_size(self) -> bool:
-        """Whether this is what the paper did, so that its numbers may stand beside ours."""
-        return self.data == "mnist"
-
 
 def study(name: Name, data: str) -> Study:
     """Return a study on `mnist` (the paper's), `digits` (small and instant), or, for single, `cifar-10`."""

@@ -4,7 +4,7 @@ A binding is one call of `annotate`: columns of one batch, of shape (B,), (B, L)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,35 +24,43 @@ class Binding:
         columns: each of shape (), (rows,) or (rows, positions).
         rows: the batch size; 0 when there are only constants, or the batch is empty.
         positions: the length of the second axis, or 0 when no column has one.
+        parts: bindings of some of the columns, for layers that cannot take all, once they were asked for.
     """
 
     columns: Mapping[str, npt.NDArray[Any]]
     rows: int
     positions: int
+    parts: dict[tuple[str, ...], "Binding"] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
         """The number of table rows this binding takes at its finest column's resolution."""
         return max(self.rows, 1) * max(self.positions, 1)
 
-    def fits(self, rows: int, positions: int) -> bool:
-        """Say whether a call of `rows × positions` patterns can take these columns.
+    def fitting(self, rows: int, positions: int) -> "Binding | None":
+        """Return the columns that a call of `rows × positions` patterns can take, if any.
 
-        It can when the rows agree and the positions do (columns without positions spread over any), or when the layer
-        saw the batch flattened to `rows · positions` rows.
+        A constant fits always; (B,) where the rows agree, spread over any positions; (B, L) where both agree. A layer
+        that saw the batch flattened to B · L rows takes them all.
         """
-        if all(column.ndim == 0 for column in self.columns.values()):
-            return True
-        if self.positions == 0:
-            return rows == self.rows
-        flattened = rows == self.rows * self.positions and positions == 1
-        return (rows == self.rows and positions == self.positions) or flattened
+        names = tuple(name for name in self.columns if self._fits(name, rows, positions))
+        if len(names) == len(self.columns) or not names:
+            return self if names else None
+        if names not in self.parts:
+            columns = {name: self.columns[name] for name in names}
+            axes = max(column.ndim for column in columns.values())
+            self.parts[names] = Binding(columns, self.rows if axes else 0, self.positions if axes == 2 else 0)
+        return self.parts[names]
 
-    def misfit(self, layer: str, rows: int, positions: int) -> str:
-        """Describe why a call does not fit, naming a column and both lengths."""
-        name, column = max(self.columns.items(), key=lambda item: item[1].ndim)
+    def _fits(self, name: str, rows: int, positions: int) -> bool:
+        shape = self.columns[name].shape
+        flattened = self.positions > 0 and rows == self.rows * self.positions and positions == 1
+        return flattened or not shape or shape == ((rows,) if len(shape) == 1 else (rows, positions))
+
+    def misfit(self, name: str, layer: str, rows: int, positions: int) -> str:
+        """Describe why a column does not fit, naming it and both lengths."""
         shape = f"{rows} rows" if positions == 1 else f"{rows} rows of {positions} positions"
-        return f"column {name!r} has shape {tuple(column.shape)}, but layer {layer!r} saw {shape}"
+        return f"column {name!r} has shape {tuple(self.columns[name].shape)}, but layer {layer!r} saw {shape}"
 
     def flat(self) -> dict[str, npt.NDArray[Any]]:
         """Return every column at the finest resolution, (size,) each."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dualform.record.hooks import capture
-from dualform.record.watch import Layers, watch
+from dualform.record.watch import Layers, What, watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,24 @@ def estimate(
     sizes = {}
     for layer in watched:
         patterns = sum(keys.numel() // layer.d_in for keys in captured[layer.name])
-        width = layer.d_in + (0 if layer.keys_only else layer.d_out)
-        size = layer.parameters["weight"][1].dtype.itemsize * width
-        if dtype == "float16":
-            size = 2 * width + 4 * (1 if layer.keys_only else 2)  # a scale per row beside it
+        trained = next(iter(layer.parameters.values()))[1].dtype
+        what: What = "keys" if layer.keys_only else "keys+values"
+        stored = dtype or str(trained).removeprefix("torch.")
+        size = row_bytes(layer.d_in, layer.d_out, stored, what, integer="rows" in layer.parameters)
         sizes[layer.name] = steps * patterns * size
     return Estimate(steps, sizes)
+
+
+def row_bytes(d_in: int, d_out: int, dtype: str, what: What, *, integer: bool) -> int:
+    """Return the bytes that one pattern takes: its key and value, and a scale per float16 row.
+
+    >>> row_bytes(784, 800, "float16", "keys+values", integer=False)
+    3176
+    """
+    itemsize: int = getattr(torch, dtype).itemsize
+    scale = 4 if dtype == "float16" else 0
+    key = 8 * d_in if integer else itemsize * d_in + scale
+    return key + (0 if what == "keys" else itemsize * d_out + scale)
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:

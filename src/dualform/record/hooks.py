@@ -48,7 +48,7 @@ class Arrival:
         keys = layer.kind.keys(layer.module, self.call.inputs)
         self.leading = keys.shape[:-1]
         self.keys = keys.reshape(-1, layer.d_in).clone()
-        self.values = layer.kind.values(layer.module, self.error).reshape(-1, layer.d_out).clone()
+        self.values = layer.kind.values(layer.module, self.call.inputs, self.error).reshape(-1, layer.d_out).clone()
         self.accumulated = True
 
 
@@ -143,7 +143,8 @@ class Hooks:
             if not trained:
                 return
             inputs = layer.kind.inputs(args, kwargs).detach()
-            if not layer.parameters["weight"][1].requires_grad or torch.is_autocast_enabled(inputs.device.type):
+            kept = any(used.requires_grad for role, (_, used) in layer.parameters.items() if role != "bias")
+            if not kept or torch.is_autocast_enabled(inputs.device.type):
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
             call = Call(layer, self.calls, inputs, self.listener.binding_for_forward())
             self.calls += 1

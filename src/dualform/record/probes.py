@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dualform.forms import FORMS
+
 COLUMNS = 4
 NOT_FINITE = "its gradient is not finite"
 
@@ -179,26 +181,30 @@ def _rounding(size: float, width: int, dtype: torch.dtype) -> float:
     return (16 + 2 * math.sqrt(width)) * limits.eps * size + limits.smallest_normal / limits.eps
 
 
-def predict_weight(
-    values: Sequence[Tensor], keys: Sequence[Tensor], columns: Tensor, like: Tensor
+def predict(
+    uses: Sequence[tuple[str, Tensor, Tensor]], columns: Tensor | None, like: Tensor, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return Eᵀ(X R) over calls, (d_out, COLUMNS), and what its rounding is relative to, sum |e| ‖x‖, ()."""
-    predicted, magnitude = torch.zeros_like(like), torch.zeros_like(like[:, 0])
-    for e, x in zip(values, keys, strict=True):
-        e, x = e.to(columns.dtype), x.to(columns.dtype)
-        predicted = predicted + e.T @ (x @ columns)
-        magnitude = magnitude + _norm(x) @ e.abs()
-    return predicted, magnitude.double().norm() * math.sqrt(COLUMNS)
+    """Return what patterns predict for a parameter's probe, and what its rounding is relative to, ().
 
-
-def predict_bias(values: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of values over calls, (d_out,), and what its rounding is relative to, sum |e|, ()."""
-    predicted = magnitude = torch.zeros_like(like)
-    for e in values:
+    Args:
+        uses: role, values (T, d_out) and keys (T, d_in) of each call that the parameter was used in.
+        columns: the random columns R, or nothing for a parameter that is watched whole.
+        like: a probe's columns, whose shape and dtype the prediction has.
+        shape: the parameter's shape.
+    """
+    predicted, size = torch.zeros_like(like), torch.zeros((), dtype=torch.float64, device=like.device)
+    for role, e, x in uses:
         e = e.to(like.dtype)
-        predicted = predicted + e.sum(0)
-        magnitude = magnitude + e.abs().sum(0)
-    return predicted, magnitude.double().norm()
+        if role == "weight" and columns is not None:  # Eᵀ(X R), without the whole gradient
+            x = x.to(like.dtype)
+            predicted = predicted + e.T @ (x @ columns)
+        else:
+            gradient = FORMS[role].gradient(e, x.to(like.dtype) if x.is_floating_point() else x, shape)
+            predicted = predicted + (gradient if columns is None else gradient.flatten(1) @ columns)
+        # sum |e| ‖x‖, or sum |e| where the key is 1
+        reach = e.abs().sum(0) if role in ("bias", "rows") else _norm(x.to(like.dtype)) @ e.abs()
+        size = size + reach.double().norm()
+    return predicted, size * (1.0 if columns is None else math.sqrt(COLUMNS))
 
 
 def _norm(rows: Tensor) -> Tensor:

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import AnnotationError, CoverageError, DualformError, RefusedError
+from dualform.errors import AnnotationError, DualformError, RefusedError
 from dualform.record.annotations import Binding, bind
+from dualform.record.calls import gather_calls
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.optimizers import FactLogger, find_logger, require_logger
-from dualform.record.probes import Accumulation, Probe, Trail, predict_bias, predict_weight, probe, projection, resolve
+from dualform.record.probes import Accumulation, Probe, Trail, predict, probe, projection, resolve
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord
-from dualform.record.watch import Layers, Watched, covered, uncovered, watch
+from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
 
 OnFailure = Literal["raise", "detach"]
 SAMPLE = 256  # elements of each parameter that fingerprint a step
@@ -69,16 +70,21 @@ class Recorder:
         self._logger: FactLogger | None = find_logger(optimizer) if keys_only else require_logger(optimizer)
         self._exact = {name for layer in self._layers if not layer.keys_only for name, _ in layer.parameters.values()}
         self._uncovered = {name: p.numel() for name, p in uncovered(model, [optimizer], self._layers).items()}
-        self._report_uncovered(strict=strict)
+        if self._uncovered:
+            report_uncovered(self._uncovered, self._parameters, strict=strict)
 
         self._hooks = Hooks(self._layers, self)
         self._handles: list[RemovableHandle] = []
         self._pending = _Pending()
         self._in_flight: StepRecord | None = None
         self._binding: Binding | None = None
+        self._given: dict[str, Any] = {}  # the columns of the binding
+        self._bound = False  # whether a forward has taken it
+        self._unannotated = False  # whether a forward without one waits for its backward
         self._spent: set[int] = set()  # ids of bindings whose backward has been
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
         self._columns: dict[str, Tensor] = {}
+        self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._warned: set[str] = set()
         self._step = 0
         self._state: Literal["new", "recording", "closed"] = "new"
@@ -107,6 +113,7 @@ class Recorder:
                 batch_axis=self._batch_axis,
             )
         )
+        self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
         self._state = "recording"
         self._hooks.attach()
         self._handles = [
@@ -121,8 +128,14 @@ class Recorder:
         if self._state != "recording":
             return
         self._detach()
+        broken = self._in_flight is not None and any(
+            not torch.equal(sample(parameter), self._samples[name]) for name, parameter in self._parameters.items()
+        )  # the optimizer's step began and did not end: the parameters are those of no step
         try:
-            self._sink.close({name: parameter.detach().cpu() for name, parameter in self._parameters.items()})
+            if broken:
+                self._sink.abandon()
+            else:
+                self._sink.close({name: parameter.detach().cpu() for name, parameter in self._parameters.items()})
         except DualformError as failure:
             if error is None and self._on_failure == "raise":
                 raise
@@ -132,12 +145,24 @@ class Recorder:
         """Attach columns to the patterns of the next forward pass.
 
         Each column is a constant, one entry per row (B,), or one per row and position (B, L), of strings, integers,
-        floats or booleans. The annotation binds to the next forward and ends with its backward.
+        floats or booleans. Call it before the forward pass: it binds to the next one and ends with its backward.
+        Several calls before one forward add up.
         """
-        binding = bind(columns)
+        if self._state == "new":
+            raise AnnotationError("Nothing is being recorded yet. Use the recorder in a with statement.")
+        if self._unannotated and "order" not in self._warned:
+            self._warned.add("order")
+            warnings.warn(
+                "annotate() came after a forward pass whose backward is still to come; its columns go to the next "
+                "forward. Call annotate() before the forward.",
+                stacklevel=2,
+            )
+        waiting = self._binding is not None and not self._bound
+        self._given = {**self._given, **columns} if waiting else dict(columns)
+        binding = bind(self._given)
         if self._state == "recording":
             self._sink.check(binding)
-        self._binding = binding
+        self._binding, self._bound = binding, False
         self._spent.clear()
 
     def flush(self) -> None:
@@ -157,6 +182,8 @@ class Recorder:
         """Return the annotations that a forward call starting now takes."""
         if self._binding is not None and id(self._binding) in self._spent:
             self._binding = None
+        self._bound = True
+        self._unannotated = self._binding is None
         return self._binding
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
@@ -168,6 +195,7 @@ class Recorder:
         if task not in self._pending.tasks and self._all_cleared(name):
             self._pending = _Pending()  # nothing of what was pending can reach a step any more
         micro = self._pending.micro(task)
+        self._unannotated = False
         patterns = self._pending.arrivals.setdefault(micro, [])
         known = {id(arrival) for arrival in patterns}
         for arrival in arrivals:
@@ -177,13 +205,13 @@ class Recorder:
                 self._spent.add(id(arrival.call.binding))
         after = self._probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
-        values = [arrival.values for arrival in arrivals if arrival.values is not None]
-        columns = self._projection(name, parameter)
-        if columns is None:
-            predicted, size = predict_bias(values, after.columns)
-        else:
-            keys = [arrival.keys for arrival in arrivals if arrival.keys is not None]
-            predicted, size = predict_weight(values, keys, columns, after.columns)
+        uses = [
+            (role, arrival.values, arrival.keys)
+            for arrival in arrivals
+            for role, (used, _) in arrival.call.layer.parameters.items()
+            if used == name and arrival.values is not None and arrival.keys is not None
+        ]
+        predicted, size = predict(uses, self._projection(name, parameter), after.columns, parameter.shape)
         trail = self._trail(name)
         trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, size))
         trail.waiting = None
@@ -260,50 +288,32 @@ class Recorder:
     def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
         """Return the calls whose gradient reaches the step through at least one parameter."""
         factors = {fact.parameter: fact.factors for fact in facts if fact.updated}
-        calls: list[CallRecord] = []
-        fitted: dict[int, bool] = {}
-        misfits: list[tuple[Binding, str, str]] = []
-        for micro, arrivals in sorted(self._pending.arrivals.items()):
-            numbers: dict[str, int] = {}
-            for arrival in sorted(arrivals, key=lambda arrival: arrival.call.number):
-                layer, binding = arrival.call.layer, arrival.call.binding
-                if not any(name in factors and factors[name][micro] != 0.0 for name, _ in layer.parameters.values()):
-                    continue
-                assert arrival.keys is not None, "only accumulated arrivals are pending"
-                rows, positions, inner = _address(arrival.leading, self._axis(layer))
-                if binding is not None:
-                    fits = binding.fits(rows, positions)
-                    fitted[id(binding)] = fitted.get(id(binding), False) or fits
-                    if not fits:
-                        misfits.append((binding, layer.name, binding.misfit(layer.name, rows, positions)))
-                        binding = None
-                number = numbers[layer.name] = numbers.get(layer.name, -1) + 1
-                values = None if layer.keys_only else arrival.values
-                keys = arrival.keys.cpu()
-                values = None if values is None else values.cpu()
-                calls.append(CallRecord(layer.name, micro, number, rows, positions, inner, keys, values, binding))
-        for binding, layer_name, text in misfits:
-            if not fitted[id(binding)]:
+        calls, misfits = gather_calls(self._pending.arrivals, factors, self._axis)
+        for misfit in misfits:
+            if misfit.everywhere:
                 for arrivals in self._pending.arrivals.values():
                     for arrival in arrivals:
-                        if arrival.call.binding is binding:
+                        if arrival.call.binding is misfit.binding:
                             arrival.call.binding = None  # a second attempt at this step goes through without it
-                raise AnnotationError(f"The annotation fits no recorded layer: {text}. Annotate one entry per row.")
-            if layer_name not in self._warned:
-                self._warned.add(layer_name)
-                warnings.warn(f"Patterns get no annotations: {text}.", stacklevel=3)
+                raise AnnotationError(
+                    f"The annotation fits no recorded layer: {misfit.text}. Annotate one entry per row."
+                )
+            if misfit.text not in self._warned:
+                self._warned.add(misfit.text)
+                warnings.warn(f"Patterns get no annotations: {misfit.text}.", stacklevel=3)
         return calls
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         record, self._in_flight = self._in_flight, None
         self._pending = _Pending()
+        self._unannotated = False
         self._graph_of = None
         self._hooks.forget()
         if record is None or self._state != "recording":
             return
-        samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
-        record = StepRecord(record.step, record.calls, record.facts, samples, record.snapshot)
+        self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
+        record = StepRecord(record.step, record.calls, record.facts, self._samples, record.snapshot)
         self._guard(lambda: self._sink.write(record))
         self._step += 1
 
@@ -387,18 +397,6 @@ class Recorder:
                 stacklevel=4,
             )
 
-    def _report_uncovered(self, *, strict: bool) -> None:
-        if not self._uncovered:
-            return
-        names = list(self._uncovered)
-        shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        total = sum(self._uncovered.values())
-        whole = total + sum(parameter.numel() for parameter in self._parameters.values())
-        text = f"{len(names)} trained parameters ({total / whole:.1%} of the elements) are not recorded: {shown}."
-        if strict:
-            raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True.")
-        warnings.warn(f"{text} What they learn stays in the model but is no part of the memory.", stacklevel=4)
-
 
 def sample(parameter: Tensor) -> Tensor:
     """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
@@ -409,16 +407,6 @@ def sample(parameter: Tensor) -> Tensor:
 def _describe(layer: Watched) -> LayerStart:
     roles = {role: name for role, (name, _) in layer.parameters.items()}
     return LayerStart(layer.kind.name, layer.d_in, layer.d_out, roles, layer.keys_only)
-
-
-def _address(leading: Sequence[int], batch_axis: int) -> tuple[int, int, int]:
-    """Return (rows, positions, inner) of an input's leading axes, (outer, rows, inner) around the batch axis."""
-    if not leading:
-        return 1, 1, 1
-    axis = min(batch_axis, len(leading) - 1)
-    size = torch.Size(leading)
-    inner = size[axis + 1 :].numel()
-    return leading[axis], size[:axis].numel() * inner, inner
 
 
 def _scaler(optimizer: Optimizer) -> tuple[float, bool]:

@@ -3,6 +3,7 @@
 Reads the model only; hooks are attached elsewhere.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from dualform.errors import RefusedError, UnknownLayerError
+from dualform.errors import CoverageError, RefusedError, UnknownLayerError
 from dualform.record.layers import LayerKind, Role, find_kind, kinds
 
 What = Literal["keys+values", "keys"]
@@ -79,7 +80,7 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
             raise RefusedError(f"Layer {name!r} is not initialised yet. Run the model once before recording it.")
         low = [entry for entry, parameter in parameters.values() if parameter.dtype not in _EXACT]
         if low and what != "keys":
-            dtype = parameters["weight"][1].dtype
+            dtype = next(iter(parameters.values()))[1].dtype
             raise RefusedError(
                 f"Layer {name!r} has parameters of dtype {dtype}, whose own rounding is larger than their updates; "
                 f"exact are float32 and float64. Train master weights in float32, or record this layer's keys only "
@@ -154,6 +155,18 @@ def uncovered(model: nn.Module, optimizers: Iterable[Optimizer], watched: Iterab
                 if id(parameter) not in seen and parameter.requires_grad:
                     missing[names.get(id(parameter), f"<optimizer {i}, group {j}, parameter {k}>")] = parameter
     return missing
+
+
+def report_uncovered(missing: Mapping[str, int], recorded: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Warn of trained parameters that no layer covers (name -> elements), or with `strict` raise."""
+    names = list(missing)
+    shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    total = sum(missing.values())
+    whole = total + sum(parameter.numel() for parameter in recorded.values())
+    text = f"{len(names)} trained parameters ({total / whole:.1%} of the elements) are not recorded: {shown}."
+    if strict:
+        raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True.")
+    warnings.warn(f"{text} What they learn stays in the model but is no part of the memory.", stacklevel=5)
 
 
 def plain_name(name: str) -> str:

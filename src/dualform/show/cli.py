@@ -79,7 +79,7 @@ def reproduce(
     keep: Annotated[
         str, typer.Option(help="Keep the recorded patterns of: first, all or none of the seeds.")
     ] = "first",
-    page: Annotated[Path, typer.Option(help="With all: the page to write.")] = Path("docs/results.md"),
+    page: Annotated[Path | None, typer.Option(help="With all: the page to write; default FOLDER/results.md.")] = None,
     device: Annotated[str, typer.Option(help="Where to train and attend, for example cuda.")] = "cpu",
     json: Json = False,
 ) -> None:
@@ -190,6 +190,14 @@ def mask(
         print_json(outcome)
     else:
         show_mask(outcome)
+
+
+@app.command()
+def support() -> None:
+    """Print which layers and optimizers are supported, as Markdown."""
+    from dualform.show.support import support_page
+
+    sys.stdout.write(support_page())
 
 
 @data.command("ls")

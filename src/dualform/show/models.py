@@ -24,7 +24,14 @@ def load_model(memory: Memory, spec: str | None) -> nn.Module:
                 f"{memory.path} does not know its model. Say how to make it: --model package.module:factory."
             )
         spec, arguments = memory.factory
-    return memory.trained(make_model(spec, arguments))
+    model = make_model(spec, arguments)
+    unknown = [*memory.info().uncovered, *(name for name, _ in model.named_buffers())]
+    if unknown:
+        sys.stderr.write(
+            f"dualform: not in the memory, and as {spec} made them: {', '.join(unknown)}. "
+            "Let the factory load your checkpoint.\n"
+        )
+    return memory.trained(model)
 
 
 def make_model(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:

@@ -15,7 +15,7 @@ KEEP = ("first", "all", "none")
 
 
 def reproduce_studies(
-    which: str, data: str, seeds: int, folder: Path, *, keep: str, page: Path, device: str, json: bool
+    which: str, data: str, seeds: int, folder: Path, *, keep: str, page: Path | None, device: str, json: bool
 ) -> None:
     """Run one study or all of them, and show what was found."""
     if which != "all" and which not in get_args(Name):
@@ -41,7 +41,8 @@ def reproduce_studies(
         figures: dict[str, Path] = {name: folder / f"{name}-{data}-0" / "figures" for name in chosen}
         elsewhere = "" if device == "cpu" else f" --device {device}"
         command = f"dualform reproduce all --data {data} --seeds {seeds}{elsewhere}"
-        write_page(page, findings, figures, command=command)
-        sys.stderr.write(f"Wrote {page}\n")
+        target = page or folder / "results.md"
+        write_page(target, findings, figures, command=f"{command} --page {page}" if page else command)
+        sys.stderr.write(f"Wrote {target}\n")
     if json:
         print_json(findings)

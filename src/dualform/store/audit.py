@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError
-from dualform.record.estimate import size_text
+from dualform.record.estimate import row_bytes, size_text
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.rebuild import tensors
@@ -149,11 +149,11 @@ def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
             power.setdefault(parameter, 0.0)
         for chunk in stream(run, layer, horizon=horizon, values=True, dtype=torch.float64):
             assert chunk.values is not None, "values were asked for"
-            squares = {"bias": chunk.values.square().sum(dim=1)}  # (n,)
-            squares["weight"] = squares["bias"] * chunk.keys.square().sum(dim=1)
-            for role, parameter in entry.parameters.items():
-                coefficients: torch.Tensor = getattr(chunk, role)
-                power[parameter] += float((coefficients.square() * squares[role]).sum())
+            of_values = chunk.values.square().sum(dim=1)  # (n,)
+            of_keys = chunk.keys.double().square().sum(dim=1)
+            for role, coefficients in chunk.coefficients.items():
+                squares = of_values if role in ("bias", "rows") else of_values * of_keys
+                power[entry.parameters[role]] += float((coefficients.square() * squares).sum())
     return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
 
 
@@ -171,7 +171,6 @@ def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verificatio
 def stored_bytes(run: Run, layer: str) -> int:
     """Return the bytes of a layer's keys and values on disk."""
     entry = run.layer(layer)
-    itemsize: int = getattr(torch, entry.dtype).itemsize
-    width = entry.d_in + (0 if entry.store == "keys" else entry.d_out)
-    scales = (4 if entry.dtype == "float16" else 0) * (1 if entry.store == "keys" else 2)
-    return run.count(layer) * (itemsize * width + scales)
+    return run.count(layer) * row_bytes(
+        entry.d_in, entry.d_out, entry.dtype, entry.store, integer="rows" in entry.parameters
+    )

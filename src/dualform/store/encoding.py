@@ -17,6 +17,8 @@ def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     >>> bool((decode(stored, scales, torch.float32) / torch.tensor([[3e-9, 1e-9]]) - 1).abs().max() < 5e-4)
     True
     """
+    if not rows.is_floating_point():
+        return rows, None  # integer keys are what they are
     if dtype != torch.float16:
         return rows.to(dtype), None
     largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(len(rows))
@@ -29,5 +31,5 @@ def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 def decode(stored: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return stored rows, (T, d), in the dtype to compute in."""
-    rows = stored.to(dtype)
+    rows = stored.to(dtype) if stored.is_floating_point() else stored
     return rows if scales is None else rows * scales.to(dtype)[:, None]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.algebra import rebuild, rebuild_bias
 from dualform.coefficients.family import Of
+from dualform.forms import FORMS
 from dualform.store.reader import Run
 from dualform.store.replay import kept, replay, replayed_parameters
 from dualform.store.stream import Keep, everything, stream
@@ -69,12 +69,17 @@ def shares(
             continue
         for chunk in stream(run, layer, horizon=horizon, keep=keep, values=True, of=of):
             assert chunk.values is not None, "values were asked for"
-            if chunk.weight is not None:
-                weight = total[entry.parameters["weight"]]
-                weight += rebuild(chunk.values, chunk.keys, chunk.weight).reshape(weight.shape)
-            if chunk.bias is not None:
-                total[entry.parameters["bias"]] += rebuild_bias(chunk.values, chunk.bias)
+            for role, coefficients in chunk.coefficients.items():
+                share = total[scalar[role]]
+                share += FORMS[role].gradient(scaled(chunk.values, coefficients, role), chunk.keys, share.shape)
     return total
+
+
+def scaled(values: Tensor, coefficients: Tensor, role: str) -> Tensor:
+    """Return values (T, d_out) times coefficients (T,); a bias's in float64, since they nearly cancel in its sum."""
+    if role == "bias":
+        values, coefficients = values.double(), coefficients.double()
+    return values * coefficients[:, None]
 
 
 def tensors(run: Run, *, horizon: int) -> dict[str, Tensor]:

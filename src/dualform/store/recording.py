@@ -1,5 +1,6 @@
 """`dualform.record`: a recorder over a disk writer."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from dualform.errors import RunFactoryError
 from dualform.record.recorder import OnFailure, Recorder
 from dualform.record.watch import Layers
 from dualform.store.writer import DiskWriter
@@ -62,6 +64,12 @@ def record(
         raise ValueError(f'dtype is {dtype!r}; expected None (the dtype that is trained) or "float16".')
     if on_failure not in ("raise", "detach"):
         raise ValueError(f'on_failure is {on_failure!r}; expected "raise" or "detach".')
+    if factory is not None and (not isinstance(factory, str) or ":" not in factory):
+        raise RunFactoryError(f'factory is {factory!r}; expected the name of one, "package.module:function".')
+    try:
+        json.dumps(dict(factory_arguments or {}))
+    except TypeError as error:
+        raise RunFactoryError(f"factory_arguments are no JSON: {error}. Give numbers, strings, lists.") from error
     sink = DiskWriter(
         Path(path),
         dtype=dtype,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients.elementwise import Backward, Linear, Replay, Share, family
+from dualform.forms import FORMS
 from dualform.progress import bar
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
@@ -166,7 +167,7 @@ class _Parameter:
             for call in [c for c in reversed(calls) if c.micro == micro]:
                 for role, name in call.entry.parameters.items():
                     if name == self._name:
-                        one = _gradient(role, call.values, call.keys)
+                        one = FORMS[role].gradient(call.values, call.keys, gradient.shape)
                         whole = one if whole is None else whole + one
                         self._part(parts, role, call, one, factor)
             if whole is not None:
@@ -192,7 +193,8 @@ class _Parameter:
                 members = []
                 for code in present:
                     rows = call.codes == code
-                    members.append((code, _gradient(role, call.values[rows], call.keys[rows])))
+                    part = FORMS[role].gradient(call.values[rows], call.keys[rows], whole.shape)
+                    members.append((code, part))
         for code, gradient in members:
             scaled = gradient.double() * factor
             before = parts[code]
@@ -219,10 +221,6 @@ class _Parameter:
             parameter=self.replay.parameter.detach(),
             state=self.replay.state,
         )
-
-
-def _gradient(role: str, values: Tensor, keys: Tensor) -> Tensor:
-    return values.sum(0) if role == "bias" else values.t() @ keys
 
 
 class _Reader:
@@ -257,7 +255,7 @@ class _Reader:
     def _of(self, layer: str, step: int) -> Iterator[_Call]:
         table, keys, values, groups = self._sources[layer]
         entry = self._run.layer(layer)
-        dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[entry.parameters["weight"]].dtype)
+        dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[next(iter(entry.parameters.values()))].dtype)
         for i in range(*np.searchsorted(table["step"], [step, step + 1]).tolist()):
             at = slice(int(table["offset"][i]), int(table["offset"][i] + table["rows"][i] * table["positions"][i]))
             yield _Call(

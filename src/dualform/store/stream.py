@@ -3,8 +3,8 @@
 Every pass over a memory goes through here; what is done with a chunk is up to the caller.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,15 +28,13 @@ class Chunk:
         patterns: (n,) their numbers in the layer, counted over all shards.
         keys: (n, d_in)
         values: (n, d_out), where asked for.
-        weight: (n,) coefficients of the layer's weight, where asked for and its optimizer has coefficients.
-        bias: (n,) coefficients of its bias, where asked for and there is one.
+        coefficients: role -> (n,) of each of the layer's parameters whose optimizer has them, where asked for.
     """
 
     patterns: npt.NDArray[np.int64]
     keys: Tensor
     values: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    coefficients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def everything(shard: Shard, layer: str) -> None:
@@ -91,8 +89,8 @@ def stream(
                     patterns=rows + before,
                     keys=take(keys, rows, dtype, device),
                     values=take(errors, rows, dtype, device) if errors is not None else None,
-                    **{
-                        str(role): torch.from_numpy(found.step[steps[0]] * factors[steps]).to(device, dtype)
+                    coefficients={
+                        role: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(device, dtype)
                         for role, (found, factors) in coefficients.items()
                         if steps is not None
                     },

@@ -181,7 +181,7 @@ class DiskWriter:
                     d_out=layer.d_out,
                     parameters={str(role): parameter for role, parameter in layer.parameters.items()},
                     store="keys" if layer.keys_only else "keys+values",
-                    dtype=self.dtype or _name(start.parameters[layer.parameters["weight"]].dtype),
+                    dtype=self.dtype or _name(start.parameters[next(iter(layer.parameters.values()))].dtype),
                 )
                 for name, layer in start.layers.items()
             },

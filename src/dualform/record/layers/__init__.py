@@ -1,10 +1,9 @@
-"""The layer kinds that can be recorded, one kind a file.
+"""The layer kinds that can be recorded, one family a file.
 
 A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in a file of its own, imported here.
 """
 
-from dualform.record.layers.conv import Conv1d, Conv2d, Conv3d
-from dualform.record.layers.kind import LayerKind, Role, find_kind, kinds, records
-from dualform.record.layers.linear import Linear
+from dualform.record.layers import conv, embedding, linear, norms  # noqa: F401 (an import registers the kinds)
+from dualform.record.layers.kind import LayerKind, Role, find_kind, kinds, records, registered
 
-__all__ = ["Conv1d", "Conv2d", "Conv3d", "LayerKind", "Linear", "Role", "find_kind", "kinds", "records"]
+__all__ = ["LayerKind", "Role", "find_kind", "kinds", "records", "registered"]

@@ -19,18 +19,15 @@ class Convolution(LayerKind):
 
     batch_axis = 0
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Groups would need a weight that is made of blocks."""
-        return cast("_ConvNd", module).groups == 1
-
     def roles(self, module: nn.Module) -> Mapping[str, Role]:
         """The kernel takes value ⊗ patch, the bias takes the value."""
-        return {"weight": "weight", "bias": "bias"} if module.bias is not None else {"weight": "weight"}
+        kernel: Role = "weight" if cast("_ConvNd", module).groups == 1 else "grouped"
+        return {"weight": kernel, "bias": "bias"} if module.bias is not None else {"weight": kernel}
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (channels × kernel, out_channels)."""
-        kernel = cast("_ConvNd", module).weight
-        return kernel[0].numel(), kernel.shape[0]
+        conv = cast("_ConvNd", module)
+        return conv.groups * conv.weight[0].numel(), conv.out_channels
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the input, (B, channels, ...) or without the batch."""
@@ -49,7 +46,7 @@ class Convolution(LayerKind):
         # (B, channels, *locations, *kernel) -> (B, *locations, channels, *kernel)
         return patches.movedim(1, axes + 1).flatten(axes + 1)
 
-    def values(self, module: nn.Module, error: Tensor) -> Tensor:
+    def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
         """Return the errors, (B, *output locations, out_channels)."""
         axes = len(cast("_ConvNd", module).kernel_size)
         return (error[None] if error.dim() == axes + 1 else error).movedim(1, -1)

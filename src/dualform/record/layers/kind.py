@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-Role = Literal["weight", "bias"]
-"""How a parameter takes its patterns: `weight` sums value ⊗ key, `bias` sums values (its key is the constant 1)."""
+Role = Literal["weight", "transposed", "grouped", "rows", "scale", "bias"]
+"""How a parameter takes its patterns: the name of one of `dualform.forms.FORMS`."""
 
 
 class LayerKind(ABC):
@@ -39,13 +39,14 @@ class LayerKind(ABC):
         """Return the keys of a call, (..., d_in): here the input itself."""
         return inputs
 
-    def values(self, module: nn.Module, error: Tensor) -> Tensor:
+    def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
         """Return the values of a call, (..., d_out), from the error at its output: here the error itself."""
         return error
 
 
 K = TypeVar("K", bound=LayerKind)
 _KINDS: dict[type[nn.Module], LayerKind] = {}
+_ELSEWHERE: dict[tuple[str, str], LayerKind] = {}  # (package, class) -> kind
 
 
 def records(module_type: type[nn.Module]) -> Callable[[type[K]], type[K]]:
@@ -58,9 +59,26 @@ def records(module_type: type[nn.Module]) -> Callable[[type[K]], type[K]]:
     return register
 
 
+def records_elsewhere(package: str, name: str) -> Callable[[type[K]], type[K]]:
+    """Register a layer kind for a class of another package, which need not be installed."""
+
+    def register(kind: type[K]) -> type[K]:
+        _ELSEWHERE[package, name] = kind()
+        return kind
+
+    return register
+
+
 def kinds() -> tuple[str, ...]:
     """Return the names of the supported module types."""
-    return tuple(sorted(module_type.__name__ for module_type in _KINDS))
+    own = (module_type.__name__ for module_type in _KINDS)
+    return tuple(sorted([*own, *(f"{package}.{name}" for package, name in _ELSEWHERE)]))
+
+
+def registered() -> dict[str, LayerKind]:
+    """Return every kind by the name of its module type."""
+    own = {module_type.__name__: kind for module_type, kind in _KINDS.items()}
+    return own | {f"{package}.{name}": kind for (package, name), kind in _ELSEWHERE.items()}
 
 
 def find_kind(module: nn.Module) -> LayerKind | None:
@@ -68,12 +86,15 @@ def find_kind(module: nn.Module) -> LayerKind | None:
 
     A subclass counts only when it computes what its base computes, that is, has the same `forward`.
     """
-    for module_type, kind in _KINDS.items():
-        if type(module) is module_type or (
-            isinstance(module, module_type) and type(module).forward is module_type.forward
-        ):
-            # A parametrized or otherwise computed weight is no parameter of the module itself.
-            own = dict(module.named_parameters(recurse=False))
-            if kind.accepts(module) and all(name in own for name in kind.roles(module)):
-                return kind
-    return None
+    kind = _ELSEWHERE.get((type(module).__module__.partition(".")[0], type(module).__name__))
+    if kind is None:
+        for module_type, candidate in _KINDS.items():
+            same = isinstance(module, module_type) and type(module).forward is module_type.forward
+            if same or type(module) is module_type:
+                kind = candidate
+    if kind is None or not kind.accepts(module):
+        return None
+    # A parametrized or otherwise computed weight is no parameter of the module itself.
+    own = dict(module.named_parameters(recurse=False))
+    roles = kind.roles(module)
+    return kind if roles and all(name in own for name in roles) else None

@@ -1,11 +1,11 @@
-"""`nn.Linear`: the key is the input, the value is the error at the output."""
+"""`nn.Linear`, and the transposed linear layer of transformers: key is the input, value the error at the output."""
 
 from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from dualform.record.layers.kind import LayerKind, Role, records
+from dualform.record.layers.kind import LayerKind, Role, records, records_elsewhere
 
 
 @records(nn.Linear)
@@ -26,3 +26,23 @@ class Linear(LayerKind):
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the input."""
         return cast("Tensor", args[0] if args else kwargs["input"])
+
+
+@records_elsewhere("transformers", "Conv1D")
+class TransposedLinear(LayerKind):
+    """z = x W + b with W stored as (d_in, d_out), as GPT-2 has it."""
+
+    name = "transformers.Conv1D"
+
+    def roles(self, module: nn.Module) -> Mapping[str, Role]:
+        """The weight takes key ⊗ value, the bias takes the value."""
+        return {"weight": "transposed", "bias": "bias"}
+
+    def widths(self, module: nn.Module) -> tuple[int, int]:
+        """Return the weight's shape."""
+        d_in, d_out = cast("Tensor", module.weight).shape
+        return d_in, d_out
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the input."""
+        return cast("Tensor", args[0] if args else kwargs["x"])

@@ -1,0 +1,72 @@
+"""From accumulated arrivals to the calls of a step: which of them reach it, their addresses, and their annotations."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dualform.record.annotations import Binding
+from dualform.record.hooks import Arrival
+from dualform.record.sinks import CallRecord
+from dualform.record.watch import Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A column that a layer's patterns could not take; `everywhere` if no layer of the step could."""
+
+    binding: Binding
+    layer: str
+    text: str
+    everywhere: bool
+
+
+def gather_calls(
+    arrivals: Mapping[int, Sequence[Arrival]],
+    factors: Mapping[str, Sequence[float]],
+    axis_of: Callable[[Watched], int],
+) -> tuple[list[CallRecord], list[Misfit]]:
+    """Return the calls whose gradient reaches the step through at least one parameter, and the columns that do not fit.
+
+    Args:
+        arrivals: micro -> what was accumulated in it.
+        factors: updated parameter -> its gradient's factor in each micro.
+        axis_of: the batch axis of a layer.
+    """
+    calls: list[CallRecord] = []
+    fitted: dict[int, set[str]] = {}  # binding -> columns that some layer took
+    misfits: list[tuple[Binding, str, str, str]] = []
+    for micro, brought in sorted(arrivals.items()):
+        numbers: dict[str, int] = {}
+        for arrival in sorted(brought, key=lambda arrival: arrival.call.number):
+            layer, binding = arrival.call.layer, arrival.call.binding
+            if not any(name in factors and factors[name][micro] != 0.0 for name, _ in layer.parameters.values()):
+                continue
+            assert arrival.keys is not None, "only accumulated arrivals are pending"
+            rows, positions, inner = address(arrival.leading, axis_of(layer))
+            if binding is not None:
+                taken = binding.fitting(rows, positions)
+                names = set() if taken is None else set(taken.columns)
+                fitted.setdefault(id(binding), set()).update(names)
+                for name in binding.columns.keys() - names:
+                    misfits.append((binding, layer.name, name, binding.misfit(name, layer.name, rows, positions)))
+                binding = taken
+            number = numbers[layer.name] = numbers.get(layer.name, -1) + 1
+            values = None if layer.keys_only or arrival.values is None else arrival.values.cpu()
+            keys = arrival.keys.cpu()
+            calls.append(CallRecord(layer.name, micro, number, rows, positions, inner, keys, values, binding))
+    return calls, [Misfit(b, layer, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
+
+
+def address(leading: Sequence[int], batch_axis: int) -> tuple[int, int, int]:
+    """Return (rows, positions, inner) of an input's leading axes, (outer, rows, inner) around the batch axis.
+
+    >>> address((5, 3, 2), 1)
+    (3, 10, 2)
+    """
+    if not leading:
+        return 1, 1, 1
+    axis = min(batch_axis, len(leading) - 1)
+    size = torch.Size(leading)
+    inner = size[axis + 1 :].numel()
+    return leading[axis], size[:axis].numel() * inner, inner

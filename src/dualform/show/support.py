@@ -1,0 +1,50 @@
+"""The support matrix, read off the registries: what can be recorded, and how. `dualform support` prints it."""
+
+from dualform.coefficients import optimizers as scalar
+from dualform.coefficients.elementwise import family
+from dualform.record.layers import registered
+from dualform.record.optimizers import supported
+
+KEYS = {
+    "Linear": "input",
+    "transformers.Conv1D": "input; the weight is stored transposed",
+    "Embedding": "token, an integer; attention is 1 where tokens are equal, else 0",
+}
+
+
+def support_page() -> str:
+    """Return docs/support.md."""
+    lines = [
+        "# What is supported",
+        "",
+        "Made by `dualform support` from the registries; a test keeps this page equal to it. Anything else is refused",
+        "by name, listed as uncovered, or recorded keys-only where you ask for that.",
+        "",
+        "## Layers",
+        "",
+        "| layer | key |",
+        "|---|---|",
+        *(f"| `{name}` | {KEYS.get(name) or _key(name)} |" for name in sorted(registered())),
+        "",
+        "One parameter may be used by several of these (a tied embedding and output layer): every use is recorded,",
+        "and the identity holds for their sum.",
+        "",
+        "## Optimizers",
+        "",
+        "| optimizer | family | weights, masks, horizons, totals | contributions of single patterns |",
+        "|---|---|---|---|",
+        *(f"| `{name}` | {_family(name)} |" for name in supported()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _key(name: str) -> str:
+    return "unfolded patch; position = output location" if name.startswith("Conv") else "normalised input, elementwise"
+
+
+def _family(name: str) -> str:
+    if name in family():
+        return "elementwise: one matrix per step | one forward replay | a backward replay, about √S matrices held"
+    assert name in scalar(), "an optimizer that is logged can be derived"
+    return "scalar: one number per step | one pass in any order | one pass in any order"
