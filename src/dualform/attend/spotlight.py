@@ -73,12 +73,11 @@ class LayerSpotlight:
         if self._sums.replayed:
             self._require_patterns()
             return contribute_backward(self._table, self.name, self.queries, self._dtype)
-        parts = [
-            self._score(
-                Score("contribution", torch.full((len(self),), unit), self._sums.shapes), None, lambda _: Everything()
-            )
-            for unit in range(self._entry.d_out)
-        ]
+        parts = []
+        for unit in range(self._entry.d_out):
+            units = torch.full((len(self),), unit, device=self._device)
+            score = Score("contribution", units, self._sums.shapes)
+            parts.append(self._score(score, None, lambda rows: Everything()))
         return torch.stack(parts, dim=2)
 
     def totals(self, by: By, *, of: Of = "attention") -> Totals:

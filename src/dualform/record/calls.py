@@ -1,14 +1,30 @@
-"""From accumulated arrivals to the calls of a step: which of them reach it, their addresses, and their annotations."""
+"""What was accumulated since the last step, and the calls it becomes: which reach the step, where, which columns."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from dualform.record.annotations import Binding
 from dualform.record.hooks import Arrival
+from dualform.record.probes import Trail
 from dualform.record.sinks import CallRecord
 from dualform.record.watch import Watched
+
+
+@dataclass(slots=True)
+class Pending:
+    """Accumulated since the last step: patterns by graph task, and a trail of probes per parameter."""
+
+    tasks: list[int] = field(default_factory=list)  # index = micro
+    arrivals: dict[int, list[Arrival]] = field(default_factory=dict)  # micro -> patterns
+    trails: dict[str, Trail] = field(default_factory=dict)  # parameter -> probes
+
+    def micro(self, task: int) -> int:
+        """Return which backward of the step this graph task is."""
+        if task not in self.tasks:
+            self.tasks.append(task)
+        return self.tasks.index(task)
 
 
 @dataclass(frozen=True, slots=True)

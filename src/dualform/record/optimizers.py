@@ -67,6 +67,13 @@ def require_logger(optimizer: Optimizer) -> FactLogger:
     return logger
 
 
+def pending_scale(optimizer: Optimizer) -> tuple[float, bool]:
+    """Return what a fused step still divides gradients by, and whether a gradient scaler makes it skip."""
+    scale = getattr(optimizer, "grad_scale", None)
+    found_inf = getattr(optimizer, "found_inf", None)
+    return (1.0 if scale is None else float(scale)), (found_inf is not None and bool(found_inf))
+
+
 @logs(torch.optim.SGD)
 class SGD(FactLogger):
     """torch.optim.SGD in every setting."""

@@ -7,7 +7,6 @@ what the identity does not cover, and hands each finished step to its sink. It s
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,31 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import AnnotationError, DualformError, RefusedError
 from dualform.record.annotations import Binding, bind
-from dualform.record.calls import gather_calls
+from dualform.record.calls import Pending, gather_calls
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.hooks import Arrival, Hooks
-from dualform.record.optimizers import FactLogger, find_logger, require_logger
+from dualform.record.optimizers import FactLogger, find_logger, pending_scale, require_logger
 from dualform.record.probes import Accumulation, Probe, Trail, predict, probe, projection, resolve
-from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord
+from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
 
 OnFailure = Literal["raise", "detach"]
-SAMPLE = 256  # elements of each parameter that fingerprint a step
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Accumulated since the last step: patterns by graph task, and a trail of probes per parameter."""
-
-    tasks: list[int] = field(default_factory=list)  # index = micro
-    arrivals: dict[int, list[Arrival]] = field(default_factory=dict)  # micro -> patterns
-    trails: dict[str, Trail] = field(default_factory=dict)  # parameter -> probes
-
-    def micro(self, task: int) -> int:
-        """Return which backward of the step this graph task is."""
-        if task not in self.tasks:
-            self.tasks.append(task)
-        return self.tasks.index(task)
 
 
 class Recorder:
@@ -75,7 +58,7 @@ class Recorder:
 
         self._hooks = Hooks(self._layers, self)
         self._handles: list[RemovableHandle] = []
-        self._pending = _Pending()
+        self._pending = Pending()
         self._in_flight: StepRecord | None = None
         self._binding: Binding | None = None
         self._given: dict[str, Any] = {}  # the columns of the binding
@@ -193,7 +176,7 @@ class Recorder:
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
         if task not in self._pending.tasks and self._all_cleared(name):
-            self._pending = _Pending()  # nothing of what was pending can reach a step any more
+            self._pending = Pending()  # nothing of what was pending can reach a step any more
         micro = self._pending.micro(task)
         self._unannotated = False
         patterns = self._pending.arrivals.setdefault(micro, [])
@@ -244,7 +227,7 @@ class Recorder:
         """Resolve everything that is pending into the record of the step that is about to happen."""
         self._in_flight = None
         with self._guarding():
-            scale, skipped = _scaler(optimizer)
+            scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             facts = []
             for name, parameter in self._parameters.items():
@@ -306,7 +289,7 @@ class Recorder:
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         record, self._in_flight = self._in_flight, None
-        self._pending = _Pending()
+        self._pending = Pending()
         self._unannotated = False
         self._graph_of = None
         self._hooks.forget()
@@ -372,7 +355,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._pending = _Pending()
+        self._pending = Pending()
 
     def _guard(self, action: Callable[[], None]) -> None:
         with self._guarding():
@@ -398,19 +381,6 @@ class Recorder:
             )
 
 
-def sample(parameter: Tensor) -> Tensor:
-    """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
-    flat = parameter.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // SAMPLE)].cpu().clone()
-
-
 def _describe(layer: Watched) -> LayerStart:
     roles = {role: name for role, (name, _) in layer.parameters.items()}
     return LayerStart(layer.kind.name, layer.d_in, layer.d_out, roles, layer.keys_only)
-
-
-def _scaler(optimizer: Optimizer) -> tuple[float, bool]:
-    """Return what a fused step still divides gradients by, and whether a gradient scaler makes it skip."""
-    scale = getattr(optimizer, "grad_scale", None)
-    found_inf = getattr(optimizer, "found_inf", None)
-    return (1.0 if scale is None else float(scale)), (found_inf is not None and bool(found_inf))

@@ -12,6 +12,8 @@ from torch import Tensor
 from dualform.record.annotations import Binding
 from dualform.record.layers import Role
 
+SAMPLE = 256  # elements of each parameter that fingerprint a step
+
 
 @dataclass(frozen=True, slots=True)
 class LayerStart:
@@ -106,3 +108,9 @@ class Sink(Protocol):
 
     def abandon(self) -> None:
         """Stop at once, keeping what is published already."""
+
+
+def sample(parameter: Tensor) -> Tensor:
+    """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // SAMPLE)].cpu().clone()

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import ResumeError
-from dualform.record.recorder import sample
-from dualform.record.sinks import Start
+from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
 from dualform.store.format import FINAL, Manifest, partial_files, shard_files
 from dualform.store.reader import Run
