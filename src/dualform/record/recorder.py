@@ -163,7 +163,8 @@ class Recorder:
 
     def binding_for_forward(self) -> Binding | None:
         """Return the annotations that a forward call starting now takes."""
-        if self._binding is not None and id(self._binding) in self._spent:
+        within = torch._C._current_graph_task_id() != -1  # a checkpointed part, computed again in its own backward
+        if self._binding is not None and id(self._binding) in self._spent and not within:
             self._binding = None
         self._bound = True
         self._unannotated = self._binding is None

@@ -1,0 +1,136 @@
+"""Training tricks that touch the graph: each is exact, or refused by name, and never silently wrong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import dualform
+from dualform.errors import RefusedError
+from loops import state
+
+
+class Blocks(nn.Module):
+    """Three blocks, of which the middle one may be checkpointed."""
+
+    def __init__(self, *, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.middle = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.last = nn.Linear(8, 3)
+        self.reentrant = reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if self.reentrant is None:
+            inside = self.middle(hidden)
+        else:
+            inside = checkpoint(self.middle, hidden, use_reentrant=self.reentrant)
+        result: Tensor = self.last(hidden + inside)
+        return result
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: dualform.Recorder | None = None) -> None:
+    for step in range(30):
+        inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        labels = inputs[:, :3].argmax(1)
+        if recorder is not None:
+            recorder.annotate(label=labels)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def make(reentrant: bool | None = None) -> Blocks:
+    torch.manual_seed(0)
+    return Blocks(reentrant=reentrant).double()
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.Adam])
+def test_activation_checkpointing(run: Path, reentrant: bool, optimizer_type: type[torch.optim.Optimizer]) -> None:
+    model, plain = make(reentrant), make()
+    optimizer = optimizer_type(model.parameters(), lr=0.01)
+    with dualform.record(model, optimizer, run, strict=True) as recorder:
+        train(model, optimizer, recorder)
+    train(plain, optimizer_type(plain.parameters(), lr=0.01))
+    assert all(torch.equal(tensor, state(plain)[name]) for name, tensor in state(model).items())
+    memory = dualform.open(run)
+    found = memory.verify(model)
+    assert found.passed
+    assert all((layer.error or 0) < 1e-12 for layer in found.layers)
+    for layer in memory.layers:
+        assert memory.patterns(layer).num_rows == 180, layer
+        assert memory.patterns(layer)["label"].null_count == 0, layer
+
+
+# The compiler looks at .grad of everything that passes, and warns of it itself.
+COMPILED = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+
+@COMPILED
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_model_that_is_compiled_after_the_recording_began(run: Path, backend: str) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compiled = torch.compile(model, backend=backend)
+    with dualform.record(compiled, optimizer, run, strict=True) as recorder:
+        train(compiled, optimizer, recorder)
+    memory = dualform.open(run)
+    assert "middle.1" in memory.layers  # without the compiler's prefix
+    assert memory.verify(model).passed
+    torch._dynamo.reset()
+
+
+@COMPILED
+def test_a_model_that_was_compiled_and_run_before_is_refused_until_reset(run: Path) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.randn(6, 5, dtype=torch.float64))
+    refused = pytest.raises(RefusedError, match=r"compiled before it \(call torch._dynamo.reset\(\)\)")
+    with refused, dualform.record(compiled, optimizer, run):
+        train(compiled, optimizer)
+    torch._dynamo.reset()
+    with dualform.record(compiled, optimizer, run.with_name("again")):
+        train(compiled, optimizer)
+    assert dualform.open(run.with_name("again")).verify(model).passed
+    torch._dynamo.reset()
+
+
+def test_a_parametrized_weight_is_uncovered_and_said_so(run: Path) -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 8)), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.warns(UserWarning, match=r"not recorded: '0.bias', '0.parametrizations"):
+        recorder = dualform.record(model, optimizer, run)
+    with recorder:
+        train(model, optimizer, recorder)
+    memory = dualform.open(run)
+    assert list(memory.layers) == ["2"]
+    assert memory.verify(model).passed
+
+
+def test_frozen_layers_have_no_patterns_and_stay(run: Path) -> None:
+    model = make()
+    model.first.requires_grad_(False)
+    model.middle[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=0.01)
+    with dualform.record(model, optimizer, run, strict=True) as recorder:
+        train(model, optimizer, recorder)
+    memory = dualform.open(run)
+    assert memory.patterns("first").num_rows == 0
+    assert memory.verify(model).passed
+
+
+def test_autocast_is_refused_by_name(run: Path) -> None:
+    model = make().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with dualform.record(model, optimizer, run):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.randn(6, 5)).float().square().mean()
+        loss.backward()
+        with pytest.raises(RefusedError, match="autocast"):
+            optimizer.step()
