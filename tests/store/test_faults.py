@@ -439,6 +439,8 @@ def test_what_a_kill_at_the_very_start_leaves_is_no_obstacle(run: Path) -> None:
     run.mkdir()
     for name in (".lock", ".partial-1234-initial.safetensors", ".partial-5678-manifest.json", "initial.safetensors"):
         (run / name).write_text("half")
+    (run / ".partial-9abc").mkdir()
+    (run / ".partial-9abc" / ".tmp4b95Np").write_text("a library's own")
     attempt(run, resume=True)
     assert dualform.open(run).verify().passed
     assert files(run) == listed(run)

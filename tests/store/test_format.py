@@ -196,8 +196,9 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
 
     def fail(partial: Path) -> None:
         partial.write_bytes(b"half")
-        assert partial.name.startswith(PARTIAL)
-        assert partial.parent == path.parent, "another disk could not be renamed from"
+        (partial.parent / ".tmp-of-a-library").write_bytes(b"quarter")
+        assert partial.parent.name.startswith(PARTIAL)
+        assert partial.parent.parent == path.parent, "another disk could not be renamed from"
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
@@ -275,3 +276,15 @@ def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(fcntl, "flock", flock_late)
     with locked(tmp_path) as mine:
         assert not mine
+
+
+def test_a_published_file_may_be_read_by_whom_new_files_may(tmp_path: Path) -> None:
+    def private(partial: Path) -> None:  # as safetensors does: a temporary file of its own, renamed
+        other = partial.with_name(".tmp")
+        other.touch(mode=0o600)
+        other.replace(partial)
+
+    publish(tmp_path / "file.bin", private)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "file.bin").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.bin", "plain"]

@@ -56,7 +56,6 @@ def run_for(server: ForkServerContext, path: Path, moment: float | None) -> floa
 def test_killed_at_twenty_random_moments(
     server: ForkServerContext, checkpoints: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    begin = time.monotonic()
     whole = min(run_for(server, tmp_path / f"whole{i}", None) for i in range(3))
     assert dualform.open(tmp_path / "whole0").verify(checkpoints[STEPS]).passed
     chance = random.Random(2022)
@@ -67,7 +66,6 @@ def test_killed_at_twenty_random_moments(
         run_for(server, path, (kill + chance.random()) / KILLS * whole)
         seen.append(examine(path, checkpoints, chance))
     assert len(set(seen)) > KILLS // 3, f"the kills fell on too few different steps to tell: {seen}"
-    assert time.monotonic() - begin < 60
 
 
 def examine(path: Path, checkpoints: list[dict[str, torch.Tensor]], chance: random.Random) -> int | None:

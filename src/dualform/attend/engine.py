@@ -4,7 +4,7 @@ Memory is bounded by the chunk and by what the reducer holds. Shortcuts live wit
 is the plain pass that they are compared with.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -15,6 +15,7 @@ from dualform.algebra import attend, scale
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import Reducer
 from dualform.forms import FORMS
+from dualform.progress import bar
 from dualform.store.stream import CHUNK, Chunk, stream
 
 R = TypeVar("R")
@@ -95,9 +96,12 @@ def sum_patterns(
     return reducer.result()
 
 
-def _chunks(table: Table, layer: str, grouping: Grouping | None, *, values: bool, size: int, like: Tensor):  # type: ignore[no-untyped-def]
+def _chunks(
+    table: Table, layer: str, grouping: Grouping | None, *, values: bool, size: int, like: Tensor
+) -> Iterator[tuple[Chunk, Tensor]]:
+    """Yield the kept patterns of a layer in chunks, each with its patterns' groups (n,)."""
     taken = 0
-    for chunk in stream(
+    chunks = stream(
         table.run,
         layer,
         horizon=table.horizon,
@@ -106,11 +110,14 @@ def _chunks(table: Table, layer: str, grouping: Grouping | None, *, values: bool
         size=size,
         device=like.device,
         dtype=like.dtype if like.is_floating_point() else None,
-    ):
-        count = len(chunk.patterns)
-        if grouping is None:
-            codes = torch.zeros(count, dtype=torch.int64, device=like.device)
-        else:
-            codes = torch.from_numpy(grouping.codes[taken : taken + count]).to(like.device)
-        taken += count
-        yield chunk, codes
+    )
+    with bar(f"attending {layer}", total=table.run.count(layer)) as advance:
+        for chunk in chunks:
+            count = len(chunk.patterns)
+            if grouping is None:
+                codes = torch.zeros(count, dtype=torch.int64, device=like.device)
+            else:
+                codes = torch.from_numpy(grouping.codes[taken : taken + count]).to(like.device)
+            taken += count
+            yield chunk, codes
+            advance(count)

@@ -7,6 +7,7 @@ the manifest, the names of files, and the write-fsync-rename that makes a file a
 import dataclasses
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -182,17 +183,26 @@ def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
-    """Let `write` fill a partial file beside `path`, fsync it, rename it, fsync the folder; return its entry."""
+    """Let `write` fill a file in a partial folder beside `path`, fsync it, rename it, fsync the folder.
+
+    Return the file's entry. The partial folder is its own, because a library that writes may put temporary files beside
+    what it is told to write.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}-{path.name}")
+    folder = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
+    folder.mkdir()
+    partial = folder / path.name
     try:
+        partial.touch()
+        mode = partial.stat().st_mode  # what new files may be read by, whatever a library makes of it
         write(partial)
+        partial.chmod(mode)
         with partial.open("rb+") as file:
             entry = FileEntry(bytes=partial.stat().st_size, xxh3=checksum(partial))
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
     _sync_folder(path.parent)
     return entry
 
@@ -233,9 +243,13 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def partial_files(folder: Path) -> Iterator[Path]:
-    """Yield what a killed writer may have left behind."""
-    yield from folder.rglob(f"{PARTIAL}*")
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed writer may have left behind."""
+    for path in list(folder.rglob(f"{PARTIAL}*")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dualform.coefficients.family import Of
 from dualform.forms import FORMS
+from dualform.progress import bar
 from dualform.store.reader import Run
 from dualform.store.replay import kept, replay, replayed_parameters
 from dualform.store.stream import Keep, everything, stream
@@ -67,11 +68,13 @@ def shares(
             total.setdefault(parameter, torch.zeros(shape, dtype=torch.float64))
         if not scalar:
             continue
-        for chunk in stream(run, layer, horizon=horizon, keep=keep, values=True, of=of):
-            assert chunk.values is not None, "values were asked for"
-            for role, coefficients in chunk.coefficients.items():
-                share = total[scalar[role]]
-                share += FORMS[role].gradient(scaled(chunk.values, coefficients, role), chunk.keys, share.shape)
+        with bar(f"rebuilding {layer}", total=run.count(layer)) as advance:
+            for chunk in stream(run, layer, horizon=horizon, keep=keep, values=True, of=of):
+                assert chunk.values is not None, "values were asked for"
+                for role, coefficients in chunk.coefficients.items():
+                    share = total[scalar[role]]
+                    share += FORMS[role].gradient(scaled(chunk.values, coefficients, role), chunk.keys, share.shape)
+                advance(len(chunk.patterns))
     return total
 
 

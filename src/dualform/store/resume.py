@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.errors import ResumeError
 from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
-from dualform.store.format import FINAL, Manifest, partial_files, shard_files
+from dualform.store.format import FINAL, Manifest, remove_partial, shard_files
 from dualform.store.reader import Run
 from dualform.store.rebuild import states, tensors
 from dualform.store.tables import fingerprint
@@ -124,8 +124,7 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
 
 def _sweep(folder: Path, manifest: Manifest) -> None:
     """Remove what the manifest does not list: later shards, and what a killed writer left behind."""
-    for path in list(partial_files(folder)):
-        path.unlink(missing_ok=True)
+    remove_partial(folder)
     listed = set(manifest.files) | {name for shard in manifest.shards for name in shard.files}
     for kind in shard_files(0).values():
         for path in (folder / kind).parent.glob("*"):

@@ -39,9 +39,9 @@ from dualform.store.format import (
     ParameterEntry,
     ShardEntry,
     locked,
-    partial_files,
     publish,
     publish_tensors,
+    remove_partial,
     shard_files,
 )
 from dualform.store.queue import ByteQueue
@@ -204,8 +204,7 @@ class DiskWriter:
         tensors = dict(start.parameters)
         for name, state in start.states.items():
             tensors |= {f"{entry}{STATE}{name}": tensor for entry, tensor in state.items()}
-        for path in partial_files(self.path):
-            path.unlink(missing_ok=True)
+        remove_partial(self.path)
         self._publish(files={INITIAL: publish_tensors(self.path / INITIAL, tensors)})
 
     def _continue(self, start: Start) -> None:
