@@ -65,7 +65,7 @@ def test_killed_at_twenty_random_moments(
         # The moments are spread over the whole recording; each falls anywhere within its share of it.
         run_for(server, path, (kill + chance.random()) / KILLS * whole)
         seen.append(examine(path, checkpoints, chance))
-    assert len(set(seen)) > KILLS // 3, f"the kills fell on too few different steps to tell: {seen}"
+    assert len(set(seen)) > KILLS // 5, f"the kills fell on too few different steps to tell: {seen}"
 
 
 def examine(path: Path, checkpoints: list[dict[str, torch.Tensor]], chance: random.Random) -> int | None:
