@@ -37,7 +37,8 @@ def test_the_error_of_a_row_is_bounded_by_its_largest_element(
     back = decode(stored, scales, torch.float64)
     error = (back - exact.double()).abs()
     largest = exact.double().abs().amax(dim=1, keepdim=True) if width and rows else torch.zeros(rows, 1)
-    assert bool((error <= HALF * largest).all())
+    # The smallest scale is float32's smallest normal number: below it a row fades out.
+    assert bool((error <= HALF * largest + 2.0**-151).all())
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 3e-38, 1e-45, 65504.0, 1e30, 3.4e38])

@@ -24,7 +24,7 @@ def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(len(rows))
     _, exponent = torch.frexp(largest.double())
     scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent)  # (T,)
-    # float32 holds powers of two down to 2^-149; a smaller row is as good as zero.
+    # 2^-126 is float32's smallest normal number; what is far below it is as good as zero.
     scales = scales.clamp(min=2.0**-126, max=2.0**127)
     return (rows / scales[:, None].to(rows.dtype)).to(torch.float16), scales.float()
 
