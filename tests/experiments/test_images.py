@@ -1,6 +1,7 @@
 """The image studies on digits: small, whole, and everything that they promise."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dualform.experiments.page import write_page
 from dualform.experiments.studies import ACCURACY, NAMES, TABLE_1, study
 from dualform.experiments.summary import spread, summarise
 from dualform.experiments.training import _batches, make_tasks
+from dualform.show import studies
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +142,15 @@ def test_unknown_data_is_named():
 
 def test_spread_of_nothing():
     assert spread([float("nan")]) == "-"
+
+
+@pytest.mark.parametrize(("data", "page"), [("mnist", "docs/results.md"), ("digits", "runs/results.md")])
+def test_only_the_papers_data_writes_the_published_page(found, monkeypatch, capsys, data, page):
+    written = []
+    monkeypatch.setattr(studies, "reproduce", lambda plan, *a, **k: found[plan.name][0])
+    monkeypatch.setattr(studies, "write_page", lambda target, *a, **k: written.append(str(target)))
+    options = {"keep": "none", "device": "cpu", "json": True}
+    studies.reproduce_studies("all", data, 1, Path("runs"), page=None, **options)
+    studies.reproduce_studies("all", data, 1, Path("runs"), page=Path("mine.md"), **options)
+    studies.reproduce_studies("joint", data, 1, Path("runs"), page=None, **options)
+    assert written == [page, "mine.md"]

@@ -79,7 +79,10 @@ def reproduce(
     keep: Annotated[
         str, typer.Option(help="Keep the recorded patterns of: first, all or none of the seeds.")
     ] = "first",
-    page: Annotated[Path | None, typer.Option(help="With all: the page to write; default FOLDER/results.md.")] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="With all: the page; default docs/results.md, for other data than mnist FOLDER/results.md."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to train and attend, for example cuda.")] = "cpu",
     json: Json = False,
 ) -> None:

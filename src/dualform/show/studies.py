@@ -41,8 +41,9 @@ def reproduce_studies(
         figures: dict[str, Path] = {name: folder / f"{name}-{data}-0" / "figures" for name in chosen}
         elsewhere = "" if device == "cpu" else f" --device {device}"
         command = f"dualform reproduce all --data {data} --seeds {seeds}{elsewhere}"
-        target = page or folder / "results.md"
-        write_page(target, findings, figures, command=f"{command} --page {page}" if page else command)
+        # The published page is that of the paper's data; anything else stays with its runs.
+        target = page or (Path("docs/results.md") if data == "mnist" else folder / "results.md")
+        write_page(target, findings, figures, command=command)
         sys.stderr.write(f"Wrote {target}\n")
     if json:
         print_json(findings)
