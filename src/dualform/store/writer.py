@@ -182,6 +182,7 @@ class DiskWriter:
                     parameters={str(role): parameter for role, parameter in layer.parameters.items()},
                     store="keys" if layer.keys_only else "keys+values",
                     dtype=self.dtype or _name(start.parameters[next(iter(layer.parameters.values()))].dtype),
+                    optional=layer.optional,
                 )
                 for name, layer in start.layers.items()
             },
