@@ -15,7 +15,7 @@ PURE = {"algebra", "coefficients", "errors", "forms", "progress", "_version"}
 STAGES = ("record", "store", "attend", "show", "experiments")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "algebra": set(),
-    "forms": set(),
+    "forms": {"errors"},
     "errors": set(),
     "progress": set(),
     "_version": set(),

@@ -57,7 +57,8 @@ class Shard:
             table = self._calls_table.filter(pc.field("layer") == layer)
             numbers = [field.name for field in CALLS if field.type != pa.string()]
             columns: Columns = {name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in numbers}
-            columns["layout"] = np.asarray(table["layout"], dtype=object)
+            known = "layout" in table.column_names  # which the first runs did not have
+            columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
             columns["batch_axis"] = np.full(table.num_rows, self._batch_axis)
             self._calls[layer] = columns
         return self._calls[layer]
