@@ -46,7 +46,7 @@ class Form(ABC):
     def through(
         self, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor, side: Tensor, shape: Sequence[int]
     ) -> Tensor:
-        """Return what each pattern adds to one output unit of each query, its gradient multiplied from one side, (Q, T).
+        """Return what each pattern adds to one unit of each query, its gradient multiplied from one side, (Q, T).
 
         The output o of a query q is `⟨parameter, D⟩` with D the gradient of value 1 at o and key q. So a pattern whose
         gradient G became K G adds `⟨K G, D⟩ = ⟨G, Kᵀ D⟩`: its value times what the parameter Kᵀ D gives for its key.

@@ -1,8 +1,8 @@
 """Contributions of single patterns where the optimizer has no coefficients: one pass from the last step to the first.
 
-What multiplies the gradients of a step is one matrix (`store.replay.multipliers`), and what a pattern adds to one output
-unit is a product with it that costs about what attention costs, once the steps are replayed. A layer's parameters may be
-of different families.
+What multiplies the gradients of a step is one matrix (`store.replay.multipliers`), and what a pattern adds to one
+output unit is a product with it that costs about what attention costs, once the steps are replayed. A layer's
+parameters may be of different families.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
 An optimizer either has coefficients, one number per step (`scalar.py`, registered with `@derives`), or it is replayed
 and its steps are read as linear maps (`elementwise.py`, `onesided.py`, registered with `replays`; see `replayed.py` for
-what a new family has to give). Both belong to a horizon (a number of steps), because momentum and decay go on changing a
-pattern's share after its step.
+what a new family has to give). Both belong to a horizon (a number of steps), because momentum and decay go on changing
+a pattern's share after its step.
 """
 
 import dualform.coefficients.elementwise

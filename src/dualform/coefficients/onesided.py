@@ -6,8 +6,8 @@ With gradient g, numbers α, β, κ, γ and ν (Nesterov), one step on a matrix 
     u  = (1 − ν) g + ν m'            (another lerp; ν = 1 without Nesterov)
     W' = κ W − γ · orthogonalise(u)
 
-The orthogonalisation applies odd polynomials to the singular values of u, normalised: X ← a X + b (X Xᵀ) X + c (X Xᵀ)² X.
-Each multiplies X from the left by a polynomial in X Xᵀ, so all of them together do too:
+The orthogonalisation normalises u, and then several times X ← a X + b (X Xᵀ) X + c (X Xᵀ)² X. Each multiplies X from
+the left by a polynomial in X Xᵀ, so all of them together do too:
 
     orthogonalise(u) = L u,    L a polynomial in u uᵀ, (rows, rows)
 

@@ -1,7 +1,8 @@
 """The weights that a stored run implies: what is left of the start, plus the kept patterns' shares.
 
-`weight = start + share` (and `+ rounding`, where the optimizer rounds coarsely), each parameter summed over all layers that use it, in float64 over float32 products.
-Parameters whose optimizer has coefficients are summed in any order; the others are replayed step by step.
+`weight = start + share` (and `+ rounding`, where the optimizer rounds coarsely), each parameter summed over all layers
+that use it, in float64 over float32 products. Parameters whose optimizer has coefficients are summed in any order; the
+others are replayed step by step.
 """
 
 from collections.abc import Collection

@@ -1,8 +1,8 @@
 """Replay the optimizers that have no coefficients: one forward pass over the steps, from the recorded gradients.
 
-Used for every optimizer in `dualform.coefficients.kinds()`. A step's gradient is summed again call by call, in the order
-in which autograd summed it, torch's own optimizer takes the step, and each share (the start's, and each group's) follows
-the linear map of that step. Only as many matrices are held as there are shares.
+Used for every optimizer in `dualform.coefficients.kinds()`. A step's gradient is summed again call by call, in the
+order in which autograd summed it, torch's own optimizer takes the step, and each share (the start's, and each group's)
+follows the linear map of that step. Only as many matrices are held as there are shares.
 
 Where the optimizer rounds more coarsely than the parameter's dtype (Muon), what the step did beyond its linear map is
 followed as one more share, that of rounding: parameter = start + shares + rounding.
@@ -39,8 +39,8 @@ class Rounding:
         term: the term, float64.
         expected: the size that it should have at random.
         parameter: the parameter as the replay left it.
-        repeatable: whether the replay rounds as the live steps did: the same machine, whole patterns, and gradients that
-            were not rescaled. Elsewhere the term is that of another rounding of the same steps.
+        repeatable: whether the replay rounds as the live steps did: the same machine, whole patterns, and gradients
+            that were not rescaled. Elsewhere the term is that of another rounding of the same steps.
     """
 
     term: Tensor
@@ -333,5 +333,5 @@ class _Reader:
                 keys=decode(keys.stored[at], None if keys.scales is None else keys.scales[at], dtype),
                 values=decode(values.stored[at], None if values.scales is None else values.scales[at], dtype),
                 codes=None if groups is None else torch.from_numpy(np.ascontiguousarray(groups[at])),
-                whole=values.scales is None,
+                whole=all(rows.stored.dtype in (dtype, torch.int64) for rows in (keys, values)),
             )
