@@ -501,6 +501,24 @@ def test_tables_and_normalisations_in_two_dimensions(run: Path) -> None:
         torch.testing.assert_close(whole, layer.output(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize("name", ["defaults", "another polynomial"])
+def test_the_polynomial_is_what_the_rounds_do_one_after_the_other(name: str, rank: int) -> None:
+    group = muon(network(), **SETTINGS[name]).param_groups[0]
+    a, b, c = group["ns_coefficients"]
+    generator = torch.Generator().manual_seed(rank)
+    left, right = (torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in (5, 7))
+    for size in (1.0, 1e-9, 0.0):  # the second is below eps, the third has no direction
+        update = size * left @ right.T
+        x = update / max(float(update.norm()), group["eps"])
+        for _ in range(group["ns_steps"]):
+            x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+        side = polynomial(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        torch.testing.assert_close(side @ update, x, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(side, side.T)
+    assert polynomial(update * torch.nan, (a, b, c), 5, 1e-7).isnan().all()
+
+
 @pytest.mark.parametrize(
     ("form", "shape"),
     [

@@ -193,7 +193,9 @@ class _Parameter:
         """Take a step, if this parameter was updated in it, and return its linear map."""
         if step not in self._at:
             return None
-        mine = [(call, role) for call in calls for role, name in call.entry.parameters.items() if name == self._name]
+        # Autograd reaches the last call first, and sums in the order in which it reaches them.
+        backward = [(call, role, name) for call in reversed(calls) for role, name in call.entry.parameters.items()]
+        mine = [(call, role) for call, role, name in backward if name == self._name]
         micros = [m for m in sorted({call.micro for call, _ in mine}) if self._factors[step, m] != 0.0]
         gradient, parts, exact = self._gradients(mine, {m: float(self._factors[step, m]) for m in micros})
         row = self._row(step)
@@ -222,8 +224,7 @@ class _Parameter:
         total: Tensor | None = None
         for micro, factor in factors.items():
             backward: Tensor | None = None
-            # Autograd reaches the last call first, and sums in the order in which it reaches them.
-            for call, role in [(c, r) for c, r in reversed(mine) if c.micro == micro]:
+            for call, role in [(c, r) for c, r in mine if c.micro == micro]:
                 one = FORMS[role].gradient(call.values, call.keys, zero.shape)
                 backward = one if backward is None else backward + one
                 if self._rounding is not None:
