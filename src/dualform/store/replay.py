@@ -84,7 +84,7 @@ class _Call:
     codes: Tensor | None  # (n,)
     whole: bool  # stored without loss
 
-    def gradient(self, role: str, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
+    def exact(self, role: str, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
         """Return the gradient that (some of) the patterns give one of the layer's parameters, in float64."""
         keys = self.keys[rows]
         keys = keys.double() if keys.is_floating_point() else keys
@@ -228,7 +228,7 @@ class _Parameter:
                 one = FORMS[role].gradient(call.values, call.keys, zero.shape)
                 backward = one if backward is None else backward + one
                 if self._rounding is not None:
-                    one = call.gradient(role, zero.shape)
+                    one = call.exact(role, zero.shape)
                     exact = exact + one * factor
                 if parts:
                     self._part(parts, role, call, one, factor)
@@ -254,7 +254,7 @@ class _Parameter:
                     if self._rounding is None:
                         part = FORMS[role].gradient(call.values[rows], call.keys[rows], whole.shape)
                     else:
-                        part = call.gradient(role, whole.shape, rows)
+                        part = call.exact(role, whole.shape, rows)
                     members.append((code, part))
         for code, gradient in members:
             scaled = gradient.double().reshape(self.replay.parameter.shape) * factor
