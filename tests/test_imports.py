@@ -19,7 +19,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "errors": set(),
     "progress": set(),
     "_version": set(),
-    "coefficients": {"errors", "algebra"},
+    "coefficients": {"errors", "algebra", "forms"},
     "record": PURE,
     "store": PURE | {"record"},
     "attend": PURE | {"record", "store"},

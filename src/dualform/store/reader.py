@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from dualform.coefficients import Coefficients, Facts, derive
-from dualform.coefficients.elementwise import family
+from dualform.coefficients import Coefficients, Facts, derive, kinds
 from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.store.encoding import SCALE
@@ -195,8 +194,9 @@ class Run:
         return derive(facts, horizon=horizon, of=of), factors
 
     def is_replayed(self, parameter: str) -> bool:
-        """Say whether a parameter's optimizer has no coefficients, and must be replayed."""
-        return self.facts(parameter)[0].optimizer in family()
+        """Say whether a parameter was updated by an optimizer that has no coefficients, and must be replayed."""
+        facts, _ = self.facts(parameter)
+        return facts.optimizer in kinds() and len(facts.step) > 0
 
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""
