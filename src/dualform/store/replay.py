@@ -22,6 +22,7 @@ from dualform.coefficients import kinds
 from dualform.coefficients.replayed import Map, Multiplier, Replay, Share, machine
 from dualform.forms import form
 from dualform.progress import bar
+from dualform.record.layers import sums_in_own_order
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Columns, Rows, Run, Shard
@@ -83,7 +84,7 @@ class _Call:
     values: Tensor  # (n, d_out)
     codes: Tensor | None  # (n,)
     layout: str | None
-    whole: bool  # stored without loss
+    whole: bool  # stored without loss, and summed as autograd does
 
     def gradient(self, role: str, shape: Sequence[int]) -> Tensor:
         """Return its gradient of a parameter, summed as autograd summed it.
@@ -358,5 +359,6 @@ class _Reader:
                 values=decode(values.stored[at], None if values.scales is None else values.scales[at], dtype),
                 codes=None if groups is None else torch.from_numpy(np.ascontiguousarray(groups[at])),
                 layout=table["layout"][i],
-                whole=all(rows.stored.dtype in (dtype, torch.int64) for rows in (keys, values)),
+                whole=not sums_in_own_order(entry.kind)
+                and all(rows.stored.dtype in (dtype, torch.int64) for rows in (keys, values)),
             )
