@@ -253,7 +253,7 @@ def trace(
     def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if called is not module:
             return
-        mode = composite.trace(module, args, kwargs, report) if wanted() else None
+        mode = composite.trace(module, args, kwargs, _disabled_in_compile(report)) if wanted() else None
         entered.append(mode)
         if mode is not None:
             mode.__enter__()
