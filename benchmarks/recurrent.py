@@ -1,30 +1,19 @@
-"""What recording a recurrent layer costs: the layer's own training step with and without it, in turn.
-
-    python benchmarks/recurrent.py            # prints one table of ratios, writes nothing
-
-Everything is measured but the disk: records go to a sink that drops them.
-"""
+"""What recording a recurrent layer adds to a training step. Records go to a sink that drops them: no disk here."""
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.bench import Bench
+from benchmarks.rows import REPORTED, Measured, row
+from benchmarks.timing import timed_pairs, wait
 from dualform.record.recorder import Recorder
 
-SHAPES = {
-    "LSTM, WikiText-2 study": (nn.LSTM, 200, 200, 100, 128),
-    "LSTM, 256 units": (nn.LSTM, 64, 256, 100, 64),
-    "GRU, 256 units": (nn.GRU, 64, 256, 100, 64),
-    "RNN, 256 units": (nn.RNN, 64, 256, 100, 64),
-}
-PAIRS = 9
+AGAINST = "the same step without recording"
 
 
 class Nowhere:
@@ -52,35 +41,50 @@ class Nowhere:
         """Forget everything."""
 
 
-def timed(layer: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, layers: Any) -> float:
-    """Return the seconds of one training step; `layers` says what is recorded, nothing for plain training."""
-    recording = contextlib.nullcontext() if layers is None else Recorder(layer, optimizer, Nowhere(), layers=layers)
-    with recording:
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        layer(inputs)[0].square().mean().backward()
-        optimizer.step()
-        return time.perf_counter() - start
+@row(
+    "recurrent-lstm-200",
+    what="recording overhead, LSTM of the WikiText-2 study (200 units, batch 128), without the disk",
+    against=AGAINST,
+    unit="%",
+    cpu=REPORTED,
+    shape=(nn.LSTM, 200, 200, 100, 128),
+)
+@row(
+    "recurrent-lstm-256",
+    what="the same, LSTM of 256 units, batch 64",
+    against=AGAINST,
+    unit="%",
+    cpu=REPORTED,
+    shape=(nn.LSTM, 64, 256, 100, 64),
+)
+@row(
+    "recurrent-gru-256",
+    what="the same, GRU of 256 units, batch 64",
+    against=AGAINST,
+    unit="%",
+    cpu=REPORTED,
+    shape=(nn.GRU, 64, 256, 100, 64),
+)
+def recurrent(bench: Bench, shape: tuple[Callable[..., nn.Module], int, int, int, int]) -> Measured:
+    make, d_in, units, length, rows = shape
+    torch.manual_seed(0)
+    layer = make(d_in, units).to(bench.device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4)
+    inputs = torch.randn(bench.size(length, 3), rows, d_in, device=bench.device)
 
+    def step(layers: Mapping[str, str] | None) -> float:
+        recorder = Recorder(layer, optimizer, Nowhere(), layers=layers) if layers else contextlib.nullcontext()
+        with recorder:
+            wait(bench.device)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            layer(inputs)[0].square().mean().backward()
+            optimizer.step()
+            wait(bench.device)
+            return time.perf_counter() - start
 
-def main() -> None:
-    """Measure and print."""
-    table = Table("layer", "plain, ms", "keys and values / plain", "keys only / plain")
-    for name, (make, d_in, units, steps, rows) in SHAPES.items():
-        torch.manual_seed(0)
-        layer = make(d_in, units)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4)
-        inputs = torch.randn(steps, rows, d_in)
-        ratios: dict[str, list[float]] = {"keys+values": [], "keys": []}
-        plain = []
-        for _ in range(PAIRS):
-            for what, found in ratios.items():
-                plain.append(timed(layer, optimizer, inputs, None))
-                found.append(timed(layer, optimizer, inputs, {"*": what}) / plain[-1])
-        both, keys = (f"{statistics.median(found):.2f}" for found in ratios.values())
-        table.add_row(name, f"{1e3 * statistics.median(plain):.0f}", both, keys)
-    Console(width=100).print(table)
-
-
-if __name__ == "__main__":
-    main()
+    times = (0, 1, 1, 0) if bench.quick else (10, 5, 25, 1)
+    both = timed_pairs(lambda: step({"*": "keys+values"}), lambda: step(None), *times)
+    keys = timed_pairs(lambda: step({"*": "keys"}), lambda: step(None), *times)
+    low, high = both.spread
+    return Measured(both.ratio - 1, (low - 1, high - 1), {**both.detail("step"), "keys only, overhead": keys.ratio - 1})

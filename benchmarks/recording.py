@@ -1,0 +1,76 @@
+"""What recording adds to a training loop."""
+
+import time
+
+import torch
+
+import dualform
+from benchmarks.bench import Bench
+from benchmarks.rows import REPORTED, Measured, at_most, row
+from benchmarks.stores import MNIST, batches, classifier, images, train
+from benchmarks.timing import Pairs, timed_pairs
+
+LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128, keys and values, to disk"
+
+
+@row(
+    "recording",
+    what=LOOP,
+    against="the same loop without recording",
+    unit="%",
+    cpu=at_most(0.15),
+    cuda=at_most(0.30),
+)
+@row(
+    "recording-float16",
+    what=f"{LOOP} in float16",
+    against="the same loop without recording",
+    unit="%",
+    cpu=REPORTED,
+    cuda=REPORTED,
+    dtype="float16",
+)
+def recording(bench: Bench, dtype: str | None = None) -> Measured:
+    inputs, labels, source = images(bench)
+    inputs = inputs.to(bench.device)
+    order = batches(len(inputs), bench.size(500, 3))
+    whole: list[float] = []
+
+    def plain() -> float:
+        return train(*classifier(MNIST, bench.device), inputs, labels, order)
+
+    def recorded() -> float:
+        model, optimizer = classifier(MNIST, bench.device)
+        with bench.scratch() as folder:
+            begin = time.perf_counter()
+            with dualform.record(model, optimizer, folder, dtype=dtype) as recorder:
+                loop = train(model, optimizer, inputs, labels, order, recorder=recorder)
+            whole.append(time.perf_counter() - begin)
+        return loop
+
+    pairs = _pairs(bench, recorded, plain)
+    low, high = pairs.spread
+    plain_seconds = min(pairs.theirs)
+    patterns = sum(len(rows) for rows in order)
+    return Measured(
+        pairs.ratio - 1,
+        (low - 1, high - 1),
+        {
+            "inputs": source,
+            "steps": len(order),
+            "plain, ms per step": 1e3 * plain_seconds / len(order),
+            "recorded, ms per step": 1e3 * min(pairs.ours) / len(order),
+            "median of the pairs' overheads": pairs.median - 1,
+            "overhead with opening and closing": min(whole) / plain_seconds - 1,
+            "opening, and draining at close, s": min(whole) - min(pairs.ours),
+            "MB per step in memory": 4e-6 * patterns / len(order) * sum(a + b for a, b in zip(MNIST, MNIST[1:])),
+        },
+    )
+
+
+def _pairs(bench: Bench, ours: object, theirs: object) -> Pairs:
+    if bench.quick:
+        return timed_pairs(ours, theirs, 0, 1, 1, 0)  # type: ignore[arg-type]
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return timed_pairs(ours, theirs, 90, 3, 9, 1)  # type: ignore[arg-type]
