@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dualform.coefficients.family import Of
 from dualform.store.encoding import decode
-from dualform.store.reader import Rows, Run, Shard
+from dualform.store.pool import PooledRows, Rows
+from dualform.store.reader import Run, Shard
 
 CHUNK = 8192
 Keep = Callable[[Shard, str], npt.NDArray[np.bool_] | None]
@@ -116,9 +117,11 @@ def _repeat(
     return calls["step"][at], calls["micro"][at]
 
 
-def take(source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def take(
+    source: Rows | PooledRows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """Return stored rows, decoded, on a device."""
     contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
     index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
-    scales = None if source.scales is None else source.scales[index].to(device)
-    return decode(source.stored[index].to(device), scales, dtype)
+    stored, scales = source.take(index)
+    return decode(stored.to(device), None if scales is None else scales.to(device), dtype)
