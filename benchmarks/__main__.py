@@ -17,17 +17,20 @@ import torch
 import benchmarks
 from benchmarks.bench import Bench
 from benchmarks.report import PAGE, RESULTS, Result, machine, merged, page, print_table, run
-from benchmarks.rows import ROWS, Row
+from benchmarks.rows import Row, ordered
+
+FAMILIES = (
+    *("recording", "disk", "peers", "attention", "totals", "topk", "table1", "sums"),
+    *("size", "memory", "growth", "startup", "blocks", "recurrent"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the chosen rows, print them, and write them as JSON; or write the page from what was measured."""
     options = _parser().parse_args(arguments)
-    for module in iter_modules(benchmarks.__path__):
-        if module.name != "__main__":
-            import_module(f"benchmarks.{module.name}")
+    families()
     if options.page:
-        PAGE.write_text(page(RESULTS, ROWS), encoding="utf-8")
+        PAGE.write_text(page(RESULTS, ordered()), encoding="utf-8")
         return 0
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -55,6 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(result.failure for result in results))
 
 
+def families() -> None:
+    """Import every file here, in the order in which their rows are shown; those that are not listed come last."""
+    names = [module.name for module in iter_modules(benchmarks.__path__) if module.name != "__main__"]
+    for name in sorted(names, key=lambda name: FAMILIES.index(name) if name in FAMILIES else len(FAMILIES)):
+        import_module(f"benchmarks.{name}")
+
+
 def _run(each: Row, bench: Bench) -> Result:
     print(f"{each.name} ...", file=sys.stderr, flush=True)
     try:
@@ -65,7 +75,7 @@ def _run(each: Row, bench: Bench) -> Result:
 
 
 def _chosen(only: list[str] | None, device: str) -> list[Row]:
-    here = [each for each in ROWS.values() if device in each.goals]
+    here = [each for each in ordered() if device in each.goals]
     if only is None:
         return here
     chosen = [each for each in here if any(each.name == name or each.name.startswith(f"{name}-") for name in only)]

@@ -19,9 +19,9 @@ def keys_store(bench: Bench) -> tuple[str, torch.Tensor]:
 
 @row(
     "attention",
-    what="attention for 1 query over 384,000 × 800 keys of a run",
+    what="attention for 1 query over 384,000 keys of width 800",
     against="reading the same bytes from memory (the sum of a tensor)",
-    unit="%",
+    unit="percent",
     cpu=at_least(0.75),
     cuda=at_least(0.75),
 )

@@ -40,9 +40,9 @@ def blocks(count: int) -> nn.Sequential:
 
 @row(
     "blocks-estimate",
-    what="kB per token that `estimate` foretells for 12 blocks of width 768, keys and values of the linear layers, float16",
-    against="chosen layers (the twelve 3072-wide ones) keys-only: see the details",
-    unit="",
+    what="`estimate` per token: 12 blocks of width 768, keys and values of every linear layer, float16",
+    against="(what chosen layers cost keys-only is in the details)",
+    unit="kB",
     cpu=REPORTED,
 )
 def blocks_estimate(bench: Bench) -> Measured:
@@ -59,7 +59,7 @@ def blocks_estimate(bench: Bench) -> Measured:
     "blocks",
     what="recording overhead, GPT-2-small-sized blocks, chosen layers (3072 wide) keys-only, float16, to disk",
     against="the same loop without recording",
-    unit="%",
+    unit="percent",
     cpu=REPORTED,
     cuda=REPORTED,
 )

@@ -2,7 +2,6 @@
 
 import os
 import time
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ PIECE = 128 << 20  # bytes between two fsyncs, as much as a shard
     "disk",
     what="rate to disk when training outruns the disk",
     against="the disk's own sequential write rate (the same bytes, synced every 128 MB)",
-    unit="%",
+    unit="percent",
     cpu=at_least(0.8),
     cuda=at_least(0.8),
 )
@@ -56,7 +55,7 @@ def disk(bench: Bench) -> Measured:
             return write(folder, inputs)
 
     pairs = timed_pairs(recorded, plain, 60, 1 if bench.quick else 3, 1 if bench.quick else 9, 0 if bench.quick else 1)
-    share = [size / a * b / inputs.nbytes for size, a, b in zip(written[-len(pairs.ours) :], pairs.ours, pairs.theirs)]
+    share = [written[-1] / a * b / inputs.nbytes for a, b in zip(pairs.ours, pairs.theirs, strict=True)]
     return Measured(
         written[-1] / min(pairs.ours) / (inputs.nbytes / min(pairs.theirs)),
         (min(share), max(share)),
@@ -75,7 +74,7 @@ def write(folder: Path, tensor: Tensor) -> float:
     """Write a tensor's bytes into files of `PIECE` bytes, each synced, and return the seconds."""
     view = memoryview(tensor.reshape(-1).numpy()).cast("B")
     start = time.perf_counter()
-    for number, begin in zip(count(), range(0, len(view), PIECE)):
+    for number, begin in enumerate(range(0, len(view), PIECE)):
         with (folder / str(number)).open("wb", buffering=0) as file:
             rest = view[begin : begin + PIECE]
             while rest:

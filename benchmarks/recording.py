@@ -1,6 +1,8 @@
 """What recording adds to a training loop."""
 
 import time
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -17,7 +19,7 @@ LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128,
     "recording",
     what=LOOP,
     against="the same loop without recording",
-    unit="%",
+    unit="percent",
     cpu=at_most(0.15),
     cuda=at_most(0.30),
 )
@@ -25,7 +27,7 @@ LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128,
     "recording-float16",
     what=f"{LOOP} in float16",
     against="the same loop without recording",
-    unit="%",
+    unit="percent",
     cpu=REPORTED,
     cuda=REPORTED,
     dtype="float16",
@@ -63,14 +65,14 @@ def recording(bench: Bench, dtype: str | None = None) -> Measured:
             "median of the pairs' overheads": pairs.median - 1,
             "overhead with opening and closing": min(whole) / plain_seconds - 1,
             "opening, and draining at close, s": min(whole) - min(pairs.ours),
-            "MB per step in memory": 4e-6 * patterns / len(order) * sum(a + b for a, b in zip(MNIST, MNIST[1:])),
+            "MB per step in memory": 4e-6 * patterns / len(order) * sum(a + b for a, b in pairwise(MNIST)),
         },
     )
 
 
-def _pairs(bench: Bench, ours: object, theirs: object) -> Pairs:
+def _pairs(bench: Bench, ours: Callable[[], float], theirs: Callable[[], float]) -> Pairs:
     if bench.quick:
-        return timed_pairs(ours, theirs, 0, 1, 1, 0)  # type: ignore[arg-type]
+        return timed_pairs(ours, theirs, 0, 1, 1, 0)
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
-    return timed_pairs(ours, theirs, 90, 3, 9, 1)  # type: ignore[arg-type]
+    return timed_pairs(ours, theirs, 90, 3, 9, 1)

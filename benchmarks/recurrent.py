@@ -45,7 +45,7 @@ class Nowhere:
     "recurrent-lstm-200",
     what="recording overhead, LSTM of the WikiText-2 study (200 units, batch 128), without the disk",
     against=AGAINST,
-    unit="%",
+    unit="percent",
     cpu=REPORTED,
     shape=(nn.LSTM, 200, 200, 100, 128),
 )
@@ -53,7 +53,7 @@ class Nowhere:
     "recurrent-lstm-256",
     what="the same, LSTM of 256 units, batch 64",
     against=AGAINST,
-    unit="%",
+    unit="percent",
     cpu=REPORTED,
     shape=(nn.LSTM, 64, 256, 100, 64),
 )
@@ -61,7 +61,7 @@ class Nowhere:
     "recurrent-gru-256",
     what="the same, GRU of 256 units, batch 64",
     against=AGAINST,
-    unit="%",
+    unit="percent",
     cpu=REPORTED,
     shape=(nn.GRU, 64, 256, 100, 64),
 )

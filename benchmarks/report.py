@@ -107,16 +107,16 @@ def print_table(results: Sequence[Result], rows: Sequence[Row], device: torch.de
     (console if console.is_terminal else Console(width=160)).print(table)
 
 
-def page(results: Path, rows: Mapping[str, Row]) -> str:
+def page(results: Path, rows: Sequence[Row]) -> str:
     """Return docs/performance.md from the figures that are there."""
     parts = [
         "# Performance",
         "",
         "Written by `scripts/bench --page` from `benchmarks/results/`; not by hand.",
         "",
-        "Every figure is a ratio of two things that were run in turn in the same process: times of a shared machine mean",
-        "nothing alone. The ratio is that of the shortest run of each; in brackets the least and the greatest ratio of one",
-        "pair of runs. Run it yourself:",
+        "Every figure compares two things that were run in turn in the same process: a time on a shared machine means",
+        "nothing alone. It is the ratio of the shortest run of each; in brackets are the least and the greatest ratio",
+        "of one pair of runs. Run it yourself:",
         "",
         "    scripts/bench                       # all rows, on the CPU, about half an hour and 15 GB of disk",
         "    scripts/bench --only totals         # one row, or one family of rows",
@@ -132,10 +132,10 @@ def page(results: Path, rows: Mapping[str, Row]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _section(title: str, device: str, found: Mapping[str, Any], rows: Mapping[str, Row]) -> list[str]:
+def _section(title: str, device: str, found: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     where = found["machine"]
-    results = {name: Result(**entry) for name, entry in found["rows"].items() if name in rows}
-    named = [(row, results[name]) for name, row in rows.items() if name in results and device in row.goals]
+    results = {name: Result(**entry) for name, entry in found["rows"].items()}
+    named = [(row, results[row.name]) for row in rows if row.name in results and device in row.goals]
     lines = [
         f"## {title}: {where['gpu'] or where['processor']}",
         "",

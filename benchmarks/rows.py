@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
 
-Unit = Literal["×", "%", "s", "GB", ""]
+Unit = Literal["times", "percent", "seconds", "GB", "kB", "plain"]
+SUFFIX = {"times": " ×", "percent": " %", "seconds": " s", "GB": " GB", "kB": " kB", "plain": ""}  # noqa: RUF001
 
 
 class Skip(Exception):
@@ -34,7 +35,7 @@ class Goal:
     def text(self, unit: Unit) -> str:
         """Return the goal for people.
 
-        >>> at_most(0.15).text("%"), between(1.9, 2.1).text("×"), REPORTED.text("×")
+        >>> at_most(0.15).text("percent"), between(1.9, 2.1).text("times"), REPORTED.text("times")
         ('at most 15 %', '1.9 × to 2.1 ×', 'reported')
         """
         match (self.low, self.high):
@@ -104,6 +105,12 @@ class Row:
 
 
 ROWS: dict[str, Row] = {}
+ORDER: list[str] = []  # their names as they are written down
+
+
+def ordered() -> list[Row]:
+    """Return all rows in the order of the table."""
+    return [ROWS[name] for name in ORDER]
 
 
 def row(
@@ -113,16 +120,17 @@ def row(
     against: str,
     cpu: Goal | None = None,
     cuda: Goal | None = None,
-    unit: Unit = "×",
+    unit: Unit = "times",
     why: str | Mapping[str, str] = "",
     **arguments: Any,
 ) -> Callable[[Callable[..., Measured]], Callable[..., Measured]]:
     """Register a function that measures a row; `arguments` are given to it, so that one may serve several rows."""
+    goals = {device: goal for device, goal in (("cpu", cpu), ("cuda", cuda)) if goal is not None}
+    reasons = {"cpu": why} if isinstance(why, str) else why
+    ORDER.append(name)  # decorators are evaluated from the first to the last, but applied the other way round
 
     def register(measure: Callable[..., Measured]) -> Callable[..., Measured]:
         assert name not in ROWS, f"there are two rows {name!r}"
-        goals = {device: goal for device, goal in (("cpu", cpu), ("cuda", cuda)) if goal is not None}
-        reasons = {"cpu": why} if isinstance(why, str) else why
         ROWS[name] = Row(name, what, against, unit, goals, lambda bench: measure(bench, **arguments), reasons)
         return measure
 
@@ -132,11 +140,10 @@ def row(
 def show(value: float, unit: Unit) -> str:
     """Return a value for people.
 
-    >>> show(0.153, "%"), show(2.004, "×"), show(0.0123, "s")
+    >>> show(0.153, "percent"), show(2.004, "times"), show(0.0123, "seconds")
     ('15 %', '2 ×', '0.012 s')
     """
-    if unit == "%":
-        return f"{100 * value:.3g} %" if abs(value) < 0.1 else f"{100 * value:.0f} %"
-    digits = 3 if abs(value) < 100 else max(3, len(f"{abs(value):.0f}"))
-    number = f"{value:.{digits}g}" if abs(value) >= 0.1 else f"{value:.2g}"
-    return f"{number} {unit}".strip()
+    if unit == "percent":
+        value *= 100
+    number = f"{value:,.0f}" if abs(value) >= 10 else f"{value:.{3 if abs(value) >= 1 else 2}g}"
+    return number + SUFFIX[unit]

@@ -1,5 +1,7 @@
 """How many bytes a pattern takes, and what that costs in exactness."""
 
+from itertools import pairwise
+
 import torch
 
 import dualform
@@ -7,7 +9,7 @@ from benchmarks.bench import Bench
 from benchmarks.rows import Measured, at_most, row
 from benchmarks.stores import MNIST, batches, bytes_of, classifier, images, train
 
-FLOAT32 = 4 * sum(a + b for a, b in zip(MNIST, MNIST[1:], strict=False))  # bytes of a pattern's keys and values
+FLOAT32 = 4 * sum(a + b for a, b in pairwise(MNIST))  # bytes of a pattern's keys and values
 
 
 def _recordings(bench: Bench) -> tuple[object, ...]:
@@ -25,9 +27,8 @@ def _recordings(bench: Bench) -> tuple[object, ...]:
 
 @row(
     "size",
-    what="bytes per pattern, MNIST single run of 3000 steps, float16, identical input keys stored once (everything counted)",
+    what="bytes per pattern of an MNIST single run, float16, identical input keys stored once, every file counted",
     against="float32 keys and values of all layers",
-    unit="×",
     cpu=at_most(0.45),
 )
 def size(bench: Bench) -> Measured:
@@ -40,7 +41,7 @@ def size(bench: Bench) -> Measured:
     "size-error",
     what="largest error of a total in that run, relative to the largest total of its query",
     against="the same training recorded in float32 (its first 300 steps)",
-    unit="",
+    unit="plain",
     cpu=at_most(1e-3),
 )
 def size_error(bench: Bench) -> Measured:

@@ -29,7 +29,7 @@ def classifier(widths: Sequence[int], device: torch.device) -> tuple[nn.Module, 
 
 
 def images(bench: Bench) -> tuple[Tensor, Tensor, str]:
-    """Return MNIST as the network sees it, (60,000, 784), its labels, and where it is from; noise where there is none."""
+    """Return MNIST as the network sees it, (60,000, 784), its labels, and its name; noise where there is none."""
     return bench.once("images", lambda: _images(bench))
 
 

@@ -1,7 +1,7 @@
 """Building what the shortcuts need: sums of keys, and of outer products, by group."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ AGAINST = "one sequential read of the stored files, plus the arithmetic at the b
 )
 @row(
     "group-weights",
-    what="building the weights of ten classes (800 × 800, 96,000 patterns)",
+    what="building the weights of ten classes (800 by 800, 96,000 patterns)",
     against=AGAINST,
     cpu=at_most(1.5),
     what_is_built="shares",
@@ -61,8 +61,9 @@ def sums(bench: Bench, what_is_built: str) -> Measured:
     )
 
 
-def read(files: list[Path], buffer: bytearray = bytearray(8 << 20)) -> None:  # noqa: B006 (meant to be shared)
+def read(files: Iterable[Path]) -> None:
     """Read files from their first byte to their last, into a buffer that is used again."""
+    buffer = bytearray(8 << 20)
     for path in files:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):

@@ -19,7 +19,7 @@ CHUNKS = (256, 1024, 4096, 16_384)
     "totals-128",
     what="totals of magnitude by class for 128 queries, keys of both signs (no shortcut)",
     against="the plain matrix product at its best chunk, keys in memory",
-    unit="%",
+    unit="percent",
     cpu=at_least(0.8),
     cuda=at_least(0.8),
     queries=128,
@@ -29,7 +29,7 @@ CHUNKS = (256, 1024, 4096, 16_384)
     "totals-10000",
     what="totals of magnitude by class for 10,000 queries, keys of both signs (no shortcut)",
     against="the plain matrix product at its best chunk, keys in memory",
-    unit="%",
+    unit="percent",
     cpu=at_least(0.8),
     cuda=at_least(0.8),
     queries=10_000,
@@ -69,7 +69,7 @@ def best_product(bench: Bench, queries: Tensor, keys: Tensor) -> tuple[Callable[
     part = keys[: bench.size(16_384, 256)]
     found = {}
     for chunk in (size for size in CHUNKS if size <= len(part)):
-        for name, make in (("queries × keys", _queries_first), ("keys × queries", _keys_first)):
+        for name, make in (("queries by keys", _queries_first), ("keys by queries", _keys_first)):
             product = make(queries, part, chunk)
             product()
             found[min(seconds(product, bench.device) for _ in range(3))] = (make, chunk, name)
