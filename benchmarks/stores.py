@@ -90,7 +90,7 @@ class Well:
         d_in: the width of its keys.
         d_out: the width of its values.
         signed: whether keys have both signs, or are never negative, as behind a ReLU.
-        pool: how many different keys there are, seen in epochs; 0 where every key is new.
+        pool: how many different keys there are, seen in epochs, as an input layer does; 0 where every key is new.
     """
 
     d_in: int
@@ -130,8 +130,8 @@ def _store(bench: Bench, patterns: int, wells: Sequence[Well], batch: int, value
             recorder.annotate(label=torch.randint(CLASSES, (rows,)))
             numbers = torch.arange(start, start + rows)
             outputs = model(
-                [
-                    pool[numbers % well.pool] if well.pool else _keys(well, rows)
+                [  # keys that need a gradient are no input layer's, so they are not looked for among earlier ones
+                    pool[numbers % well.pool] if well.pool else _keys(well, rows).requires_grad_()
                     for well, pool in zip(wells, pools, strict=True)
                 ]
             )
