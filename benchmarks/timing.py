@@ -1,6 +1,7 @@
 """Two things in turn: the only way in which this suite takes a time."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ class Pairs:
 
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
+    processor: float = math.nan  # the ratio of the least processor times, of all threads together
 
     @property
     def ratio(self) -> float:
@@ -50,6 +52,7 @@ class Pairs:
             f"{theirs}, s": min(self.theirs),
             "pairs": len(self.ours),
             "median of the pairs' ratios": self.median,
+            "ratio of processor times": self.processor,
         }
 
 
@@ -94,13 +97,22 @@ def timed_pairs(
     for _ in range(warm):
         ours(), theirs()
     found: list[tuple[float, float]] = []
+    taken: tuple[list[float], list[float]] = ([], [])
+
+    def watched(work: Callable[[], float], which: int) -> float:
+        before = time.process_time()
+        result = work()
+        taken[which].append(time.process_time() - before)
+        return result
+
     gc.collect()
     start = time.perf_counter()
     while len(found) < least or (len(found) < most and time.perf_counter() - start < budget):
         if len(found) % 2:
-            second = theirs()
-            found.append((ours(), second))
+            second = watched(theirs, 1)
+            found.append((watched(ours, 0), second))
         else:
-            first = ours()
-            found.append((first, theirs()))
-    return Pairs(tuple(a for a, _ in found), tuple(b for _, b in found))
+            first = watched(ours, 0)
+            found.append((first, watched(theirs, 1)))
+    processor = min(taken[0]) / min(taken[1]) if min(taken[1]) else math.nan
+    return Pairs(tuple(a for a, _ in found), tuple(b for _, b in found), processor)
