@@ -15,20 +15,17 @@ from pkgutil import iter_modules
 import torch
 
 import benchmarks
+from benchmarks import families
 from benchmarks.bench import Bench
+from benchmarks.families import ORDER
 from benchmarks.report import PAGE, RESULTS, Result, machine, merged, page, print_table, run
 from benchmarks.rows import Row, ordered
-
-FAMILIES = (
-    *("recording", "disk", "peers", "attention", "totals", "topk", "table1", "sums"),
-    *("size", "memory", "growth", "startup", "blocks", "recurrent"),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the chosen rows, print them, and write them as JSON; or write the page from what was measured."""
     options = _parser().parse_args(arguments)
-    families()
+    import_families()
     if options.page:
         PAGE.write_text(page(RESULTS, ordered()), encoding="utf-8")
         return 0
@@ -58,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(result.failure for result in results))
 
 
-def families() -> None:
-    """Import every file here, in the order in which their rows are shown; those that are not listed come last."""
-    names = [module.name for module in iter_modules(benchmarks.__path__) if module.name != "__main__"]
-    for name in sorted(names, key=lambda name: FAMILIES.index(name) if name in FAMILIES else len(FAMILIES)):
-        import_module(f"benchmarks.{name}")
+def import_families() -> None:
+    """Import every family of rows."""
+    names = [module.name for module in iter_modules(families.__path__)]
+    for name in sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
+        import_module(f"{families.__name__}.{name}")
 
 
 def _run(each: Row, bench: Bench) -> Result:

@@ -24,10 +24,10 @@ def importable() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     """What `scripts/bench --quick` writes; what needs a Python of its own is left out."""
-    from benchmarks.__main__ import families, main
+    from benchmarks.__main__ import import_families, main
     from benchmarks.rows import ordered
 
-    families()
+    import_families()
     folder = tmp_path_factory.mktemp("bench")
     slow = ("memory", "help", "import", "recurrent")
     names = [row.name for row in ordered() if "cpu" in row.goals and not row.name.startswith(slow)]
@@ -50,11 +50,11 @@ def test_every_row_is_measured(measured: dict[str, dict[str, object]]) -> None:
 
 
 def test_the_page_names_every_row_and_every_miss(tmp_path: Path) -> None:
-    from benchmarks.__main__ import families
+    from benchmarks.__main__ import import_families
     from benchmarks.report import Result, machine, merged, page
     from benchmarks.rows import ordered
 
-    families()
+    import_families()
     rows = [row for row in ordered() if "cpu" in row.goals]
     results = [Result(row.name, value=-1.0) for row in rows]
     found = merged(tmp_path / "cpu.json", machine(torch.device("cpu")), results, keep=False)
@@ -77,7 +77,7 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path) -> None:
 
 
 def test_top_patterns_that_are_no_ties_are_told_apart() -> None:
-    from benchmarks.topk import compare
+    from benchmarks.families.topk import compare
 
     keys, queries = torch.eye(3), torch.tensor([[3.0, 2.0, 2.0]])
     scores = torch.tensor([[3.0, 2.0]])

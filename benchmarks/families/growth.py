@@ -3,8 +3,8 @@
 import torch
 
 import dualform
-from benchmarks.attention import WIDTH, keys_store
 from benchmarks.bench import Bench
+from benchmarks.families.attention import WIDTH, keys_store
 from benchmarks.rows import Measured, between, row
 
 AGAINST = "the same over half of the patterns"

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import dualform
-from benchmarks.attention import WIDTH, keys_store
 from benchmarks.bench import Bench
+from benchmarks.families.attention import WIDTH, keys_store
 from benchmarks.rows import REPORTED, Measured, Skip, at_least, row
 
 K = 100
