@@ -1,6 +1,5 @@
 """Networks, loops and recorded runs that several rows use, made through the public `dualform.record`."""
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +33,9 @@ def images(bench: Bench) -> tuple[Tensor, Tensor, str]:
 
 
 def _images(bench: Bench) -> tuple[Tensor, Tensor, str]:
-    if not bench.quick and "DUALFORM_DATA" in os.environ:
-        from dualform.experiments.datasets import load, standardised
+    from dualform.experiments.datasets import describe, load, standardised
 
+    if not bench.quick and any(known.name == "mnist" and known.available for known in describe()):
         found = load("mnist")
         return standardised(found)[0], torch.from_numpy(found.train_labels), "MNIST"
     count = bench.size(60_000, 1024)
