@@ -25,6 +25,7 @@ from dualform.errors import QueryError, SelectionError
 from dualform.record.estimate import size_text
 from dualform.record.watch import plain_name
 from dualform.store import audit, examples, rebuild
+from dualform.store.corpus import Corpus, add_corpus, read_corpus
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
 
@@ -150,6 +151,14 @@ class Memory:
     def tests(self) -> tuple[Tensor, Tensor | None]:
         """Return the test inputs that the run keeps and, where they are known, their targets."""
         return examples.read_tests(self._run)
+
+    def add_corpus(self, corpus: Corpus) -> None:
+        """Keep the text that a language model was trained on in the run; patterns are annotated with its places."""
+        add_corpus(self._run, corpus)
+
+    def corpus(self) -> Corpus:
+        """Return the text that the run keeps."""
+        return read_corpus(self._run)
 
     # Views --------------------------------------------------------------------------------------------------------
 
