@@ -1,7 +1,7 @@
 """The text that a language model was trained on, kept in its run: tokens, vocabulary, documents.
 
-A pattern's annotations are three whole numbers, `token`, `place` and `document`; this says what they mean. `place` counts
-the tokens of the training part from 0, so that `train[place]` is the pattern's token and `train[place + 1]` what followed.
+A pattern's annotations are three whole numbers, `token`, `place` and `document`; this says what they mean. `place`
+counts the tokens of the training part from 0: `train[place]` is the pattern's token, `train[place + 1]` what followed.
 """
 
 import json

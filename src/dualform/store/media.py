@@ -1,4 +1,4 @@
-"""Files that a closed run may keep beside its patterns: what a person should see, and what the run can be asked with."""
+"""Files that a closed run may keep beside its patterns: what people should see, and what the run can be asked with."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
 """The data sets of the experiments, by name.
 
 One data set a file, registered by `@provides` and imported here. `load` gives the images and `load_text` the text,
-wherever they are from; `fetch` only sees to it that this machine has them; `describe` says what there is. Where the files come
-from stands in `sources`. Importing this package is cheap: numpy, torch and scikit-learn are imported where
+wherever they are from; `fetch` only sees to it that this machine has them; `describe` says what there is. Where the
+files come from stands in `sources`. Importing this package is cheap: numpy, torch and scikit-learn are imported where
 they are used.
 """
 

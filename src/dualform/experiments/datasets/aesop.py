@@ -32,7 +32,7 @@ def headings(text: str) -> tuple[Title, ...]:
     """Return the fables' titles: lines in capitals."""
     lines = text.split("\n")
     return tuple(
-        Title(number, line.strip().title().replace("’S", "’s"))
+        Title(number, line.strip())
         for number, line in enumerate(lines)
         if line == line.upper() and sum(letter.isalpha() for letter in line) > 3
     )

@@ -87,7 +87,7 @@ def trial(study: Study, corpus: Corpus, chosen: Budget, folder: Path, *, device:
 def announce(study: Study, chosen: Budget, seconds: float) -> str:
     """Return what to tell the user before a run starts."""
     lines = [
-        f"{study.recipe.updates:,} updates of {study.recipe.batch} × {study.recipe.unroll} tokens, "
+        f"{study.recipe.updates:,} updates of {study.recipe.batch} times {study.recipe.unroll} tokens, "
         f"about {duration(seconds * study.recipe.updates)} ({seconds:.2g} s an update).",
         f"Disk: {chosen}",
     ]
