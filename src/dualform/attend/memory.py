@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
 
+from dualform.attend import text
 from dualform.attend.cache import Cache
 from dualform.attend.groups import Condition, Table, condition
 from dualform.attend.queries import capture_queries, given_queries
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
-from dualform.attend.text import TextSpotlight, attend_text, check_layers
 from dualform.errors import QueryError, SelectionError
 from dualform.record.estimate import size_text
 from dualform.record.watch import plain_name
@@ -288,25 +288,35 @@ class Memory:
     def attend_text(
         self,
         model: nn.Module,
-        text: str,
+        prompt: str,
         *,
         layers: str | Collection[str] | None = None,
         top: int = 5,
         around: int = 20,
         goes_on: int = 10,
-    ) -> TextSpotlight:
+    ) -> text.TextSpotlight:
         """Ask which passages of the training text the last token of a prompt attends to.
 
         Args:
             model: the trained language model: tokens (B, L) in, logits (B, L, V) out, alone or first of a tuple.
-            text: the prompt.
+            prompt: what to ask about.
             layers: the layers to look at; by default all that were recorded.
             top: how many passages, documents, tokens and guesses.
             around: how many tokens of a passage to show on either side of the attended one.
             goes_on: how many tokens the model goes on with.
         """
-        chosen = check_layers(self.layers if layers is None else _names(layers), self.layers)
-        return attend_text(self._table, chosen, self.corpus(), model, text, top=top, around=around, goes_on=goes_on)
+        chosen = text.check_layers(self.layers if layers is None else _names(layers), self.layers)
+        return text.attend_text(
+            self._table, chosen, self.corpus(), model, prompt, top=top, around=around, goes_on=goes_on
+        )
+
+    def place_totals(self, layer: str, queries: Tensor) -> Tensor:
+        """Return the total attention of queries (Q, d_in) to each token of the training text, (Q, N)."""
+        return text.place_totals(self._table, layer, queries, self.corpus())
+
+    def place_counts(self, layer: str) -> Tensor:
+        """Return how many patterns each token of the training text has in this view, (N,)."""
+        return text.place_counts(self._table, layer, self.corpus())
 
     def __repr__(self) -> str:
         view = self._describe()

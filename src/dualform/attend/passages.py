@@ -1,5 +1,6 @@
 """Passages: attended places of a text, each shown with the tokens around it; passages that overlap are one."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,11 +55,19 @@ class Passage:
         """How many patterns its most attended token has had over training."""
         return self.attended[0].occurrences
 
-    def text(self, before: str = "**", after: str = "**") -> str:
-        """Return the passage on one line, its attended tokens between marks."""
+    def pieces(self) -> list[tuple[str, bool]]:
+        """Return the passage's text in pieces, each with whether it is an attended token."""
         marked = {place.place - self.first for place in self.attended}
-        shown = [f"{before}{token}{after}" if i in marked else token for i, token in enumerate(self.tokens)]
-        return ("" if self.unit == "chars" else " ").join(shown)
+        space = "" if self.unit == "chars" else " "
+        single: list[tuple[str, bool]] = []
+        for i, token in enumerate(self.tokens):
+            single += [(space if i else "", False), (token, i in marked)]
+        runs = itertools.groupby((piece for piece in single if piece[0]), key=lambda piece: piece[1])
+        return [("".join(text for text, _ in run), attended) for attended, run in runs]
+
+    def text(self) -> str:
+        """Return the passage on one line, its attended tokens between stars."""
+        return "".join(f"**{text}**" if attended else text for text, attended in self.pieces())
 
 
 def gather(places: Sequence[Place], corpus: Corpus, *, count: int, around: int) -> tuple[Passage, ...]:

@@ -17,7 +17,7 @@ from dualform.attend.groups import Numbered, Table
 from dualform.attend.passages import Passage, Place, by_document, by_token, gather
 from dualform.attend.prompts import Guess, go_on, next_tokens, read_prompt
 from dualform.attend.queries import capture_queries
-from dualform.attend.reducers import Places
+from dualform.attend.reducers import GroupSums, Places
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.store.corpus import Corpus
 from dualform.store.format import LayerEntry
@@ -152,13 +152,35 @@ def last_queries(model: nn.Module, tokens: Tensor, layers: Mapping[str, LayerEnt
 
 def score_places(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Places:
     """Score every pattern of a layer against queries (Q, d_in), by place in the text."""
+    rows, groups = _rows(table, layer, queries), _places(table, corpus)
+    reducer = Places(len(rows), groups.size, rows.device)
+    return score_patterns(table, layer, rows, Score("attention"), groups, reducer)
+
+
+def place_totals(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Tensor:
+    """Return the total attention of queries (Q, d_in) to each place of the text, (Q, N)."""
+    rows, groups = _rows(table, layer, queries), _places(table, corpus)
+    reducer = GroupSums(len(rows), groups.size, rows.device)
+    return score_patterns(table, layer, rows, Score("attention"), groups, reducer)
+
+
+def place_counts(table: Table, layer: str, corpus: Corpus) -> Tensor:
+    """Return how many patterns each place of the text has, (N,)."""
+    groups = _places(table, corpus)
+    counts = torch.zeros(groups.size, dtype=torch.int64)
+    for codes in table.numbers(layer, groups):
+        counts += torch.bincount(torch.from_numpy(codes[codes >= 0]), minlength=groups.size)
+    return counts
+
+
+def _rows(table: Table, layer: str, queries: Tensor) -> Tensor:
+    return queries if "rows" in table.run.layer(layer).parameters else queries.float()
+
+
+def _places(table: Table, corpus: Corpus) -> Numbered:
     if PLACE not in table.names:
         raise QueryError(f"Patterns have no column {PLACE!r}; record with annotate(place=...).")
-    size = len(corpus.train)
-    entry = table.run.layer(layer)
-    rows = queries if "rows" in entry.parameters else queries.float()
-    reducer = Places(len(queries), size, queries.device)
-    return score_patterns(table, layer, rows, Score("attention"), Numbered(PLACE, size), reducer)
+    return Numbered(PLACE, len(corpus.train))
 
 
 def _describe(name: str, places: Places, corpus: Corpus, *, top: int, around: int) -> TextLayer:
@@ -214,5 +236,4 @@ def _html_layer(layer: TextLayer) -> str:
 
 
 def _html_text(passage: Passage) -> str:
-    start, stop = "\x02", "\x03"  # marks that no text holds, so that the text itself is escaped first
-    return html.escape(passage.text(start, stop)).replace(start, "<b>").replace(stop, "</b>")
+    return "".join(f"<b>{html.escape(text)}</b>" if bold else html.escape(text) for text, bold in passage.pieces())

@@ -107,7 +107,7 @@ DEFAULT: Mapping[Name, Recipe] = {
 }
 
 TEXTS: Mapping[Name, str] = {"aesop": "aesop", "wikitext2": "wikitext-2", "text": "moby-dick"}
-WIDE: tuple[Name, ...] = ("wikitext2",)
+WIDE_FROM = 1000  # tokens in a vocabulary from which on the softmax layer's values are not worth storing
 PROMPTS: Mapping[Name, tuple[str, ...]] = {
     "wikitext2": ("Her principal role was for combat in the English Channel and other European",),
 }
@@ -115,11 +115,19 @@ PROMPTS: Mapping[Name, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """How a model is made: its factory, and the factory's arguments for a recipe and a vocabulary size."""
+    """How a model is made, and which of its layers are shown.
+
+    Attributes:
+        factory: the name of what makes it.
+        make: the same.
+        arguments: its arguments, for a recipe and a vocabulary size.
+        shown: the layers whose passages are shown for single prompts.
+    """
 
     factory: str
     make: Callable[..., nn.Module]
     arguments: Callable[[Recipe, int], dict[str, Any]]
+    shown: tuple[str, ...]
 
 
 MODELS: Mapping[ModelName, Model] = {
@@ -132,6 +140,7 @@ MODELS: Mapping[ModelName, Model] = {
             "units": recipe.units,
             "dropout": recipe.dropout,
         },
+        ("lstm.l0", "softmax"),
     ),
     "transformer": Model(
         "dualform.experiments.models:transformer",
@@ -144,6 +153,7 @@ MODELS: Mapping[ModelName, Model] = {
             "context": recipe.unroll,
             "dropout": recipe.dropout,
         },
+        ("blocks.1.up", "softmax"),
     ),
 }
 
@@ -177,5 +187,5 @@ def plan(
     recipe = replace(recipe, updates=updates or recipe.updates, units=units or recipe.units)
     if model == "transformer" and recipe.units % 4:
         raise DataError(f"The Transformer is {recipe.units} wide; expected a multiple of its 4 heads.")
-    storages = STORAGES[model, wide or name in WIDE]
+    storages = STORAGES[model, wide]
     return Study(name, data or TEXTS[name], model, recipe, storages, paper, PROMPTS.get(name, ()))
