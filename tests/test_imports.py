@@ -11,13 +11,14 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-PURE = {"algebra", "coefficients", "errors", "forms", "progress", "_version"}
+PURE = {"algebra", "coefficients", "errors", "forms", "progress", "tokens", "_version"}
 STAGES = ("record", "store", "attend", "show", "experiments")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "algebra": set(),
     "forms": set(),
     "errors": set(),
     "progress": set(),
+    "tokens": set(),
     "_version": set(),
     "coefficients": {"errors", "algebra"},
     "record": PURE,

@@ -76,7 +76,13 @@ def read_prompt(corpus: Corpus, text: str, *, context: int | None) -> Prompt:
 
 def next_tokens(model: nn.Module, corpus: Corpus, prompt: Prompt, *, count: int) -> tuple[Guess, ...]:
     """Return the tokens that the model finds most probable after a prompt."""
-    probabilities = last_logits(model, prompt.tokens[None])[0].double().softmax(dim=0)
+    logits = last_logits(model, prompt.tokens[None])[0]
+    if len(logits) != len(corpus.vocabulary):
+        raise QueryError(
+            f"This model has {len(logits):,} outputs, but the vocabulary of {corpus.name} has "
+            f"{len(corpus.vocabulary):,} tokens. Give the model that was trained on this text."
+        )
+    probabilities = logits.double().softmax(dim=0)
     best = probabilities.topk(min(count, len(probabilities)))
     return tuple(
         Guess(visible(corpus.vocabulary[token]), float(probability))

@@ -34,8 +34,8 @@ def build_wikitext2(contents: Mapping[str, bytes]) -> TextSet:
 def page_titles(text: str) -> tuple[Title, ...]:
     r"""Return the pages' titles: ` = Title = ` between blank lines; more signs are sections, none blank a table's.
 
-    >>> [title.text for title in page_titles(" \n = Robert Boulter = \n \n = = Career = = \n \n = Goals ; A = \n")]
-    ['Robert Boulter']
+    >>> [title.text for title in page_titles(" \n = Boulter = \n \n = = Career = = \n \n W = \n = Goals ; A = \n")]
+    ['Boulter']
     """
     lines = text.split("\n")
     blank = [not line.strip() for line in lines]
