@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import Reducer
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.store.reader import Shard
 from dualform.store.replay import multipliers
 from dualform.store.stream import Chunk, selected, take
@@ -66,7 +66,7 @@ def _contribution(step: _Step, queries: Tensor, units: Tensor) -> Tensor:
     keys, values = step.chunk.keys, step.chunk.values
     total = torch.zeros(len(queries), len(keys), dtype=values.dtype, device=queries.device)
     for role, matrix in step.matrices.items():
-        total += FORMS[role].meet(queries, keys, units, matrix) * step.factors[role]
+        total += form(role).meet(queries, keys, units, matrix) * step.factors[role]
     return total * values[:, units].T
 
 

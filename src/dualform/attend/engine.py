@@ -16,7 +16,7 @@ from torch import Tensor
 from dualform.algebra import attend, scale
 from dualform.attend.groups import Grouping, Numbered, Table
 from dualform.attend.reducers import Reducer
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.stream import CHUNK, Chunk, stream
 
@@ -61,7 +61,7 @@ class Score:
         total = torch.zeros(len(queries), len(chunk.keys), dtype=chunk.values.dtype, device=queries.device)
         for role, coefficients in chunk.coefficients.items():
             ones = torch.ones(self.shapes[role], dtype=chunk.values.dtype, device=queries.device)
-            total += FORMS[role].meet(queries, chunk.keys, self.units, ones) * coefficients
+            total += form(role).meet(queries, chunk.keys, self.units, ones) * coefficients
         return total * chunk.values[:, self.units].T
 
 

@@ -95,7 +95,7 @@ class Memory:
     @property
     def layers(self) -> Mapping[str, LayerEntry]:
         """The recorded layers by name."""
-        return MappingProxyType(self._run.manifest.layers)
+        return MappingProxyType(self._run.layers)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Memory:
                 "patterns": self._run.count(name),
                 "bytes": audit.stored_bytes(self._run, name),
             }
-            for name, entry in manifest.layers.items()
+            for name, entry in self._run.layers.items()
         }
         return Info(
             path=str(self.path),

@@ -11,7 +11,7 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.store.rebuild import scaled
 from dualform.store.stream import Chunk
 
@@ -259,7 +259,7 @@ class GroupShares(Reducer[dict[str, Tensor]]):
             values, keys = chunk.values[members], chunk.keys[members]
             for role, coefficients in chunk.coefficients.items():
                 share = self.shares[role][group]
-                share += FORMS[role].gradient(scaled(values, coefficients[members], role), keys, share.shape)
+                share += form(role).gradient(scaled(values, coefficients[members], role), keys, share.shape)
 
     def merge(self, other: Self) -> Self:
         """Add the shares."""

@@ -16,7 +16,7 @@ from dualform.attend.cache import Cache
 from dualform.attend.engine import sum_patterns
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import GroupShares, KeySums
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.store import rebuild
 from dualform.store.replay import Replayed, replay, replayed_parameters
 from dualform.store.stream import selected
@@ -48,8 +48,8 @@ class LayerSums:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each of the layer's parameters, by role."""
-        manifest = self.table.run.manifest
-        return {role: manifest.parameters[name].shape for role, name in manifest.layers[self.layer].parameters.items()}
+        run = self.table.run
+        return {role: run.manifest.parameters[p].shape for role, p in run.layer(self.layer).parameters.items()}
 
     def shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
         """Return each group's share of each parameter, role -> (G, *shape)."""
@@ -90,9 +90,7 @@ class LayerSums:
         """Return what patterns of other layers add to parameters that they share with this one, by role."""
         run = self.table.run
         mine = {name: role for role, name in run.layer(self.layer).parameters.items()}
-        others = [
-            n for n, e in run.manifest.layers.items() if n != self.layer and set(e.parameters.values()) & set(mine)
-        ]
+        others = [n for n, e in run.layers.items() if n != self.layer and set(e.parameters.values()) & set(mine)]
         if not others:
             return {}
         keep = self.table.keep()
@@ -131,5 +129,5 @@ class LayerSums:
 def respond(parts: Mapping[str, Tensor], queries: Tensor) -> Tensor:
     """Return what parts of a layer's parameters, by role, give together, (Q, d_out), in float64."""
     wide = queries.double() if queries.is_floating_point() else queries
-    found = [FORMS[role].respond(part.double(), wide) for role, part in parts.items()]
+    found = [form(role).respond(part.double(), wide) for role, part in parts.items()]
     return torch.stack(found).sum(dim=0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError
+from dualform.forms import form
 from dualform.record.estimate import row_bytes, size_text
 from dualform.store.format import checksum
 from dualform.store.reader import Run
@@ -142,7 +143,7 @@ def compare(
 def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
     """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
     power: dict[str, float] = {}
-    for layer, entry in run.manifest.layers.items():
+    for layer, entry in run.layers.items():
         if entry.dtype != "float16" or entry.store == "keys":
             continue
         for parameter in entry.parameters.values():
@@ -152,7 +153,7 @@ def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
             of_values = chunk.values.square().sum(dim=1)  # (n,)
             of_keys = chunk.keys.double().square().sum(dim=1)
             for role, coefficients in chunk.coefficients.items():
-                squares = of_values if role in ("bias", "rows") else of_values * of_keys
+                squares = of_values if form(role).constant_key else of_values * of_keys
                 power[entry.parameters[role]] += float((coefficients.square() * squares).sum())
     return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
 
@@ -162,7 +163,7 @@ def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verificatio
     files = check_files(run)
     checks = compare(run, tensors(run, horizon=horizon), live, horizon=horizon)
     layers = []
-    for name, entry in run.manifest.layers.items():
+    for name, entry in run.layers.items():
         mine = tuple(checks[p] for p in entry.parameters.values() if p in checks)
         layers.append(LayerCheck(name, run.count(name), stored_bytes(run, name), mine))
     return Verification(horizon, files, tuple(layers))

@@ -65,6 +65,7 @@ class LayerEntry:
     parameters: dict[str, str]  # role -> parameter name
     store: Stored
     dtype: str  # of the stored keys and values
+    optional: bool = False  # whether readers leave it out when it has no patterns
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,9 @@ class Shard:
         """Return the calls of a layer, as columns."""
         if layer not in self._calls:
             table = self._calls_table.filter(pc.field("layer") == layer)
-            columns: Columns = {
-                name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in CALLS.names if name != "layer"
-            }
+            numbers = [field.name for field in CALLS if field.type != pa.string()]
+            columns: Columns = {name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in numbers}
+            columns["layout"] = np.asarray(table["layout"], dtype=object)
             columns["batch_axis"] = np.full(table.num_rows, self._batch_axis)
             self._calls[layer] = columns
         return self._calls[layer]
@@ -128,12 +128,18 @@ class Run:
         """The number of published steps."""
         return self.manifest.steps
 
+    @cached_property
+    def layers(self) -> dict[str, LayerEntry]:
+        """The layers of the run, without those that only might have been used."""
+        every = self.manifest.layers
+        return {name: entry for name, entry in every.items() if not entry.optional or self.count(name)}
+
     def layer(self, name: str) -> LayerEntry:
         """Return a layer's entry, or raise with the names there are."""
         try:
-            return self.manifest.layers[name]
+            return self.layers[name]
         except KeyError:
-            known = ", ".join(map(repr, self.manifest.layers))
+            known = ", ".join(map(repr, self.layers))
             raise UnknownLayerError(f"Layer {name!r} was not recorded in {self.folder}. There are: {known}.") from None
 
     def count(self, layer: str) -> int:
@@ -209,7 +215,7 @@ class Run:
 
     def exact_parameters(self) -> tuple[str, ...]:
         """Return the parameters that can be rebuilt: those of layers whose values are stored."""
-        layers = [entry for entry in self.manifest.layers.values() if entry.store != "keys"]
+        layers = [entry for entry in self.layers.values() if entry.store != "keys"]
         return tuple(dict.fromkeys(parameter for entry in layers for parameter in entry.parameters.values()))
 
     @cached_property

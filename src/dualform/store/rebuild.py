@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients.family import Of
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.reader import Run
 from dualform.store.replay import kept, replay, replayed_parameters
@@ -38,7 +38,7 @@ def parts(
         layers: the layers whose parameters are wanted; by default every one with values.
     """
     if layers is None:
-        layers = [name for name, entry in run.manifest.layers.items() if entry.store != "keys"]
+        layers = [name for name, entry in run.layers.items() if entry.store != "keys"]
     scalar = shares(run, horizon=horizon, keep=keep, layers=layers)
     found = {name: Parts(start(run, name, horizon=horizon), share) for name, share in scalar.items()}
     if replayed_parameters(run, layers):
@@ -73,14 +73,14 @@ def shares(
                 assert chunk.values is not None, "values were asked for"
                 for role, coefficients in chunk.coefficients.items():
                     share = total[scalar[role]]
-                    share += FORMS[role].gradient(scaled(chunk.values, coefficients, role), chunk.keys, share.shape)
+                    share += form(role).gradient(scaled(chunk.values, coefficients, role), chunk.keys, share.shape)
                 advance(len(chunk.patterns))
     return total
 
 
 def scaled(values: Tensor, coefficients: Tensor, role: str) -> Tensor:
     """Return values (T, d_out) times coefficients (T,); a bias's in float64, since they nearly cancel in its sum."""
-    if role == "bias":
+    if role.startswith("bias"):
         values, coefficients = values.double(), coefficients.double()
     return values * coefficients[:, None]
 
@@ -92,7 +92,7 @@ def tensors(run: Run, *, horizon: int) -> dict[str, Tensor]:
 
 def states(run: Run, *, horizon: int) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer state that the run implies after `horizon` steps: parameter -> entry -> tensor."""
-    layers = [name for name, entry in run.manifest.layers.items() if entry.store != "keys"]
+    layers = [name for name, entry in run.layers.items() if entry.store != "keys"]
     buffers = shares(run, horizon=horizon, layers=layers, of="buffer")
     found = {
         name: {"momentum_buffer": start(run, name, horizon=horizon, of="buffer") + share}

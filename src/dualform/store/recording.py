@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ _DTYPES = (None, "float16")
 
 def record(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     path: str | os.PathLike[str],
     *,
     layers: Layers = None,
@@ -46,7 +46,7 @@ def record(
 
     Args:
         model: the model that is trained.
-        optimizer: its optimizer.
+        optimizer: its optimizer, or several in a list, each with parameters of its own.
         path: the run folder to make.
         layers: nothing for every supported layer; a name or pattern such as `"encoder.*"`, or several; or a mapping
             from names or patterns to `"keys+values"` or `"keys"` (attention only), of which the first match decides.

@@ -6,7 +6,7 @@ step. Only as many matrices are held as there are shares.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients.elementwise import Backward, Linear, Replay, Share, family
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
@@ -53,6 +53,18 @@ class _Call:
     keys: Tensor  # (n, d_in)
     values: Tensor  # (n, d_out)
     codes: Tensor | None  # (n,)
+    layout: str | None
+
+    def gradient(self, role: str, shape: Sequence[int]) -> Tensor:
+        """Return its gradient of a parameter, summed as autograd summed it.
+
+        A bias sums errors in the order in which they lie in memory. Where its true gradient is zero, as that of a key
+        projection's bias, rounding is all there is of it, and Adam makes much of that.
+        """
+        if role.startswith("bias") and self.layout is not None:
+            lying = _laid_out(self.values, self.layout)
+            return form(role).gradient(lying.sum(dim=tuple(range(lying.dim() - 1)))[None], self.keys[:1], shape)
+        return form(role).gradient(self.values, self.keys, shape)
 
 
 def replayed_parameters(run: Run, layers: Collection[str]) -> tuple[str, ...]:
@@ -167,7 +179,7 @@ class _Parameter:
             for call in [c for c in reversed(calls) if c.micro == micro]:
                 for role, name in call.entry.parameters.items():
                     if name == self._name:
-                        one = FORMS[role].gradient(call.values, call.keys, gradient.shape)
+                        one = call.gradient(role, gradient.shape)
                         whole = one if whole is None else whole + one
                         self._part(parts, role, call, one, factor)
             if whole is not None:
@@ -193,7 +205,7 @@ class _Parameter:
                 members = []
                 for code in present:
                     rows = call.codes == code
-                    part = FORMS[role].gradient(call.values[rows], call.keys[rows], whole.shape)
+                    part = form(role).gradient(call.values[rows], call.keys[rows], whole.shape)
                     members.append((code, part))
         for code, gradient in members:
             scaled = gradient.double() * factor
@@ -223,6 +235,17 @@ class _Parameter:
         )
 
 
+def _laid_out(values: Tensor, layout: str) -> Tensor:
+    """Return values with the shape and strides that they had, as SHAPE:STRIDES."""
+    shape, strides = ([int(number) for number in part.split(",")] for part in layout.split(":"))
+    values = values.reshape(shape)
+    for axis, stride in enumerate(strides):
+        if stride == 0:  # expanded: all the same along this axis
+            values = values.narrow(axis, 0, 1)
+    lying = torch.empty_strided(values.shape, strides, dtype=values.dtype).copy_(values)
+    return lying.expand(shape)
+
+
 class _Reader:
     """The calls of any step that reach some parameters, a shard at a time."""
 
@@ -230,7 +253,7 @@ class _Reader:
         self._run = run
         self._codes = codes
         self._contributing = contributing
-        self._layers = [n for n, entry in run.manifest.layers.items() if set(entry.parameters.values()) & set(names)]
+        self._layers = [n for n, entry in run.layers.items() if set(entry.parameters.values()) & set(names)]
         for layer in self._layers:
             run.require_values(layer)
         self._shard: Shard | None = None
@@ -264,4 +287,5 @@ class _Reader:
                 keys=decode(keys.stored[at], None if keys.scales is None else keys.scales[at], dtype),
                 values=decode(values.stored[at], None if values.scales is None else values.scales[at], dtype),
                 codes=None if groups is None else torch.from_numpy(np.ascontiguousarray(groups[at])),
+                layout=table["layout"][i],
             )

@@ -184,6 +184,7 @@ class DiskWriter:
                     store="keys" if layer.keys_only else "keys+values",
                     dtype=stored_dtype(self.dtype, name)
                     or _name(start.parameters[next(iter(layer.parameters.values()))].dtype),
+                    optional=layer.optional,
                 )
                 for name, layer in start.layers.items()
             },
