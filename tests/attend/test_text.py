@@ -134,6 +134,29 @@ def test_places_beyond_the_text_are_an_error(tmp_path):
         memory.attend_text(model, "the wolf")
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (4, 4), (1, 3)])
+def test_the_query_is_that_of_the_last_token_in_every_kind_of_layer(tmp_path, shape):
+    memory, model = recorded(tmp_path / "run", model="lstm", updates=2)
+    tokens = torch.arange(shape[0] * shape[1]).reshape(shape) % 10
+    with torch.no_grad():
+        inputs = model.embedding(tokens)
+        hidden = model.lstm(inputs)[0]
+    found = last_queries(model, tokens, memory.layers)
+    assert torch.equal(found["embedding"], tokens[:, -1:])
+    torch.testing.assert_close(found["softmax"], hidden[:, -1])
+    torch.testing.assert_close(found["lstm.l0"], torch.cat([inputs[:, -1], hidden[:, -2]], dim=1))
+
+
+def test_a_recurrent_layers_keys_lie_at_their_places(tmp_path):
+    memory, model = recorded(tmp_path / "run", model="lstm", updates=1)
+    corpus = memory.corpus()
+    places = np.asarray(memory.patterns("lstm.l0", columns=["place"])["place"])
+    # One update was made, so the recorded keys are those of the first model.
+    start = memory.at(step=0).apply(model)
+    keys = memory.attend(queries={"lstm.l0": torch.eye(16)})["lstm.l0"].attention().T
+    torch.testing.assert_close(keys[:, :8], start.embedding.weight[torch.from_numpy(corpus.train[places])].detach())
+
+
 # Passages
 
 

@@ -58,7 +58,7 @@ def test_a_layer_divided_between_two_optimizers_keeps_one_row_per_pattern(tmp_pa
     torch.testing.assert_close(layer.contributions().sum(1), totals.to(dtype), rtol=1e-3, atol=1e-5)
 
 
-class _nothing:  # noqa: N801 (stands in for a recorder)
+class _nothing:
     def __enter__(self) -> None:
         return None
 

@@ -141,12 +141,14 @@ def last_queries(model: nn.Module, tokens: Tensor, layers: Mapping[str, LayerEnt
     captured = capture_queries(model, tokens, layers)
     last = {}
     for name, found in captured.items():
-        if found.leading != tuple(tokens.shape):
+        shape = found.leading if found.batch_axis == 0 else found.leading[::-1]
+        if shape != tuple(tokens.shape):
             raise QueryError(
                 f"Layer {name!r} saw {found.leading} for tokens {tuple(tokens.shape)}; expected an input (B, L, ...), "
                 "so that the last token's can be told."
             )
-        last[name] = found.rows.reshape(*tokens.shape, -1)[:, -1]
+        rows = found.rows.reshape(*found.leading, -1)
+        last[name] = rows.select(1 - found.batch_axis, -1)
     return last
 
 

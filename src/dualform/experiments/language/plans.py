@@ -52,7 +52,8 @@ class Storage:
         return dict.fromkeys(self.half, "float16")
 
     def __str__(self) -> str:
-        words = ", ".join(f"{'the rest' if name == '*' else name} {what}" for name, what in self.layers.items())
+        rest = "the rest" if len(self.layers) > 1 else "all layers"
+        words = ", ".join(f"{rest if name == '*' else name} {what}" for name, what in self.layers.items())
         half = " and ".join("everything" if name == "*" else name for name in self.half)
         return f"{words}{f' ({half} in float16)' if half else ''}"
 
