@@ -215,12 +215,14 @@ def test_what_is_said_beforehand():
 
 def test_plans_are_the_papers_with_paper():
     assert plan("aesop", paper=True).recipe == PAPER["aesop"]
-    assert plan("wikitext2").recipe == DEFAULT["wikitext2"]
+    assert plan("wikitext2").recipe == DEFAULT["wikitext2", "lstm"]
     recipe = plan("wikitext2", paper=True, wide=True).recipe
     assert (recipe.units, recipe.dropout, recipe.batch, recipe.updates) == (200, 0.5, 128, 10_000)
-    assert plan("aesop", updates=7, units=16).recipe == replace(DEFAULT["aesop"], updates=7, units=16)
+    assert plan("aesop", updates=7, units=16).recipe == replace(DEFAULT["aesop", "lstm"], updates=7, units=16)
     with pytest.raises(DataError, match="paper has no study 'text'"):
         plan("text", paper=True)
+    with pytest.raises(DataError, match="with a model 'transformer'; it has LSTMs on aesop and wikitext2"):
+        plan("aesop", model="transformer", paper=True)
     with pytest.raises(DataError, match="multiple of its 4 heads"):
         plan("aesop", model="transformer", units=30)
 

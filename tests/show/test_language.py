@@ -65,7 +65,7 @@ def test_attend_text_prints_passages(run, monkeypatch, capsys):
         (["reproduce", "text", "--file", "latin.txt", "--tokens", "bytes"], "'bytes'; expected chars or words"),
         (["reproduce", "text", "--model", "gru"], "'gru'; expected lstm or transformer"),
         (["reproduce", "aesop", "--tokens", "words"], "--file and --tokens go with the study text"),
-        (["reproduce", "text", "--file", "book.txt", "--paper"], "--paper goes with aesop or wikitext2"),
+        (["reproduce", "text", "--file", "book.txt", "--paper"], "The paper has no study 'text'"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_status_1(run, monkeypatch, capsys, tmp_path, arguments, words):

@@ -22,7 +22,18 @@ MODEL_NAMES: tuple[ModelName, ...] = get_args(ModelName)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a language model is made and trained, by truncated back-propagation with Adam."""
+    """How a language model is made and trained, by truncated back-propagation with Adam.
+
+    Attributes:
+        units: of the LSTM, or the width of the Transformer, which is that of its embeddings too.
+        embedding: the width of the LSTM's embeddings.
+        updates: how many.
+        dropout: the share of units left out.
+        batch: streams that are read at once.
+        unroll: tokens of each in one update.
+        learning_rate: Adam's.
+        clip: the norm that gradients are clipped at; nothing for no clipping.
+    """
 
     units: int
     embedding: int
@@ -101,10 +112,15 @@ PAPER: Mapping[Name, Recipe] = {
     "wikitext2": Recipe(units=200, embedding=200, updates=10_000, dropout=0.5, batch=128, learning_rate=3e-3, clip=1.0),
 }
 
-DEFAULT: Mapping[Name, Recipe] = {
-    "aesop": replace(PAPER["aesop"], units=128, updates=300),
-    "wikitext2": replace(PAPER["wikitext2"], updates=489),  # three epochs
-    "text": Recipe(units=128, embedding=64, updates=300),
+EPOCH = 163  # updates in an epoch of WikiText-2
+
+DEFAULT: Mapping[tuple[Name, ModelName], Recipe] = {
+    ("aesop", "lstm"): replace(PAPER["aesop"], units=128, updates=300),
+    ("aesop", "transformer"): replace(PAPER["aesop"], units=64, updates=300),
+    ("wikitext2", "lstm"): replace(PAPER["wikitext2"], updates=3 * EPOCH),
+    ("wikitext2", "transformer"): replace(PAPER["wikitext2"], units=64, dropout=0.1, learning_rate=1e-3, updates=EPOCH),
+    ("text", "lstm"): Recipe(units=128, embedding=64, updates=300),
+    ("text", "transformer"): Recipe(units=64, embedding=64, updates=300),
 }
 
 TEXTS: Mapping[Name, str] = {"aesop": "aesop", "wikitext2": "wikitext-2", "text": "moby-dick"}
@@ -180,11 +196,11 @@ def plan(
         updates: another number of updates.
         units: another number of units (LSTM) or width (Transformer).
     """
-    if paper and name not in PAPER:
-        raise DataError(f"The paper has no study {name!r}; --paper goes with {' or '.join(PAPER)}.")
-    recipe = (PAPER if paper else DEFAULT)[name]
-    if model == "transformer" and not paper:
-        recipe = replace(recipe, units=64 if name != "wikitext2" else 128)
+    if paper and (name not in PAPER or model != "lstm"):
+        raise DataError(
+            f"The paper has no study {name!r} with a model {model!r}; it has LSTMs on {' and '.join(PAPER)}."
+        )
+    recipe = PAPER[name] if paper else DEFAULT[name, model]
     recipe = replace(recipe, updates=updates or recipe.updates, units=units or recipe.units)
     if model == "transformer" and recipe.units % 4:
         raise DataError(f"The Transformer is {recipe.units} wide; expected a multiple of its 4 heads.")
