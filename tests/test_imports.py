@@ -15,17 +15,18 @@ PURE = {"algebra", "coefficients", "errors", "forms", "progress", "tokens", "_ve
 STAGES = ("record", "store", "attend", "show", "experiments")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "algebra": set(),
-    "forms": set(),
+    "forms": {"errors"},
     "errors": set(),
     "progress": set(),
     "tokens": set(),
     "_version": set(),
-    "coefficients": {"errors", "algebra"},
+    "coefficients": {"errors", "algebra", "forms"},
     "record": PURE,
     "store": PURE | {"record"},
     "attend": PURE | {"record", "store"},
     "experiments": PURE | {"record", "store", "attend", "show"},  # beside show: each uses the other
     "show": PURE | {"record", "store", "attend", "experiments"},
+    "__main__": {"show"},
     "__init__": PURE | {"record", "store", "attend"},  # by name, when asked for
 }
 

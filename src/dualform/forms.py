@@ -57,6 +57,31 @@ class Form(ABC):
             matrix: what the optimizer multiplied the gradient with, element by element, in the parameter's shape.
         """
 
+    def through(
+        self, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor, side: Tensor, shape: Sequence[int]
+    ) -> Tensor:
+        """Return what each pattern adds to one unit of each query, its gradient multiplied from one side, (Q, T).
+
+        The output o of a query q is `⟨parameter, D⟩` with D the gradient of value 1 at o and key q. So a pattern whose
+        gradient G became K G adds `⟨K G, D⟩ = ⟨G, Kᵀ D⟩`: its value times what the parameter Kᵀ D gives for its key.
+
+        Args:
+            queries: (Q, d_in)
+            keys: (T, d_in)
+            values: (T, d_out)
+            units: (Q,)
+            side: a symmetric K, (rows, rows), from the left; or (cols, cols), from the right where rows > cols.
+            shape: the parameter's, (rows, cols).
+        """
+        found = []
+        for query, unit in zip(queries, units.tolist(), strict=True):
+            one = values.new_zeros(1, values.shape[1])
+            one[0, unit] = 1
+            asked = self.gradient(one, query[None], shape)  # D
+            moved = asked @ side if shape[0] > shape[1] else side @ asked
+            found.append((self.respond(moved, keys) * values).sum(dim=1))
+        return torch.stack(found) if found else values.new_zeros(0, len(values))
+
 
 class Outer(Form):
     """A matrix: value ⊗ key. Linear layers, and convolutions over unfolded patches."""
@@ -77,6 +102,14 @@ class Outer(Form):
         """Return x · (A[o] ⊙ q)."""
         return (queries * matrix.flatten(1)[units]) @ keys.T
 
+    def through(
+        self, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor, side: Tensor, shape: Sequence[int]
+    ) -> Tensor:
+        """Return (K e)_o (x · q), or e_o (x · K q) for a tall matrix."""
+        if shape[0] > shape[1]:
+            return ((queries @ side) @ keys.T) * values[:, units].T
+        return (queries @ keys.T) * (side[units] @ values.T)
+
 
 class Transposed(Form):
     """A matrix stored the other way round, (d_in, d_out): key ⊗ value."""
@@ -92,6 +125,14 @@ class Transposed(Form):
     def meet(self, queries: Tensor, keys: Tensor, units: Tensor, matrix: Tensor) -> Tensor:
         """Return x · (A[:, o] ⊙ q)."""
         return (queries * matrix.T[units]) @ keys.T
+
+    def through(
+        self, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor, side: Tensor, shape: Sequence[int]
+    ) -> Tensor:
+        """Return (K e)_o (x · q) for a tall matrix, or e_o (x · K q)."""
+        if shape[0] > shape[1]:
+            return (queries @ keys.T) * (side[units] @ values.T)
+        return ((queries @ side) @ keys.T) * values[:, units].T
 
 
 class Grouped(Form):
@@ -138,6 +179,14 @@ class Rows(Form):
     def meet(self, queries: Tensor, keys: Tensor, units: Tensor, matrix: Tensor) -> Tensor:
         """Return A[row, o] where the keys are equal."""
         return (queries.reshape(-1, 1) == keys.reshape(1, -1)) * matrix[queries.reshape(-1), units][:, None]
+
+    def through(
+        self, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor, side: Tensor, shape: Sequence[int]
+    ) -> Tensor:
+        """Return (K e)_o where the keys are equal for a tall table, or K[row, row'] e_o."""
+        if shape[0] > shape[1]:
+            return (queries.reshape(-1, 1) == keys.reshape(1, -1)) * (side[units] @ values.T)
+        return side[queries.reshape(-1)][:, keys.reshape(-1)] * values[:, units].T
 
 
 class Scale(Form):

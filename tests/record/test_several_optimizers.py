@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_layer_divided_between_two_optimizers_keeps_one_row_per_pattern(tmp_pa
     plain = copy.deepcopy(model)
     for net, path in ((model, tmp_path / "run"), (plain, None)):
         optimizers = two(net)
-        with dualform.record(net, optimizers, path, strict=True) if path else _nothing() as recorder:
+        with dualform.record(net, optimizers, path, strict=True) if path else nullcontext() as recorder:
             for x in batches(40, dtype=dtype):
                 for optimizer in optimizers:
                     optimizer.zero_grad()
@@ -56,14 +57,6 @@ def test_a_layer_divided_between_two_optimizers_keeps_one_row_per_pattern(tmp_pa
         torch.testing.assert_close(layer.output(), model[2](hidden), rtol=1e-4, atol=1e-5)
     totals = layer.totals(by="step", of="contribution").values.sum(1)
     torch.testing.assert_close(layer.contributions().sum(1), totals.to(dtype), rtol=1e-3, atol=1e-5)
-
-
-class _nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 def test_optimizers_that_step_in_turn_make_steps_of_their_own(tmp_path: Path) -> None:

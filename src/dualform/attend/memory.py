@@ -192,8 +192,11 @@ class Memory:
         return {name: part.share.to(self._dtype(name), copy=True) for name, part in self._exact_parts().items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return each parameter as this view implies it: what is left of the start, plus the view's patterns."""
-        return {name: (part.start + part.share).to(self._dtype(name)) for name, part in self._exact_parts().items()}
+        """Return each parameter as this view implies it: what is left of the start, plus the view's patterns.
+
+        What an optimizer's own coarse rounding left (Muon's) is no pattern's; like the start it is in every view.
+        """
+        return {name: part.whole.to(self._dtype(name)) for name, part in self._exact_parts().items()}
 
     def apply(self, model: nn.Module, *, layers: str | Collection[str] | None = None) -> nn.Module:
         """Return a copy of the model with this view's weights.

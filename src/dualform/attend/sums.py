@@ -71,12 +71,12 @@ class LayerSums:
         return {role: share.to(self.like.device) for role, share in found.items()}
 
     def starts(self) -> dict[str, Tensor]:
-        """Return what is left of the start of weight and bias, by role."""
+        """Return what no pattern adds to weight and bias, by role: what is left of the start (and Muon's rounding)."""
         run, horizon = self.table.run, self.table.horizon
         entry = run.require_values(self.layer)
 
         def compute() -> dict[str, Tensor]:
-            return {name: found.start for name, found in self._replay(None, groups=0).items()}
+            return {name: found.fixed for name, found in self._replay(None, groups=0).items()}
 
         replayed = self.cache.get(("starts", self.layer, horizon), compute) if self.replayed else {}
         return {

@@ -134,6 +134,7 @@ def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> 
                 "patterns": layer.patterns,
                 "bytes": layer.bytes,
                 "relative_error": layer.error,
+                **({} if layer.rounding is None else {"rounding": layer.rounding, "replay_equal": layer.replayed}),
                 "passed": layer.passed,
             }
             for layer in outcome.layers

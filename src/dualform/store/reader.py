@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from dualform.coefficients import Coefficients, Facts, derive
-from dualform.coefficients.elementwise import family
+from dualform.coefficients import Coefficients, Facts, derive, kinds
 from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.store.encoding import SCALE
@@ -57,7 +56,8 @@ class Shard:
             table = self._calls_table.filter(pc.field("layer") == layer)
             numbers = [field.name for field in CALLS if field.type != pa.string()]
             columns: Columns = {name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in numbers}
-            columns["layout"] = np.asarray(table["layout"], dtype=object)
+            known = "layout" in table.column_names  # which the first runs did not have
+            columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
             columns["batch_axis"] = np.full(table.num_rows, self._batch_axis)
             self._calls[layer] = columns
         return self._calls[layer]
@@ -200,8 +200,9 @@ class Run:
         return derive(facts, horizon=horizon, of=of), factors
 
     def is_replayed(self, parameter: str) -> bool:
-        """Say whether a parameter's optimizer has no coefficients, and must be replayed."""
-        return self.facts(parameter)[0].optimizer in family()
+        """Say whether a parameter was updated by an optimizer that has no coefficients, and must be replayed."""
+        facts, _ = self.facts(parameter)
+        return facts.optimizer in kinds() and len(facts.step) > 0
 
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""

@@ -1,7 +1,8 @@
 """The weights that a stored run implies: what is left of the start, plus the kept patterns' shares.
 
-`weight = start + share`, each parameter summed over all layers that use it, in float64 over float32 products.
-Parameters whose optimizer has coefficients are summed in any order; the others are replayed step by step.
+`weight = start + share` (and `+ rounding`, where the optimizer rounds coarsely), each parameter summed over all layers
+that use it, in float64 over float32 products. Parameters whose optimizer has coefficients are summed in any order; the
+others are replayed step by step.
 """
 
 from collections.abc import Collection
@@ -14,16 +15,23 @@ from dualform.coefficients.family import Of
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.reader import Run
-from dualform.store.replay import kept, replay, replayed_parameters
+from dualform.store.replay import Rounding, kept, replay, replayed_parameters
 from dualform.store.stream import Keep, everything, stream
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A parameter in two parts, float64."""
+    """A parameter in two parts, float64, or three where its optimizer rounds more coarsely than its dtype."""
 
     start: Tensor  # what decay and momentum left of the start
     share: Tensor  # what the kept patterns added
+    rounding: Rounding | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The parameter: all parts together. Rounding is no pattern's, so that every view keeps it, like the start."""
+        total = self.start + self.share
+        return total if self.rounding is None else total + self.rounding.term
 
 
 def parts(
@@ -43,7 +51,7 @@ def parts(
     found = {name: Parts(start(run, name, horizon=horizon), share) for name, share in scalar.items()}
     if replayed_parameters(run, layers):
         for name, outcome in replay(run, layers, horizon=horizon, groups=1, codes=kept(keep)).items():
-            found[name] = Parts(outcome.start, outcome.shares[0])
+            found[name] = Parts(outcome.start, outcome.shares[0], outcome.rounding)
     return found
 
 
@@ -85,11 +93,6 @@ def scaled(values: Tensor, coefficients: Tensor, role: str) -> Tensor:
     return values * coefficients[:, None]
 
 
-def tensors(run: Run, *, horizon: int) -> dict[str, Tensor]:
-    """Return every exactly recorded parameter after `horizon` steps, in float64."""
-    return {name: part.start + part.share for name, part in parts(run, horizon=horizon).items()}
-
-
 def states(run: Run, *, horizon: int) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer state that the run implies after `horizon` steps: parameter -> entry -> tensor."""
     layers = [name for name, entry in run.layers.items() if entry.store != "keys"]
@@ -98,6 +101,9 @@ def states(run: Run, *, horizon: int) -> dict[str, dict[str, Tensor]]:
         name: {"momentum_buffer": start(run, name, horizon=horizon, of="buffer") + share}
         for name, share in buffers.items()
     }
+    for name in found:  # what no step touched is as it was, whatever the optimizer
+        if not len(run.facts(name)[0].step):
+            found[name] = {entry: tensor.double() for entry, tensor in run.initial_states.get(name, {}).items()}
     if replayed_parameters(run, layers):
         for name, outcome in replay(run, layers, horizon=horizon, groups=0, codes=kept(everything)).items():
             found[name] = {e: t.double() for e, t in outcome.state.items() if isinstance(t, Tensor)}

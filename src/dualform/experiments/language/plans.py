@@ -197,9 +197,8 @@ def plan(
         units: another number of units (LSTM) or width (Transformer).
     """
     if paper and (name not in PAPER or model != "lstm"):
-        raise DataError(
-            f"The paper has no study {name!r} with a model {model!r}; it has LSTMs on {' and '.join(PAPER)}."
-        )
+        known = " and ".join(PAPER)
+        raise DataError(f"The paper has no study {name!r} with a model {model!r}; it has LSTMs on {known}.")
     recipe = PAPER[name] if paper else DEFAULT[name, model]
     recipe = replace(recipe, updates=updates or recipe.updates, units=units or recipe.units)
     if model == "transformer" and recipe.units % 4:

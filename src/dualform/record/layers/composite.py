@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dualform.record.layers.kind import LayerKind
+from dualform.record.layers.kind import LayerKind, registered
 
 Report = Callable[[str, Any, Sequence[Tensor]], None]
 """Takes a part's name, its input as the part's kind takes it, and its outputs, whose errors the kind will need."""
@@ -20,6 +20,8 @@ Report = Callable[[str, Any, Sequence[Tensor]], None]
 
 class Composite(ABC):
     """A kind of module that has several layers."""
+
+    own_order = False  # as `LayerKind.own_order`
 
     @abstractmethod
     def parts(self, module: nn.Module) -> Mapping[str, LayerKind]:
@@ -67,6 +69,12 @@ def composes(*module_types: type[nn.Module]) -> Callable[[type[C]], type[C]]:
 def composites() -> dict[str, Composite]:
     """Return every composite by the name of its module type."""
     return {module_type.__name__: composite for module_type, composite in _COMPOSITES.items()}
+
+
+def sums_in_own_order(kind: str) -> bool:
+    """Say whether torch sums the gradients of a kind of layer in an order of its own, by the kind's name."""
+    found = registered().get(kind) or composites().get(kind)
+    return found is not None and found.own_order
 
 
 def find_composite(module: nn.Module) -> Composite | None:

@@ -17,6 +17,7 @@ class LayerKind(ABC):
     """A kind of layer whose parameters are sums over (key, value) patterns."""
 
     name: str
+    own_order = False  # whether torch sums its gradients in an order of its own, so that ours differ in the last bits
     rounding = 1.0  # how many times more rounding its values carry than those that autograd hands over
     optional = False  # whether a run that never used it does not list it
     batch_axis: int | None = None  # where a layer of this kind always has it, whatever the model's other layers do

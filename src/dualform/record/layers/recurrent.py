@@ -121,6 +121,8 @@ def _cell_of(module: nn.Module) -> Cell:
 class Recurrent(Composite):
     """Layers and directions named as torch names their weights: `l0`, `l0_reverse`, `l1`, ..."""
 
+    own_order = True
+
     def parts(self, module: nn.Module) -> Mapping[str, LayerKind]:
         """Return a part per layer and direction."""
         layer = cast("nn.RNNBase", module)
@@ -148,6 +150,8 @@ class Recurrent(Composite):
 @composes(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 class Cells(Composite):
     """A cell is one layer, under its own name."""
+
+    own_order = True
 
     def parts(self, module: nn.Module) -> Mapping[str, LayerKind]:
         """Return the only part."""
