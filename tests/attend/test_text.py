@@ -236,6 +236,8 @@ def test_the_next_words_are_the_models(run):
         second = int(model(torch.cat([tokens, torch.tensor([[first]])], dim=1))[0][0, -1].argmax())
     assert spotlight.next[0].token == corpus.vocabulary[first]
     assert spotlight.next[0].probability == pytest.approx(float(probabilities[first]))
+    assert memory.attend_text(model, PROMPT, layers=["softmax"], goes_on=0).goes_on == ""
+    assert len(memory.attend_text(model, PROMPT, layers=["softmax"]).goes_on.split()) == 10
     assert spotlight.goes_on.split() == [corpus.vocabulary[first], corpus.vocabulary[second].replace("<eos>", "⏎")]
 
 

@@ -296,7 +296,7 @@ class Memory:
         layers: str | Collection[str] | None = None,
         top: int = 5,
         around: int = 20,
-        goes_on: int = 10,
+        goes_on: int | None = None,
     ) -> text.TextSpotlight:
         """Ask which passages of the training text the last token of a prompt attends to.
 
@@ -306,7 +306,7 @@ class Memory:
             layers: the layers to look at; by default all that were recorded.
             top: how many passages, documents, tokens and guesses.
             around: how many tokens of a passage to show on either side of the attended one.
-            goes_on: how many tokens the model goes on with.
+            goes_on: how many tokens the model goes on with; by default ten words, or forty characters.
         """
         chosen = text.check_layers(self.layers if layers is None else _names(layers), self.layers)
         return text.attend_text(

@@ -94,11 +94,12 @@ def go_on(model: nn.Module, corpus: Corpus, prompt: Prompt, *, count: int) -> st
     """Return the text that the model goes on with, taking the most probable token each time."""
     context: int | None = getattr(model, "context", None)
     tokens = prompt.tokens
+    said: list[int] = []
     for _ in range(count):
-        said = last_logits(model, tokens[None])[0].argmax().cpu()
-        tokens = torch.cat([tokens, said[None]])
+        said.append(int(last_logits(model, tokens[None])[0].argmax()))
+        tokens = torch.cat([tokens, tokens.new_tensor(said[-1:])])
         tokens = tokens if context is None else tokens[-context:]
-    return join(corpus.words(tokens[-min(count, len(tokens)) :].numpy()), corpus.unit)
+    return join((corpus.vocabulary[token] for token in said), corpus.unit)
 
 
 def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -21,8 +21,10 @@ from dualform.attend.reducers import GroupSums, Places
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.store.corpus import Corpus
 from dualform.store.format import LayerEntry
+from dualform.tokens import Unit
 
 PLACE = "place"
+GOES_ON: Mapping[Unit, int] = {"chars": 40, "words": 10}  # tokens that a model goes on with
 CANDIDATES = 20  # places per passage asked for, since places that overlap are one passage
 
 
@@ -65,6 +67,7 @@ class TextSpotlight:
         notes: what a person should know: unknown words, a prompt that was cut.
         next: what the model finds most probable as the next token.
         goes_on: the text that the model goes on with.
+        unit: whether tokens are chars or words.
         layers: layer -> what the prompt attends to there.
     """
 
@@ -72,6 +75,7 @@ class TextSpotlight:
     notes: tuple[str, ...]
     next: tuple[Guess, ...]
     goes_on: str
+    unit: Unit
     layers: Mapping[str, TextLayer]
 
     def __getitem__(self, layer: str) -> TextLayer:
@@ -84,8 +88,13 @@ class TextSpotlight:
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
 
+    @property
+    def space(self) -> str:
+        """What stands between the prompt and what the model goes on with."""
+        return "" if self.unit == "chars" else " "
+
     def __repr__(self) -> str:
-        lines = [f"{self.prompt} ... {self.goes_on}", *(f"note: {note}" for note in self.notes)]
+        lines = [f"{self.prompt}{self.space}[{self.goes_on}]", *(f"note: {note}" for note in self.notes)]
         for layer in self.layers.values():
             for what, passages in rankings(layer):
                 lines.append(f"{layer.layer}, {what}")
@@ -96,7 +105,9 @@ class TextSpotlight:
         """Return the spotlights as tables, for notebooks."""
         notes = "".join(f"<p><i>{html.escape(note)}</i></p>" for note in self.notes)
         guesses = ", ".join(f"{html.escape(guess.token)} ({guess.probability:.1%})" for guess in self.next)
-        head = f"<p>{html.escape(self.prompt)} <b>{html.escape(self.goes_on)}</b><br>next: {guesses}</p>{notes}"
+        head = (
+            f"<p>{html.escape(self.prompt)}{self.space}<b>{html.escape(self.goes_on)}</b><br>next: {guesses}</p>{notes}"
+        )
         return head + "".join(_html_layer(layer) for layer in self.layers.values())
 
 
@@ -114,7 +125,7 @@ def attend_text(
     *,
     top: int,
     around: int,
-    goes_on: int,
+    goes_on: int | None,
 ) -> TextSpotlight:
     """Ask what the last token of a prompt attends to; see `Memory.attend_text`."""
     if top < 1 or around < 0:
@@ -131,7 +142,8 @@ def attend_text(
         prompt=prompt.text,
         notes=prompt.notes,
         next=next_tokens(model, corpus, prompt, count=top),
-        goes_on=go_on(model, corpus, prompt, count=goes_on),
+        goes_on=go_on(model, corpus, prompt, count=GOES_ON[corpus.unit] if goes_on is None else goes_on),
+        unit=corpus.unit,
         layers=found,
     )
 

@@ -12,7 +12,8 @@ from dualform.show.tables import console, percent, print_grid
 def show_text(spotlight: TextSpotlight) -> None:
     """Print the model's next words and, for each layer, passages, documents and tokens."""
     screen = console()
-    screen.print(f"{escape(_one_line(spotlight.prompt))} [bold]{escape(_one_line(spotlight.goes_on))}[/bold]")
+    goes_on = f"[bold]{escape(_one_line(spotlight.goes_on))}[/bold]"
+    screen.print(f"{escape(_one_line(spotlight.prompt))}{spotlight.space}{goes_on}")
     guesses = [f"{escape(guess.token)} {percent(guess.probability)}" for guess in spotlight.next]
     screen.print(f"next: {', '.join(guesses)}")
     for note in spotlight.notes:
