@@ -29,12 +29,14 @@ class Chunk:
         keys: (n, d_in)
         values: (n, d_out), where asked for.
         coefficients: role -> (n,) of each of the layer's parameters whose optimizer has them, where asked for.
+        scales: (n,) what each key has still to be multiplied with; nothing where keys are whole.
     """
 
     patterns: npt.NDArray[np.int64]
     keys: Tensor
     values: Tensor | None = None
     coefficients: Mapping[str, Tensor] = field(default_factory=dict)
+    scales: Tensor | None = None
 
 
 def everything(shard: Shard, layer: str) -> None:
@@ -52,6 +54,7 @@ def stream(
     size: int = CHUNK,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    scaled: bool = True,
 ) -> Iterator[Chunk]:
     """Yield a layer's patterns of the first `horizon` steps in order.
 
@@ -65,6 +68,8 @@ def stream(
         size: patterns per chunk at most.
         device: where chunks are put.
         dtype: what chunks are computed in; by default float64 where that is stored, else float32.
+        scaled: multiply row-scaled keys with their scales. A scale is a power of two, so it may as well multiply what
+            becomes of the key later, which is cheaper.
     """
     entry = run.require_values(layer) if values else run.layer(layer)
     coefficients = {
@@ -85,15 +90,17 @@ def stream(
             for start in range(0, len(kept), size):
                 rows = kept[start : start + size]
                 steps = _repeat(shard, layer, rows) if values else None
+                scales = None if scaled else keys.scales
                 yield Chunk(
                     patterns=rows + before,
-                    keys=take(keys, rows, dtype, device),
+                    keys=take(keys if scaled else Rows(keys.stored, None), rows, dtype, device),
                     values=take(errors, rows, dtype, device) if errors is not None else None,
                     coefficients={
                         role: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(device, dtype)
                         for role, (found, factors) in coefficients.items()
                         if steps is not None
                     },
+                    scales=None if scales is None else scales[_index(rows)].to(device, dtype),
                 )
         before += count
 
@@ -118,7 +125,12 @@ def _repeat(
 
 def take(source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return stored rows, decoded, on a device."""
-    contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-    index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
+    index = _index(rows)
     scales = None if source.scales is None else source.scales[index].to(device)
     return decode(source.stored[index].to(device), scales, dtype)
+
+
+def _index(rows: npt.NDArray[np.int64]) -> slice | Tensor:
+    """Return what picks ascending rows out of a tensor: a slice, which copies nothing, where no row is left out."""
+    contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
