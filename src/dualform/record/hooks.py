@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.layers import Report
+from dualform.record.probes import Prediction
 from dualform.record.watch import Watched, covered
 
 
@@ -45,6 +46,7 @@ class Arrival:
     values: Tensor | None = None  # (T, d_out)
     layout: str | None = None  # of an only error in memory, where it is not row by row
     accumulated: bool = False
+    predictions: dict[str, Prediction] | None = None  # what its patterns predict for each parameter's probe, by role
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -52,10 +54,10 @@ class Arrival:
         layer = self.call.layer
         keys = layer.kind.keys(layer.module, self.call.inputs)
         self.leading = keys.shape[:-1]
-        self.keys = keys.reshape(-1, layer.d_in).clone()
+        self.keys = _own(keys.reshape(-1, layer.d_in), [self.call.inputs])
         if not layer.keys_only:
             values = layer.kind.errors(layer.module, self.call.inputs, self.errors)
-            self.values = values.reshape(-1, layer.d_out).clone()
+            self.values = _own(values.reshape(-1, layer.d_out), self.errors)
         self.accumulated = True
 
 
@@ -212,6 +214,13 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
+
+
+def _own(rows: Tensor, others: Sequence[Any]) -> Tensor:
+    """Return rows that share no memory with others': themselves, or a copy."""
+    place = rows.untyped_storage().data_ptr()
+    shared = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
+    return rows.clone() if shared or not rows.is_contiguous() else rows
 
 
 def _hookable(output: Tensor) -> Tensor:
