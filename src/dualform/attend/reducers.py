@@ -140,7 +140,7 @@ class BestSums(Reducer[tuple[Tensor, Tensor]]):
 class Places(Reducer["Places"]):
     """Per group (a place in a text) and query: the sum of scores and the best score; and how many scores there are.
 
-    For groups by the million; patterns of group -1 are left out.
+    For groups by the million.
     """
 
     def __init__(self, queries: int, groups: int, device: torch.device) -> None:
@@ -150,9 +150,6 @@ class Places(Reducer["Places"]):
 
     def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
         """Add a chunk's scores, and let them compete, by group."""
-        if bool((codes < 0).any()):
-            known = (codes >= 0).nonzero()[:, 0]
-            scores, codes = scores[:, known], codes[known]
         self.sums.index_add_(1, codes, scores.double())
         self.best.scatter_reduce_(1, codes.expand_as(scores), scores.float(), "amax")
         self.counts.index_add_(0, codes, torch.ones_like(codes))
