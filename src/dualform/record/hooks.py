@@ -32,6 +32,7 @@ class Call:
     layer: Watched
     number: int  # in the order of forward calls
     inputs: Any  # as the layer's kind takes it
+    raw: bool  # whether the input owes nothing to the parameters
     binding: Binding | None
 
 
@@ -150,7 +151,7 @@ class Hooks:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
             if self.enabled and module is layer.module:
-                self._note(layer, lambda: layer.kind.inputs(args, kwargs).detach(), [output])
+                self._note(layer, lambda: layer.kind.inputs(args, kwargs), [output])
 
         return forward
 
@@ -173,11 +174,13 @@ class Hooks:
             if name not in self.watching:  # unfrozen since the recording began
                 self._watch_parameter(name, parameter)
         inputs = inputs_of()
+        raw = isinstance(inputs, Tensor) and not inputs.requires_grad and layer.composite is None
         if isinstance(inputs, Tensor):
+            inputs = inputs.detach()
             used = [p for role, (_, p) in layer.parameters.items() if not form(role).constant_key or role == "rows"]
             if not any(p.requires_grad for p in used) or torch.is_autocast_enabled(inputs.device.type):
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-        call = Call(layer, self.calls, inputs, self.listener.binding_for_forward())
+        call = Call(layer, self.calls, inputs, raw, self.listener.binding_for_forward())
         self.calls += 1
         for i, output in enumerate(outputs):
             if output.requires_grad:
@@ -253,7 +256,7 @@ def trace(
     def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if called is not module:
             return
-        mode = composite.trace(module, args, kwargs, report) if wanted() else None
+        mode = composite.trace(module, args, kwargs, _disabled_in_compile(report)) if wanted() else None
         entered.append(mode)
         if mode is not None:
             mode.__enter__()

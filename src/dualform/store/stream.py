@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dualform.coefficients.family import Of
 from dualform.store.encoding import decode
-from dualform.store.reader import Rows, Run, Shard
+from dualform.store.pool import PooledRows, Rows
+from dualform.store.reader import Run, Shard
 
 CHUNK = 8192
 Keep = Callable[[Shard, str], npt.NDArray[np.bool_] | None]
@@ -90,17 +91,17 @@ def stream(
             for start in range(0, len(kept), size):
                 rows = kept[start : start + size]
                 steps = _repeat(shard, layer, rows) if values else None
-                scales = None if scaled else keys.scales
+                stored, scales = _taken(keys, rows, device)
                 yield Chunk(
                     patterns=rows + before,
-                    keys=take(keys if scaled else Rows(keys.stored, None), rows, dtype, device),
+                    keys=decode(stored, scales if scaled else None, dtype),
                     values=take(errors, rows, dtype, device) if errors is not None else None,
                     coefficients={
                         role: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(device, dtype)
                         for role, (found, factors) in coefficients.items()
                         if steps is not None
                     },
-                    scales=None if scales is None else scales[_index(rows)].to(device, dtype),
+                    scales=None if scaled or scales is None else scales.to(dtype),
                 )
         before += count
 
@@ -123,14 +124,18 @@ def _repeat(
     return calls["step"][at], calls["micro"][at]
 
 
-def take(source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def take(
+    source: Rows | PooledRows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """Return stored rows, decoded, on a device."""
-    index = _index(rows)
-    scales = None if source.scales is None else source.scales[index].to(device)
-    return decode(source.stored[index].to(device), scales, dtype)
+    return decode(*_taken(source, rows, device), dtype)
 
 
-def _index(rows: npt.NDArray[np.int64]) -> slice | Tensor:
-    """Return what picks ascending rows out of a tensor: a slice, which copies nothing, where no row is left out."""
+def _taken(
+    source: Rows | PooledRows, rows: npt.NDArray[np.int64], device: torch.device | str
+) -> tuple[Tensor, Tensor | None]:
+    """Return rows as they are stored, and their scales where they have some, on a device."""
     contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-    return slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
+    index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
+    stored, scales = source.take(index)
+    return stored.to(device), None if scales is None else scales.to(device)
