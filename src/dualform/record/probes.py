@@ -235,6 +235,13 @@ def _norm(rows: Tensor) -> Tensor:
     """Return the norm of each row, (T, d) -> (T,), also where its squares underflow or overflow (then roughly)."""
     if not rows.numel():
         return rows.new_zeros(len(rows))
+    if rows.device.type == "cpu":  # sums of squares are many times faster there, where they are in range
+        flat = rows.reshape(-1)
+        squares = torch.dot(flat, flat)[None] if len(rows) == 1 else (rows * rows).sum(dim=1)
+        limits = torch.finfo(rows.dtype)
+        odd = ~((squares > limits.smallest_normal / limits.eps**2) & (squares < limits.max))
+        if not bool(odd.any()) or not bool(rows[odd].any()):
+            return squares.sqrt()
     norm = torch.linalg.vector_norm(rows, dim=1)
     largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
     return torch.where(norm.isinf(), largest * math.sqrt(rows.shape[1]), torch.maximum(norm, largest))
