@@ -12,6 +12,8 @@ from torch import Tensor
 from dualform.record.annotations import Binding
 from dualform.record.layers import Role
 
+RESIDUAL = "residual"
+"""A fact beside an optimizer's settings: how far patterns are from a gradient that autograd rounded coarsely."""
 SAMPLE = 256  # elements of each parameter that fingerprint a step
 
 

@@ -99,6 +99,12 @@ class Shard:
         """The user's columns in this shard."""
         return self._read("annotations")
 
+    def annotation(self, name: str) -> pa.ChunkedArray | None:
+        """Read one of the user's columns alone, without keeping it; nothing where this shard does not have it."""
+        if name not in pq.read_schema(self.path("annotations")).names:
+            return None
+        return self._read("annotations", [name])[name]
+
     @cached_property
     def steps(self) -> pa.Table:
         """The optimizer facts in this shard."""
@@ -115,9 +121,9 @@ class Shard:
     def _kept(self, table: pa.Table) -> pa.Table:
         return table.filter(pc.field("step") < self.entry.stop)
 
-    def _read(self, what: str) -> pa.Table:
+    def _read(self, what: str, columns: list[str] | None = None) -> pa.Table:
         try:
-            return pq.read_table(self.path(what))
+            return pq.read_table(self.path(what), columns=columns)
         except (OSError, pa.ArrowException) as error:
             raise CorruptError(f"{self.path(what)} cannot be read: {error}. Restore the file from a copy.") from error
 

@@ -23,6 +23,7 @@ from dualform.coefficients.replayed import Map, Multiplier, Replay, Share, machi
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
+from dualform.record.sinks import RESIDUAL
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
 from dualform.store.pool import PooledRows, Rows
@@ -61,6 +62,7 @@ class Replayed:
         rounding: the third term, where there is one.
         parameter: the parameter itself, as torch's own steps on the rebuilt gradients left it.
         state: the optimizer's state.
+        noise: the size of what coarsely rounded gradients did beyond their patterns, at random.
     """
 
     start: Tensor
@@ -68,6 +70,7 @@ class Replayed:
     rounding: Rounding | None
     parameter: Tensor
     state: Mapping[str, Any]
+    noise: float = 0.0
 
     @property
     def fixed(self) -> Tensor:
@@ -199,6 +202,7 @@ class _Parameter:
         followed = kind.rounds and groups is not None
         self._rounding = Share(torch.zeros(initial.shape, dtype=torch.float64)) if followed else None
         self._expected = 0.0
+        self._noise = 0.0
         self._repeatable = True
         self._at = {int(step): i for i, step in enumerate(facts.step)}
         self._settings = facts.settings
@@ -214,7 +218,11 @@ class _Parameter:
         gradient, parts, exact = self._gradients(mine, {m: float(self._factors[step, m]) for m in micros})
         row = self._row(step)
         before = None if self._rounding is None else self.replay.share()
+        was = self.replay.parameter.detach().clone() if RESIDUAL in row else None
         linear: Map = self.replay.step(self.replay.kind.decode(row), gradient)
+        if was is not None and (size := float(gradient.double().norm())):
+            moved = float((self.replay.parameter.detach() - was).double().norm())
+            self._noise = math.hypot(self._noise, moved * row[RESIDUAL] / size)
         if self._start is not None:
             self._start.step(linear, None)
         for share, part in zip(self._shares, parts, strict=True):
@@ -304,6 +312,7 @@ class _Parameter:
             rounding=rounding,
             parameter=parameter,
             state=self.replay.state,
+            noise=4 * self._noise,  # a moment of gradients is smaller than they are
         )
 
 
