@@ -117,8 +117,9 @@ def page(results: Path, rows: Sequence[Row]) -> str:
         "",
         "Every figure compares two things that were run in turn in the same process: a time on a shared machine means",
         "nothing alone. It is the ratio of the shortest run of each; in brackets are the least and the greatest ratio",
-        "of one pair of runs. Threads wait passively, since spinning measures the neighbours on a shared machine. Run it",
-        "yourself:",
+        "of one pair of runs. Threads wait passively: spinning would measure the neighbours on a shared machine.",
+        "",
+        "Run it yourself:",
         "",
         "    scripts/bench                       # all rows, on the CPU, about half an hour and 15 GB of disk",
         "    scripts/bench --only totals         # one row, or one family of rows",
@@ -141,7 +142,8 @@ def _section(title: str, device: str, found: Mapping[str, Any], rows: Sequence[R
     lines = [
         f"## {title}: {where['gpu'] or where['processor']}",
         "",
-        f"{where['threads']} threads (waiting: {where['waiting']}), torch {where['torch']}, Python {where['python']}, {where['date']}.",
+        f"{where['threads']} threads, torch {where['torch']}, Python {where['python']}, {where['date']}; "
+        f"waiting threads: {where['waiting']}.",
         "",
         "| row | what | against | goal | measured | |",
         "|---|---|---|---|---|---|",
