@@ -11,6 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+EXTRAS = ("duckdb", "matplotlib", "pandas", "sklearn", "starlette")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +33,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, ob
     slow = ("memory", "help", "import", "recurrent")
     names = [row.name for row in ordered() if "cpu" in row.goals and not row.name.startswith(slow)]
     only = [part for name in names for part in ("--only", name)]
-    assert main(["--quick", *only, "--folder", str(folder), "--json", str(folder / "quick.json")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        for extra in EXTRAS:  # a GPU machine may have none of these
+            patch.setitem(sys.modules, extra, None)
+        assert main(["--quick", *only, "--folder", str(folder), "--json", str(folder / "quick.json")]) == 0
     assert [path.name for path in folder.iterdir()] == ["quick.json"]  # every run that was made is gone
     found: dict[str, dict[str, object]] = json.loads((folder / "quick.json").read_text())["rows"]
     assert list(found) == names
