@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("duckdb", "matplotlib", "pandas", "sklearn", "starlette")
+EXTRAS = ("duckdb", "matplotlib", "sklearn", "starlette")
 
 
 @pytest.fixture(scope="module", autouse=True)
