@@ -19,6 +19,7 @@ from dualform.errors import SelectionError
 from dualform.store.reader import Run, Shard
 from dualform.store.stream import Keep, selected
 
+GROUPINGS = 128 << 20  # bytes of groupings that are remembered, about
 ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
 
 
@@ -97,6 +98,7 @@ class Table:
     conditions: tuple[Condition, ...]
     horizon: int
     masks: dict[tuple[str, int], npt.NDArray[np.bool_] | None] = field(default_factory=dict)
+    groupings: dict[tuple[str, tuple[str | Bins, ...]], Grouping] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,6 +178,15 @@ class Table:
         parts: list[str | Bins] = [by] if isinstance(by, str | Bins) else list(by)
         if not parts:
             raise SelectionError("Nothing to group by. Give a column, for example by='label'.")
+        at = (layer, tuple(parts))
+        found = self.groupings.get(at)
+        if found is None:
+            found = self.groupings[at] = self._group(layer, parts)
+            while sum(g.codes.nbytes for g in list(self.groupings.values())) > GROUPINGS and len(self.groupings) > 1:
+                self.groupings.pop(list(self.groupings)[0], None)  # noqa: RUF015 (another thread may be here too)
+        return found
+
+    def _group(self, layer: str, parts: Sequence[str | Bins]) -> Grouping:
         encoded = [self._encode(layer, part) for part in parts]
         labels: list[Any] = encoded[0][0]
         codes = encoded[0][1]

@@ -23,8 +23,9 @@ from dualform.attend.queries import capture_queries, given_queries
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
 from dualform.errors import QueryError, SelectionError
 from dualform.record.estimate import size_text
+from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
-from dualform.store import audit, examples, rebuild
+from dualform.store import audit, media, rebuild
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
 
@@ -143,13 +144,33 @@ class Memory:
         table = self._run.steps_table
         return table.filter(pc.field("step") < self._horizon) if table.num_rows else table
 
-    def add_tests(self, inputs: Tensor, targets: Tensor | None = None) -> None:
-        """Keep test inputs (M, ...) and their targets (M,) in the run, for the command line."""
-        examples.add_tests(self._run, inputs, targets)
+    def add_tests(self, inputs: Tensor, targets: Tensor | None = None, *, images: Any = None) -> None:
+        """Keep test inputs (M, ...) and their targets (M,) in the run, for the command line and the viewer.
+
+        Args:
+            inputs: what the model takes, one row per test.
+            targets: the right answers.
+            images: (M, H, W) or (M, H, W, 3) of uint8, what a person should see of the inputs.
+        """
+        media.attach(self._run, example_files(inputs, targets, images))
+
+    def add_media(self, **what: Any) -> None:
+        """Keep images of training samples, names of labels, or a text in the run; see `Recorder.media`."""
+        media.attach(self._run, media_files(**what))
 
     def tests(self) -> tuple[Tensor, Tensor | None]:
         """Return the test inputs that the run keeps and, where they are known, their targets."""
-        return examples.read_tests(self._run)
+        found = media.read_tests(self._run)
+        return found.inputs, found.targets
+
+    def test_images(self) -> Tensor | None:
+        """Return what a person should see of the test inputs, (M, H, W[, 3]) uint8, where the run keeps it."""
+        return media.read_tests(self._run).images
+
+    @property
+    def media(self) -> media.Media:
+        """What the run keeps for people to look at."""
+        return media.Media(self._run)
 
     # Views --------------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,6 @@ def run_demo(folder: Path, *, seed: int = 0) -> Demo:
     seconds = time.perf_counter() - start
     memory = dualform.open(folder / "run")
     verification = memory.verify(model)
-    memory.add_tests(task.test, task.test_labels)
     outputs = predict(model, task.test)
     vote = memory.attend(model, task.test).vote(by="label")
     closeup = look(memory, model, choose(task, outputs, right=2, wrong=1), by="label")

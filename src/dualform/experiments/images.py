@@ -83,7 +83,6 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
         else None,
     }
     findings["figures"] = clock("figures", lambda: _figures(memory, model, tasks, study, folder / "figures"))
-    memory.add_tests(torch.cat([t.test for t in tasks]), torch.cat([t.test_labels for t in tasks]))
     findings["seconds"] = clock.seconds
     findings["machine"] = machine(device)
     stored.write_text(json.dumps(plain(findings), indent=1) + "\n")

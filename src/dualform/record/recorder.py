@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import AnnotationError, DualformError, RefusedError
+from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
 from dualform.record.annotations import Binding, bind
 from dualform.record.calls import Pending, gather_calls
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.hooks import Arrival, Hooks
+from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import FactLogger, find_logger, pending_scale, require_logger
 from dualform.record.probes import Accumulation, Probe, Trail, predict, probe, projection, resolve
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
@@ -147,6 +148,26 @@ class Recorder:
             self._sink.check(binding)
         self._binding, self._bound = binding, False
         self._spent.clear()
+
+    def media(self, **what: Any) -> None:
+        """Keep what a person should see: images of training samples, names of labels, or a text and its vocabulary.
+
+            recorder.media(images=pixels, labels=["cat", "dog"], mean=0.13 * 255, deviation=0.31 * 255)
+            recorder.media(tokens=corpus, vocabulary=words, documents=[(0, "Robert Boulter"), ...], joiner=" ")
+
+        `dualform.record.media.media_files` says what each of them is.
+        """
+        self._attach(media_files(**what))
+
+    def tests(self, inputs: Tensor, targets: Tensor | None = None, *, images: Any = None) -> None:
+        """Keep test inputs (M, ...), their targets (M,), and images of them; as `Memory.add_tests` does later."""
+        self._attach(example_files(inputs, targets, images))
+
+    def _attach(self, files: Files) -> None:
+        if self._state == "new":
+            raise MediaError("Nothing is being recorded yet. Use the recorder in a with statement.")
+        if self._state == "recording":
+            self._guard(lambda: self._sink.attach(files))
 
     def flush(self) -> None:
         """Publish everything recorded so far, and return when it is on disk."""

@@ -27,7 +27,6 @@ VERSION = 1
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
-TESTS = "media/tests.safetensors"
 PARTIAL = ".partial-"
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state

@@ -16,7 +16,7 @@ from dualform.experiments.datasets import (  # noqa: F401 (an import registers t
     sources,
 )
 from dualform.experiments.datasets.catalogue import find_dataset, names
-from dualform.experiments.datasets.imageset import ImageSet, permuted, standardised
+from dualform.experiments.datasets.imageset import ImageSet, moments, permuted, standardised
 from dualform.experiments.datasets.sources import Location
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "describe",
     "fetch",
     "load",
+    "moments",
     "names",
     "permuted",
     "standardised",
