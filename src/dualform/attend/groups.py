@@ -132,8 +132,10 @@ class Table:
             self.require([name])
             holds &= _equals(name, self.column(shard, layer, name), value)
         if one.sql is not None:
-            table = pa.table({name: self.column(shard, layer, name) for name in self.names})
-            holds &= _sql_mask(table, one.sql)
+            named = one.sql.casefold()
+            used = [name for name in self.names if name == "pattern" or '"' in name or name.casefold() in named]
+            table = pa.table({name: self.column(shard, layer, name) for name in used})
+            holds &= _sql_mask(table, one.sql, self.names)
         return holds
 
     def column(self, shard: Shard, layer: str, name: str) -> pa.Array:
@@ -241,16 +243,16 @@ def _equals(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
     return np.asarray(pc.is_in(column, value_set=options))
 
 
-def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
+def _sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:
     try:
         import duckdb
     except ImportError as error:
         raise SelectionError(
             'SQL conditions need duckdb, which is not installed. Use columns (task="mnist") or install it.'
         ) from error
-    folded = [name.casefold() for name in table.column_names]
+    folded = [name.casefold() for name in names]
     if len(set(folded)) < len(folded):
-        same = [name for name in table.column_names if folded.count(name.casefold()) > 1]
+        same = [name for name in names if folded.count(name.casefold()) > 1]
         raise SelectionError(
             f"SQL cannot tell the columns {', '.join(map(repr, same))} apart, which differ only in case. "
             'Select by column instead (task="mnist").'
@@ -262,7 +264,7 @@ def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
         except duckdb.Error as error:
             reason = str(error).strip().splitlines()[0]
             raise SelectionError(
-                f"The condition {sql!r} cannot be evaluated: {reason} Columns: {', '.join(table.column_names)}."
+                f"The condition {sql!r} cannot be evaluated: {reason} Columns: {', '.join(names)}."
             ) from error
     return np.isin(np.asarray(table["pattern"]), np.asarray(kept), assume_unique=True)
 

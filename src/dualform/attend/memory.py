@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend.cache import Cache
-from dualform.attend.groups import Condition, Table, condition
+from dualform.attend.groups import Bins, By, Condition, Table, condition
 from dualform.attend.queries import capture_queries, given_queries
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
+from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError, SelectionError
 from dualform.record.estimate import size_text
 from dualform.record.media import example_files, media_files
@@ -205,6 +206,22 @@ class Memory:
     def weights(self) -> dict[str, Tensor]:
         """Return each parameter as this view implies it: what is left of the start, plus the view's patterns."""
         return {name: (part.start + part.share).to(self._dtype(name)) for name, part in self._exact_parts().items()}
+
+    def group_weights(self, by: By, *, budget: int = 512 << 20) -> GroupWeights:
+        """Return each group's share of every parameter, by bins of steps, as finely as a budget of bytes allows.
+
+        With them a mask of groups and steps is a subtraction; see `GroupWeights`.
+        """
+        parts = [by] if isinstance(by, str | Bins) else list(by)
+        return GroupWeights(self._table, self._cache, parts, budget=budget)
+
+    def rebuild_errors(self, weights: GroupWeights) -> dict[str, audit.LayerCheck]:
+        """Compare what group weights add up to with the parameters at the end, by layer; files are not checked."""
+        final = self._run.final
+        if final is None or self._conditions or self._horizon != self._run.steps:
+            return {}
+        checks = audit.compare(self._run, weights.rebuilt(), final, horizon=self._horizon)
+        return audit.by_layer(self._run, checks)
 
     def apply(self, model: nn.Module, *, layers: str | Collection[str] | None = None) -> nn.Module:
         """Return a copy of the model with this view's weights.
