@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend.cache import Cache
+from dualform.attend.course import Course, follow
 from dualform.attend.groups import Bins, By, Condition, Table, condition
 from dualform.attend.queries import capture_queries, given_queries
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
@@ -139,6 +140,14 @@ class Memory:
         """Return the pattern table of a layer in this view: addresses and annotations, a row per pattern."""
         self._run.layer(layer)
         return self._table.rows(layer, None if columns is None else list(columns))
+
+    def count_groups(self, layer: str, by: By) -> int:
+        """Return how many groups the patterns of a layer fall into."""
+        return len(self._table.group(layer, by).labels)
+
+    def course(self, *, width: int) -> Course:
+        """Return the course of the run in bins of `width` steps: how large its errors were, its epochs and tasks."""
+        return follow(self._table, width=width)
 
     def steps(self) -> pa.Table:
         """Return the optimizer facts of every (step, parameter) up to the horizon."""

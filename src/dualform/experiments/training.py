@@ -121,17 +121,18 @@ def _show(recorder: dualform.Recorder, tasks: Sequence[Task]) -> None:
     """
     numbers = [task.first_sample + torch.arange(len(task.train)) for task in tasks]
     classes = zip(*(task.images.class_names for task in tasks), strict=True)
+    white = 255 // max(int(task.images.train_images.max()) for task in tasks)  # digits have 16 shades
     mean, deviation = moments(tasks[0].images.train_images)
     recorder.media(
-        images=np.concatenate([task.images.train_images for task in tasks]),
+        images=white * np.concatenate([task.images.train_images for task in tasks]),
         samples=torch.cat(numbers),
         labels=[" / ".join(dict.fromkeys(names)) for names in classes],
-        **({"mean": mean, "deviation": deviation} if len(tasks) == 1 else {}),
+        **({"mean": white * mean, "deviation": white * deviation} if len(tasks) == 1 else {}),
     )
     recorder.tests(
         torch.cat([task.test for task in tasks]),
         torch.cat([task.test_labels for task in tasks]),
-        images=np.concatenate([task.images.test_images for task in tasks]),
+        images=white * np.concatenate([task.images.test_images for task in tasks]),
     )
 
 

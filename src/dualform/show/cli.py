@@ -196,6 +196,21 @@ def mask(
 
 
 @app.command()
+def view(
+    run: Run,
+    model: Model = None,
+    port: Annotated[int, typer.Option(help="0 for a free one.", min=0, max=65535)] = 0,
+    host: Annotated[str, typer.Option(help="Where to listen; anything but this machine needs --expose.")] = "127.0.0.1",
+    expose: Annotated[bool, typer.Option("--expose", help="Let other machines ask.")] = False,
+    memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory for live masks.", min=1)] = 512,
+) -> None:
+    """Look at a run in the browser, with live masks."""
+    from dualform.show.viewer.serve import serve
+
+    serve(run, model=model, host=host, port=port, budget=memory_mb * 1_000_000, expose=expose)
+
+
+@app.command()
 def support() -> None:
     """Print which layers and optimizers are supported, as Markdown."""
     from dualform.show.support import support_page

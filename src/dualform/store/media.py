@@ -82,6 +82,18 @@ class Text:
         """Return the text of the tokens first to last - 1, as far as there are any."""
         return [self.vocabulary[token] for token in self.tokens[max(first, 0) : max(last, 0)].tolist()]
 
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text; raise where one is not in the vocabulary, or there are none."""
+        parts = list(text) if not self.joiner else text.split()
+        if not parts:
+            raise QueryError("The prompt is empty. Give at least one token.")
+        known = {token: number for number, token in enumerate(self.vocabulary)}
+        unknown = list(dict.fromkeys(part for part in parts if part not in known))
+        spare = known.get("<unk>")
+        if unknown and spare is None:
+            raise QueryError(f"Not in the vocabulary: {', '.join(map(repr, unknown[:10]))}. Leave them out.")
+        return [known.get(part, spare if spare is not None else -1) for part in parts]
+
     def title(self, place: int) -> str | None:
         """Return the title of the document that a place belongs to."""
         at = bisect.bisect_right([first for first, _ in self.documents], place) - 1
