@@ -18,7 +18,8 @@ from dualform.errors import DualformError, RunNotFoundError
 from dualform.show.png import png
 from dualform.show.tables import plain
 from dualform.show.viewer.ask import Ask, BadQuestion
-from dualform.show.viewer.jobs import Cancelled, Jobs, describe
+from dualform.show.viewer.job import Cancelled, describe
+from dualform.show.viewer.jobs import Jobs
 from dualform.show.viewer.opened import Opened
 from dualform.show.viewer.questions import Answer, questions
 from dualform.show.viewer.session import Session

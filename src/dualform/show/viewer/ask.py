@@ -5,10 +5,9 @@ import binascii
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from starlette.datastructures import QueryParams
 
 import dualform
 from dualform.attend.groups import Bins
@@ -26,10 +25,22 @@ class BadQuestion(DualformError, ValueError):
     """A parameter is missing or is not what it should be."""
 
 
+class Parameters(Protocol):
+    """What a question is asked with: names and values, some of them several times."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def get(self, name: str, default: str | None = None) -> str | None:
+        """Return the value of a name."""
+
+    def getlist(self, name: str) -> list[str]:
+        """Return every value of a name."""
+
+
 class Ask:
     """The parameters of one request."""
 
-    def __init__(self, parameters: QueryParams) -> None:
+    def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
 
     def text(self, name: str, default: str | None = None, *, longest: int = 200) -> str:

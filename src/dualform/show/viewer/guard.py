@@ -79,8 +79,10 @@ class Guard:
             return PlainTextResponse(NO_TOKEN, 403)
         # Not a redirect: a strict cookie is not sent along one that another site began.
         target = "/?" + urlencode(others) if others else "/"
-        page = f'<!doctype html><meta http-equiv="refresh" content="0;url={_escaped(target)}"><title>dualform</title>'
-        response = HTMLResponse(page)
+        response = HTMLResponse(
+            f'<!doctype html><meta http-equiv="refresh" content="0;url={_escaped(target)}">'
+            '<link rel="icon" href="data:,"><title>dualform</title>'
+        )
         response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
         return response
 

@@ -1,39 +1,19 @@
-"""Run a blocking question in a thread: with its progress, and stopped when whoever asked has gone."""
+"""Run a blocking question in a thread: with its progress, and stopped when whoever asked has gone (`job.py` says what that is)."""
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
 from starlette.requests import Request
 
 from dualform.progress import watching
+from dualform.show.viewer.job import Job
 
 R = TypeVar("R")
 AT_ONCE = 8  # questions that are worked on at the same time
 REMEMBERED = 64  # jobs whose progress can be asked for
-
-
-class Cancelled(Exception):
-    """Whoever asked has gone."""
-
-
-@dataclass(slots=True)
-class Job:
-    """One question on its way."""
-
-    title: str = ""
-    done: int = 0
-    total: int | None = None
-    cancelled: bool = False
-
-    def report(self, title: str, done: int, total: int | None) -> None:
-        """Take note of progress; raise when nobody waits for the answer."""
-        self.title, self.done, self.total = title, done, total
-        if self.cancelled:
-            raise Cancelled
 
 
 class Jobs:
@@ -81,10 +61,3 @@ class Jobs:
         if failure:
             raise failure[0]
         return outcome[0]
-
-
-def describe(job: Job | None) -> dict[str, Any]:
-    """Return a job's progress as JSON."""
-    if job is None:
-        return {"running": False}
-    return {"running": True, "title": job.title, "done": job.done, "total": job.total}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dualform.attend.memory import Memory
 from dualform.attend.weights import GroupWeights
 from dualform.progress import watching
-from dualform.show.viewer.jobs import Job
+from dualform.show.viewer.job import Job
 from dualform.store.audit import LayerCheck
 
 

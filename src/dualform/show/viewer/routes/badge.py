@@ -4,7 +4,7 @@ from typing import Any
 
 from dualform.record.estimate import size_text
 from dualform.show.viewer.ask import Ask
-from dualform.show.viewer.jobs import describe
+from dualform.show.viewer.job import describe
 from dualform.show.viewer.questions import question
 from dualform.show.viewer.session import By, Session
 

@@ -24,7 +24,7 @@ export function start() {
     if (typing && event.key !== "Escape") return;
     const action = actions.get(event.key);
     if (!action) return;
-    event.preventDefault();
+    if (event.key !== "Escape") event.preventDefault(); // it also closes dialogs
     action(event);
   });
 }
