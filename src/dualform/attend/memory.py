@@ -109,6 +109,16 @@ class Memory:
         manifest = self._run.manifest
         return None if manifest.factory is None else (manifest.factory, manifest.factory_arguments)
 
+    @property
+    def created(self) -> str:
+        """When the recording began, as an ISO date."""
+        return self._run.manifest.created
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The versions of what recorded it."""
+        return MappingProxyType(self._run.manifest.versions)
+
     def info(self) -> Info:
         """Describe the memory."""
         manifest = self._run.manifest

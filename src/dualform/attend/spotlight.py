@@ -6,6 +6,7 @@ groups' shares of the weight.
 """
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from dualform.attend.queries import Captured
 from dualform.attend.reducers import Best, BestSums, Everything, GroupSums, Outputs, Reducer
 from dualform.attend.sums import LayerSums, respond
 from dualform.errors import QueryError, SelectionError, UnknownLayerError
+from dualform.store.media import Media
 from dualform.store.stream import Chunk, selected
 
 Per = Literal["pattern", "sample"]
@@ -59,6 +61,16 @@ class LayerSpotlight:
 
     def __repr__(self) -> str:
         return f"Spotlight on layer {self.name!r}: {len(self)} queries over {self.count():,} patterns"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of all columns that patterns have."""
+        return self._table.names
+
+    @property
+    def media(self) -> Media:
+        """What the run keeps for people to look at."""
+        return Media(self._table.run)
 
     def count(self) -> int:
         """Return the number of patterns in this view of the layer."""
@@ -358,6 +370,12 @@ class Spotlight:
 
     def __repr__(self) -> str:
         return "\n".join(repr(layer) for layer in self.layers.values())
+
+    def _repr_html_(self) -> str:
+        """Draw the spotlight for a notebook: what a report shows of it."""
+        # By name, when asked for: what draws comes after what attends.
+        html: str = importlib.import_module("dualform.show.report.notebook").spotlight_html(self)
+        return html
 
     def vote(self, by: By, *, of: Of = "attention") -> Vote:
         """Return, per layer and query, the group with the largest total.

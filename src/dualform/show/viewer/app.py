@@ -35,7 +35,7 @@ def make_app(opened: Opened) -> Starlette:
 
     def endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
-            ask = Ask(request.query_params)
+            ask = Ask(request.query_params.multi_items())
             return await _answered(jobs, request, ask, lambda: rendered(answer(opened.session(), ask)))
 
         return respond
@@ -49,7 +49,7 @@ def make_app(opened: Opened) -> Starlette:
 
     async def progress(request: Request) -> Response:
         try:
-            return rendered(describe(jobs.progress(Ask(request.query_params).job())))
+            return rendered(describe(jobs.progress(Ask(request.query_params.multi_items()).job())))
         except BadQuestion as error:
             return rendered({"error": str(error)}, 400)
 
@@ -60,7 +60,7 @@ def make_app(opened: Opened) -> Starlette:
         return await _answered(jobs, request, None, lambda: _image(opened.session(), what, int(number)))
 
     async def report(request: Request) -> Response:
-        ask = Ask(request.query_params)
+        ask = Ask(request.query_params.multi_items())
         return await _answered(jobs, request, ask, lambda: _report(opened.session(), ask))
 
     return Starlette(

@@ -4,8 +4,8 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,27 +25,17 @@ class BadQuestion(DualformError, ValueError):
     """A parameter is missing or is not what it should be."""
 
 
-class Parameters(Protocol):
-    """What a question is asked with: names and values, some of them several times."""
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def get(self, name: str, default: str | None = None) -> str | None:
-        """Return the value of a name."""
-
-    def getlist(self, name: str) -> list[str]:
-        """Return every value of a name."""
-
-
 class Ask:
-    """The parameters of one request."""
+    """The parameters of one request: names and values, some of them several times."""
 
-    def __init__(self, parameters: Parameters) -> None:
-        self._parameters = parameters
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self._lists: dict[str, list[str]] = {}
+        for name, value in pairs:
+            self._lists.setdefault(name, []).append(value)
 
     def text(self, name: str, default: str | None = None, *, longest: int = 200) -> str:
         """Return a text."""
-        found = self._parameters.get(name, default)
+        found = self._lists[name][-1] if name in self._lists else default
         if found is None:
             raise BadQuestion(f"The parameter {name} is missing.")
         if len(found) > longest:
@@ -61,7 +51,7 @@ class Ask:
 
     def optional(self, name: str, *, high: int = 1 << 40) -> int | None:
         """Return a whole number, or nothing where it is not given."""
-        return self.number(name, low=0, high=high) if self._parameters.get(name) else None
+        return self.number(name, low=0, high=high) if self.text(name, "") else None
 
     def choice(self, name: str, options: Sequence[str], default: str | None = None) -> str:
         """Return one of several words."""
@@ -107,9 +97,9 @@ class Ask:
 
     def subject(self, session: Session) -> Subject:
         """Return what is asked about: `test`, `drawn` (base64 of grey pixels) or `prompt`."""
-        if "drawn" in self._parameters:
+        if "drawn" in self._lists:
             return self._drawn(session)
-        if "prompt" in self._parameters:
+        if "prompt" in self._lists:
             return self._prompt(session)
         number = self.number("test", 0)
         try:
@@ -120,7 +110,7 @@ class Ask:
     def mask(self, session: Session) -> Mask:
         """Return the mask: groups `g`, ranges of steps `s`, samples `p`, a random part `r`, and how they are meant."""
         removal = Removal(
-            by=self.by(session) if "by" in self._parameters else (),
+            by=self.by(session) if "by" in self._lists else (),
             groups=tuple(_group(text) for text in self._many("g")),
             steps=self.steps("s"),
             samples=tuple(_scalar(text, "p") for text in self._many("p")),
@@ -139,7 +129,7 @@ class Ask:
         return Mask(removal, (self.layer(session),) if active else ())
 
     def _many(self, name: str) -> list[str]:
-        found = self._parameters.getlist(name)
+        found = self._lists.get(name, [])
         if len(found) > LONGEST_LIST:
             raise BadQuestion(f"The parameter {name} was given {len(found)} times; at most {LONGEST_LIST}.")
         return found

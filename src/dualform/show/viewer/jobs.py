@@ -1,4 +1,4 @@
-"""Run a blocking question in a thread: with its progress, and stopped when whoever asked has gone (`job.py` says what that is)."""
+"""Run a blocking question in a thread: with its progress, and stopped when whoever asked has gone."""
 
 import functools
 from collections.abc import Callable

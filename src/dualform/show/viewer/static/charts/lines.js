@@ -7,7 +7,7 @@ const WIDTH = 560;
 const HEIGHT = 230;
 const LEFT = 64;
 const RIGHT = 12;
-const TOP = 10;
+const TOP = 18;
 const BOTTOM = 34;
 
 export function lines(series, longest) {
@@ -24,7 +24,7 @@ export function lines(series, longest) {
       s("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)));
   }
   for (const rank of [1, 2, 5, 10, 20, 50, 100, 200, 500].filter((one) => one <= longest)) {
-    drawing.append(s("text", { class: "tick", x: x(rank), y: HEIGHT - 16, "text-anchor": "middle" }, rank));
+    drawing.append(s("text", { class: "tick", x: x(rank), y: HEIGHT - 16, "text-anchor": rank === longest ? "end" : "middle" }, rank));
   }
   drawing.append(s("text", { class: "tick", x: (LEFT + WIDTH) / 2, y: HEIGHT - 3, "text-anchor": "middle" }, "rank of the training pattern in its group"));
   const ordered = [...series].sort((a, b) => (a.role ? 1 : 0) - (b.role ? 1 : 0));
