@@ -168,11 +168,31 @@ class Table:
             count = shard.count(layer)
             here = np.flatnonzero((patterns >= before) & (patterns < before + count))
             if len(here):
+                local = patterns[here] - before
+                address = shard.addresses(layer)
                 for name in names:
-                    values = self.column(shard, layer, name).take(pa.array(patterns[here] - before)).to_pylist()
+                    values = self._looked_up(shard, name, local, address, before)
                     for i, value in zip(here.tolist(), values, strict=True):
                         found[name][i] = value
             before += count
+        return found
+
+    def _looked_up(
+        self,
+        shard: Shard,
+        name: str,
+        local: npt.NDArray[np.int64],
+        address: Mapping[str, npt.NDArray[np.int64]],
+        before: int,
+    ) -> list[Any]:
+        """Return one column for some of a layer's patterns in a shard, given the addresses of all."""
+        found: list[Any]
+        if name == "pattern":
+            found = (local + before).tolist()
+        elif name in ADDRESS:
+            found = address[name][local].tolist()
+        else:
+            found = _annotation(self.run, shard, name, address["annotation"][local]).to_pylist()
         return found
 
     def group(self, layer: str, by: By) -> Grouping:

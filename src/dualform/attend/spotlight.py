@@ -296,8 +296,10 @@ class LayerSpotlight:
             )
         outer = None if by is None else self._group(by)
         samples = self._group("sample")
-        one = np.zeros_like(samples.codes) if outer is None else outer.codes
-        pairs, codes = np.unique(one * len(samples.labels) + samples.codes, return_inverse=True)
+        if outer is None:
+            pairs, codes = np.arange(len(samples.labels)), samples.codes
+        else:
+            pairs, codes = np.unique(outer.codes * len(samples.labels) + samples.codes, return_inverse=True)
         first = np.full(len(pairs), -1, dtype=np.int64)
         numbers = np.concatenate(list(self._numbers()))
         first[codes[::-1]] = numbers[::-1]  # the first pattern of each sample stands for it
@@ -314,7 +316,8 @@ class LayerSpotlight:
             lambda rows: BestSums(rows, groups, k, *contest, largest=largest),
             block=max(1, (256 << 20) // (8 * len(pairs))),
         )
-        seen = dict(zip(first.tolist(), np.bincount(codes).tolist(), strict=True))
+        ranked_ones = np.isin(first, patterns.cpu().numpy())
+        seen = dict(zip(first[ranked_ones].tolist(), np.bincount(codes)[ranked_ones].tolist(), strict=True))
         occurrences = [seen.get(number) for number in patterns.reshape(-1).tolist()]
         ranked = self._ranked(scores, patterns, outer, score, "sample", columns)
         return dataclasses.replace(ranked, columns={"occurrences": occurrences, **ranked.columns})

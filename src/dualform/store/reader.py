@@ -26,6 +26,7 @@ from dualform.store.tables import CALLS, addresses
 
 Columns = dict[str, npt.NDArray[Any]]
 Factors = npt.NDArray[np.float64]
+MAPPED = 1000  # shards whose files stay mapped; a system allows so many maps only
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,11 @@ class Rows:
 class Shard:
     """One published shard, of which only steps before `stop` belong to the memory."""
 
-    def __init__(self, folder: Path, entry: ShardEntry, batch_axis: int) -> None:
+    def __init__(self, folder: Path, entry: ShardEntry, batch_axis: int, *, keep_mapped: bool = False) -> None:
         self.folder = folder
         self.entry = entry
+        self._keep_mapped = keep_mapped
+        self._mapped: dict[str, Rows] = {}
         self._batch_axis = batch_axis
         self._names = shard_files(entry.index)
         self._calls: dict[str, Columns] = {}
@@ -67,8 +70,16 @@ class Shard:
         return addresses(self.calls(layer))
 
     def rows(self, layer: str, what: str) -> Rows:
-        """Return the keys or values of a layer, as they are stored."""
+        """Return the keys or values of a layer, as they are stored: a map of the file, read where it is used."""
         name = f"{layer}/{what}"
+        if name in self._mapped:
+            return self._mapped[name]
+        rows = self._map(layer, name)
+        if self._keep_mapped:
+            self._mapped[name] = rows
+        return rows
+
+    def _map(self, layer: str, name: str) -> Rows:
         count = self.count(layer)
         with opened_tensors(self.path("patterns")) as file:
             names = set(file.keys())
@@ -113,7 +124,9 @@ class Run:
         self.manifest = Manifest.read(folder)
         self._check_sizes()
         self.shards = tuple(
-            Shard(folder, entry, self.manifest.batch_axis) for entry in self.manifest.shards if entry.stop > entry.start
+            Shard(folder, entry, self.manifest.batch_axis, keep_mapped=len(self.manifest.shards) <= MAPPED)
+            for entry in self.manifest.shards
+            if entry.stop > entry.start
         )
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 

@@ -35,7 +35,7 @@ class Watched:
 
     def quiet(self):
         """Wait until no panel is busy."""
-        self.page.wait_for_function("!document.querySelector('[aria-busy=true]')")
+        self.page.wait_for_selector("[aria-busy=true]", state="detached")
 
 
 @pytest.fixture(scope="module")

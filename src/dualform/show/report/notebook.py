@@ -1,4 +1,4 @@
-"""A spotlight in a notebook: totals by group and the top training samples of each layer, drawn as a report draws them."""
+"""A spotlight in a notebook: totals by group and the top training samples of each layer, as a report draws them."""
 
 import importlib.resources
 from html import escape
