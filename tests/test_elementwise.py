@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import dualform
-from dualform.coefficients.elementwise import Replay, Share, family
+from dualform.coefficients import kinds
+from dualform.coefficients.replayed import Replay, Share
 from dualform.errors import QueryError, ResumeError
 from dualform.store.reader import Run
 from dualform.store.replay import kept, replay
@@ -148,7 +149,7 @@ def test_shares_follow_the_naive_simulation() -> None:
         initial = torch.randn(3, 2, dtype=torch.float64)
         live = nn.Parameter(initial.clone())
         optimizer = optimizer_type([live], **settings)
-        kind = family()[optimizer_type.__name__]
+        kind = kinds()[optimizer_type.__name__]
         again = Replay(kind, initial, dict(optimizer.state[live]))
         start, first, second = Share(initial.clone()), Share(initial * 0), Share(initial * 0)
         for _ in range(40):

@@ -338,8 +338,8 @@ def test_two_optimizers_of_one_model(run: Path) -> None:
 
 
 def test_supported_optimizers_are_found_by_exact_type() -> None:
-    assert supported() == ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
-    parameters = [nn.Parameter(torch.zeros(1))]
+    assert supported() == ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
+    parameters = [nn.Parameter(torch.zeros(1, 1))]
     for name in supported():
         assert find_logger(getattr(torch.optim, name)(parameters, lr=0.1)) is not None
     assert find_logger(torch.optim.Rprop(parameters)) is None

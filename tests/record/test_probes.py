@@ -24,7 +24,7 @@ def accumulate(gradient: Tensor | None, keys: Tensor, values: Tensor, micro: int
     columns = columns_of(keys.shape[1], dtype=keys.dtype, device=CPU)
     after = values.T @ keys if gradient is None else gradient + values.T @ keys
     taken = probe(after, columns)
-    predicted, size = predict([("weight", values, keys)], columns, taken.columns, (values.shape[1], keys.shape[1]))
+    predicted, size = predict([("weight", values, keys, 1.0)], columns, taken.columns, (values.shape[1], keys.shape[1]))
     before = None if gradient is None else probe(gradient, columns)
     return after, Accumulation(micro, before, taken, predicted, size)
 
@@ -155,7 +155,9 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
         unseen_keys, unseen_values = patterns(16, 30, 8, dtype)
         columns = columns_of(30, dtype=dtype, device=CPU)
         after = probe(values.T @ keys + share * unseen_values.T @ unseen_keys, columns)
-        predicted, size = predict([("weight", values, keys)], columns, after.columns, (values.shape[1], keys.shape[1]))
+        predicted, size = predict(
+            [("weight", values, keys, 1.0)], columns, after.columns, (values.shape[1], keys.shape[1])
+        )
         resolution = resolve(Trail(30, [Accumulation(0, None, after, predicted, size)]), after)
         assert resolution.objection is not None
         assert "patterns do not explain" in resolution.objection
@@ -164,7 +166,7 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
 def test_an_unseen_use_of_a_bias_is_objected_to() -> None:
     values = torch.randn(16, 8)
     after = probe(values.sum(0) + 1e-3, None)
-    predicted, size = predict([("bias", values, values[:, :0])], None, after.columns, after.columns.shape)
+    predicted, size = predict([("bias", values, values[:, :0], 1.0)], None, after.columns, after.columns.shape)
     assert resolve(Trail(1, [Accumulation(0, None, after, predicted, size)]), after).objection is not None
 
 

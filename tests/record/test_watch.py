@@ -174,32 +174,6 @@ def test_a_computed_weight_is_no_parameter() -> None:
     assert find_kind(parametrizations.spectral_norm(nn.Linear(3, 2))) is None
 
 
-def test_projections_inside_attention_are_left_out(run: Path) -> None:
-    """MultiheadAttention never calls them as modules, so a hook on them would see nothing."""
-
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-            self.head = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.attention(x, x, x, need_weights=False)[0])
-
-    torch.manual_seed(0)
-    model = Attending()
-    optimizer = sgd(model)
-    with pytest.warns(UserWarning, match=r"'attention.out_proj.weight'"):
-        recorder = dualform.record(model, optimizer, run)
-    assert recorder.layers == ("head",)
-    with recorder:
-        for x in batches(5, 2, 3, 6):
-            optimizer.zero_grad()
-            loss_of(model(x)).backward()
-            optimizer.step()
-    assert_exact(dualform.open(run), model)
-
-
 def test_a_transformer_layer(run: Path) -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(6, 2, dim_feedforward=8, dropout=0.1, batch_first=True)

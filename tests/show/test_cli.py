@@ -75,6 +75,24 @@ def test_verify_passes_and_says_so(trained, monkeypatch, capsys):
     assert "passed" in out
 
 
+def test_verify_says_what_muon_rounded(monkeypatch, capsys, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4, bias=False)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(9):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+    status, out, _ = call(monkeypatch, capsys, "verify", tmp_path / "run", "--json")
+    assert status == 0
+    layer = json.loads(out)["layers"][0]
+    assert 0 < layer["rounding"] < 5e-2
+    assert layer["replay_equal"] is True
+    status, out, _ = call(monkeypatch, capsys, "verify", tmp_path / "run")
+    assert out.splitlines()[1].split()[-2:] == ["equal", "passed"]
+
+
 def test_verify_fails_with_status_1_on_another_model(trained, monkeypatch, capsys, tmp_path):
     folder, _, _ = trained
     (tmp_path / "other_model.py").write_text(

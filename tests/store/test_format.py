@@ -59,6 +59,7 @@ def test_the_manifest_has_these_entries(whole: Path) -> None:
         "parameters": {"weight": "0.weight", "bias": "0.bias"},
         "store": "keys+values",
         "dtype": "float32",
+        "optional": False,
     }
     assert manifest["parameters"]["0.weight"] == {"shape": [4, 5], "dtype": "float32"}
     assert manifest["columns"] == {"sample": "int64", "label": "int64", "task": "string", "mood": "double"}
@@ -125,6 +126,7 @@ def test_the_tables_have_these_columns(whole: Path) -> None:
         "annotation_offset": "int64",
         "annotation_rows": "int64",
         "annotation_positions": "int64",
+        "layout": "string",
     }
     steps = pq.read_table(whole / "steps/000000.parquet")
     settings = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "buffer"}

@@ -1,8 +1,8 @@
 """Contributions of single patterns where the optimizer has no coefficients: one pass from the last step to the first.
 
-A pattern of step s adds `e ⊙ (A_s (x ⊙ q))` to the output, with one matrix A_s per step (`store.replay.multipliers`).
-For one output unit that is a dot product of its key with a query that was multiplied by a row of A_s, so the pass costs
-about what attention costs, once the steps are replayed.
+What multiplies the gradients of a step is one matrix (`store.replay.multipliers`), and what a pattern adds to one
+output unit is a product with it that costs about what attention costs, once the steps are replayed. A layer's
+parameters may be of different families.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import Reducer
-from dualform.forms import FORMS
+from dualform.coefficients.elementwise import Entrywise
+from dualform.coefficients.replayed import Multiplier
+from dualform.forms import form
 from dualform.store.reader import Shard
 from dualform.store.replay import multipliers
 from dualform.store.stream import Chunk, selected, take
@@ -30,7 +32,7 @@ class _Step:
 
     chunk: Chunk
     codes: Tensor  # (n,)
-    matrices: dict[str, Tensor]  # role -> A_s in the parameter's shape
+    multipliers: dict[str, Multiplier]  # by role
     factors: dict[str, Tensor]  # role -> (n,)
 
 
@@ -65,9 +67,9 @@ def _contribution(step: _Step, queries: Tensor, units: Tensor) -> Tensor:
     assert step.chunk.values is not None, "values were asked for"
     keys, values = step.chunk.keys, step.chunk.values
     total = torch.zeros(len(queries), len(keys), dtype=values.dtype, device=queries.device)
-    for role, matrix in step.matrices.items():
-        total += FORMS[role].meet(queries, keys, units, matrix) * step.factors[role]
-    return total * values[:, units].T
+    for role, multiplier in step.multipliers.items():
+        total += multiplier.contribute(form(role), queries, keys, values, units) * step.factors[role]
+    return total
 
 
 def _steps(
@@ -81,14 +83,14 @@ def _steps(
     }
     factors = {role: run.facts(parameter)[1] for role, parameter in entry.parameters.items()}
     places = _places(table, layer)
-    for step, matrices in multipliers(run, layer, horizon=horizon):
+    for step, found in multipliers(run, layer, horizon=horizon):
         if step not in places:
             continue
         shard, rows, number, taken, micros = places[step]
-        by_role = {role: matrix.to(like) for role, matrix in matrices.items()}
-        for role, found in scalar.items():
+        by_role = {role: multiplier.to(like) for role, multiplier in found.items()}
+        for role, coefficients in scalar.items():
             shape = run.manifest.parameters[entry.parameters[role]].shape
-            by_role[role] = torch.full(shape, float(found[step])).to(like)
+            by_role[role] = Entrywise(torch.full(shape, float(coefficients[step]), dtype=torch.float64)).to(like)
         chunk = Chunk(
             patterns=rows + number,
             keys=take(shard.rows(layer, "keys"), rows, like.dtype, like.device),
@@ -98,8 +100,8 @@ def _steps(
         yield _Step(
             chunk=chunk,
             codes=torch.from_numpy(codes).to(like.device),
-            matrices=by_role,
-            factors={role: torch.from_numpy(found[step, micros]).to(like) for role, found in factors.items()},
+            multipliers=by_role,
+            factors={role: torch.from_numpy(each[step, micros]).to(like) for role, each in factors.items()},
         )
 
 

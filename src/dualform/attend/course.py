@@ -32,7 +32,7 @@ def follow(table: Table, *, width: int) -> Course:
     """Follow a run in bins of `width` steps."""
     run, steps = table.run, table.horizon
     edges = np.append(np.arange(0, max(steps, 1), width), steps).astype(np.int64)
-    last = list(run.manifest.layers)[-1]
+    last = list(run.layers)[-1]
     columns = run.manifest.columns
     wanted = [name for name in ("sample", "task") if name in columns]
     rows = table.rows(last, ["step", *wanted])

@@ -4,17 +4,19 @@ Memory is bounded by the chunk and by what the reducer holds. Shortcuts live wit
 is the plain pass that they are compared with.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dualform.algebra import attend, scale
-from dualform.attend.groups import Grouping, Table
+from dualform.attend.groups import Grouping, Numbered, Table
 from dualform.attend.reducers import Reducer
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.stream import CHUNK, Chunk, stream
 
@@ -59,7 +61,7 @@ class Score:
         total = torch.zeros(len(queries), len(chunk.keys), dtype=chunk.values.dtype, device=queries.device)
         for role, coefficients in chunk.coefficients.items():
             ones = torch.ones(self.shapes[role], dtype=chunk.values.dtype, device=queries.device)
-            total += FORMS[role].meet(queries, chunk.keys, self.units, ones) * coefficients
+            total += form(role).meet(queries, chunk.keys, self.units, ones) * coefficients
         return total * chunk.values[:, self.units].T
 
 
@@ -68,7 +70,7 @@ def score_patterns(
     layer: str,
     queries: Tensor,
     score: Score,
-    grouping: Grouping | None,
+    grouping: Grouping | Numbered | None,
     reducer: Reducer[R],
     *,
     chunk_size: int | None = None,
@@ -97,10 +99,10 @@ def sum_patterns(
 
 
 def _chunks(
-    table: Table, layer: str, grouping: Grouping | None, *, values: bool, size: int, like: Tensor
+    table: Table, layer: str, grouping: Grouping | Numbered | None, *, values: bool, size: int, like: Tensor
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """Yield the kept patterns of a layer in chunks, each with its patterns' groups (n,)."""
-    taken = 0
+    codes = _codes(table, layer, grouping)
     chunks = stream(
         table.run,
         layer,
@@ -114,10 +116,22 @@ def _chunks(
     with bar(f"attending {layer}", total=table.run.count(layer)) as advance:
         for chunk in chunks:
             count = len(chunk.patterns)
-            if grouping is None:
-                codes = torch.zeros(count, dtype=torch.int64, device=like.device)
-            else:
-                codes = torch.from_numpy(grouping.codes[taken : taken + count]).to(like.device)
-            taken += count
-            yield chunk, codes
+            yield chunk, torch.from_numpy(codes(count)).to(like.device)
             advance(count)
+
+
+def _codes(table: Table, layer: str, grouping: Grouping | Numbered | None) -> Callable[[int], npt.NDArray[np.int64]]:
+    """Return what gives the groups of the next so many patterns."""
+    if grouping is None:
+        return lambda count: np.zeros(count, dtype=np.int64)
+    pieces = iter([grouping.codes]) if isinstance(grouping, Grouping) else table.numbers(layer, grouping)
+    waiting = np.zeros(0, dtype=np.int64)
+
+    def take(count: int) -> npt.NDArray[np.int64]:
+        nonlocal waiting
+        while len(waiting) < count:
+            waiting = np.concatenate([waiting, next(pieces)])
+        taken, waiting = waiting[:count], waiting[count:]
+        return taken
+
+    return take

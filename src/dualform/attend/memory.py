@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
 
+from dualform.attend import text
 from dualform.attend.cache import Cache
 from dualform.attend.course import Course, follow
 from dualform.attend.groups import Bins, By, Condition, Table, condition
@@ -28,6 +29,8 @@ from dualform.record.estimate import size_text
 from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
 from dualform.store import audit, media, rebuild
+from dualform.store.attach import attach
+from dualform.store.corpus import Corpus, add_corpus, read_corpus
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
 
@@ -96,7 +99,7 @@ class Memory:
     @property
     def layers(self) -> Mapping[str, LayerEntry]:
         """The recorded layers by name."""
-        return MappingProxyType(self._run.manifest.layers)
+        return MappingProxyType(self._run.layers)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -132,7 +135,7 @@ class Memory:
                 "patterns": self._run.count(name),
                 "bytes": audit.stored_bytes(self._run, name),
             }
-            for name, entry in manifest.layers.items()
+            for name, entry in self._run.layers.items()
         }
         return Info(
             path=str(self.path),
@@ -172,11 +175,11 @@ class Memory:
             targets: the right answers.
             images: (M, H, W) or (M, H, W, 3) of uint8, what a person should see of the inputs.
         """
-        media.attach(self._run, example_files(inputs, targets, images))
+        attach(self._run, example_files(inputs, targets, images))
 
     def add_media(self, **what: Any) -> None:
         """Keep images of training samples, names of labels, or a text in the run; see `Recorder.media`."""
-        media.attach(self._run, media_files(**what))
+        attach(self._run, media_files(**what))
 
     def tests(self) -> tuple[Tensor, Tensor | None]:
         """Return the test inputs that the run keeps and, where they are known, their targets."""
@@ -191,6 +194,14 @@ class Memory:
     def media(self) -> media.Media:
         """What the run keeps for people to look at."""
         return media.Media(self._run)
+
+    def add_corpus(self, corpus: Corpus) -> None:
+        """Keep the text that a language model was trained on in the run; patterns are annotated with its places."""
+        add_corpus(self._run, corpus)
+
+    def corpus(self) -> Corpus:
+        """Return the text that the run keeps."""
+        return read_corpus(self._run)
 
     # Views --------------------------------------------------------------------------------------------------------
 
@@ -223,8 +234,11 @@ class Memory:
         return {name: part.share.to(self._dtype(name), copy=True) for name, part in self._exact_parts().items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return each parameter as this view implies it: what is left of the start, plus the view's patterns."""
-        return {name: (part.start + part.share).to(self._dtype(name)) for name, part in self._exact_parts().items()}
+        """Return each parameter as this view implies it: what is left of the start, plus the view's patterns.
+
+        What an optimizer's own coarse rounding left (Muon's) is no pattern's; like the start it is in every view.
+        """
+        return {name: part.whole.to(self._dtype(name)) for name, part in self._exact_parts().items()}
 
     def group_weights(self, by: By, *, budget: int = 512 << 20) -> GroupWeights:
         """Return each group's share of every parameter, by bins of steps, as finely as a budget of bytes allows.
@@ -331,6 +345,39 @@ class Memory:
                 for name, rows in captured.items()
             }
         )
+
+    def attend_text(
+        self,
+        model: nn.Module,
+        prompt: str,
+        *,
+        layers: str | Collection[str] | None = None,
+        top: int = 5,
+        around: int = 20,
+        goes_on: int | None = None,
+    ) -> text.TextSpotlight:
+        """Ask which passages of the training text the last token of a prompt attends to.
+
+        Args:
+            model: the trained language model: tokens (B, L) in, logits (B, L, V) out, alone or first of a tuple.
+            prompt: what to ask about.
+            layers: the layers to look at; by default all that were recorded.
+            top: how many passages, documents, tokens and guesses.
+            around: how many tokens of a passage to show on either side of the attended one.
+            goes_on: how many tokens the model goes on with; by default ten words, or forty characters.
+        """
+        chosen = text.check_layers(self.layers if layers is None else _names(layers), self.layers)
+        return text.attend_text(
+            self._table, chosen, self.corpus(), model, prompt, top=top, around=around, goes_on=goes_on
+        )
+
+    def place_totals(self, layer: str, queries: Tensor) -> Tensor:
+        """Return the total attention of queries (Q, d_in) to each token of the training text, (Q, N)."""
+        return text.place_totals(self._table, layer, queries, self.corpus())
+
+    def place_counts(self, layer: str) -> Tensor:
+        """Return how many patterns each token of the training text has in this view, (N,)."""
+        return text.place_counts(self._table, layer, self.corpus())
 
     def __repr__(self) -> str:
         view = self._describe()

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from dualform.errors import QueryError
 from dualform.record.estimate import forward
 from dualform.record.hooks import capture
-from dualform.record.layers import find_kind
-from dualform.record.watch import Watched, plain_name
+from dualform.record.watch import Candidate, Watched, find_candidates, plain_name
 from dualform.store.format import LayerEntry
 
 
@@ -23,10 +22,12 @@ class Captured:
         rows: (Q, d_in)
         leading: the shape of the layer's input without the last axis, if all batches agree on all but the first axis;
             `rows.reshape(*leading, d_in)` is the input then. Otherwise just (Q,).
+        batch_axis: which of these axes is the batch, where the layer's kind decides that (a recurrent layer's is 1).
     """
 
     rows: Tensor
     leading: tuple[int, ...]
+    batch_axis: int = 0
 
 
 def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEntry]) -> dict[str, Captured]:
@@ -37,7 +38,8 @@ def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEnt
         inputs: a tensor; a tuple of the model's arguments; a mapping of its keywords; or an iterable of such batches.
         layers: the layers that are wanted, as they were recorded.
     """
-    watched = {name: _find(model, name, entry) for name, entry in layers.items()}
+    candidates = find_candidates(model)
+    watched = {name: _find(model, candidates.get(name), name, entry) for name, entry in layers.items()}
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with capture(watched) as captured:
         for batch in _batches(inputs):
@@ -50,7 +52,7 @@ def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEnt
         rows = torch.cat([call.reshape(-1, call.shape[-1]) for call in calls])
         agree = len(tails) == 1 and all(call.dim() > 1 for call in calls)
         leading = (sum(call.shape[0] for call in calls), *tails.pop()) if agree else (len(rows),)
-        queries[name] = check(name, layers[name], Captured(rows, leading))
+        queries[name] = check(name, layers[name], Captured(rows, leading, watched[name].kind.batch_axis or 0))
     return queries
 
 
@@ -80,18 +82,26 @@ def check(name: str, entry: LayerEntry, queries: Captured) -> Captured:
     return queries
 
 
-def _find(model: nn.Module, name: str, entry: LayerEntry) -> Watched:
-    modules = {plain_name(path): module for path, module in model.named_modules()}
-    module = modules.get(name)
-    kind = None if module is None else find_kind(module)
-    if module is None or kind is None or kind.name != entry.kind:
+def _find(model: nn.Module, candidate: Candidate | None, name: str, entry: LayerEntry) -> Watched:
+    if candidate is None or candidate.kind.name != entry.kind:
+        modules = {plain_name(path): module for path, module in model.named_modules()}
+        module = modules.get(name) if candidate is None else candidate.module
         found = "there is no such module" if module is None else f"it is a {type(module).__name__}"
         raise QueryError(f"The memory has a {entry.kind} layer {name!r}, but in this model {found}.")
-    if kind.widths(module) != (entry.d_in, entry.d_out):
-        raise QueryError(
-            f"Layer {name!r} of this model maps {kind.widths(module)}; the memory's maps {(entry.d_in, entry.d_out)}."
-        )
-    return Watched(name, module, kind, entry.store == "keys", {}, entry.d_in, entry.d_out)
+    widths = candidate.kind.widths(candidate.module)
+    if widths != (entry.d_in, entry.d_out):
+        raise QueryError(f"Layer {name!r} of this model maps {widths}; the memory's maps {(entry.d_in, entry.d_out)}.")
+    return Watched(
+        name=name,
+        module=candidate.module,
+        kind=candidate.kind,
+        keys_only=entry.store == "keys",
+        parameters={},
+        d_in=entry.d_in,
+        d_out=entry.d_out,
+        composite=candidate.composite,
+        part=candidate.part,
+    )
 
 
 def _batches(inputs: Any) -> Iterator[Any]:

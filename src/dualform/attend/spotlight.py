@@ -168,7 +168,7 @@ class LayerSpotlight:
         return total.to(self._dtype).reshape(*self.leading, -1)
 
     def start(self) -> Tensor:
-        """Return what the start alone gives, (Q, d_out)."""
+        """Return what the start alone gives, (Q, d_out); with Muon, start and rounding: all that is no pattern's."""
         return respond(self._sums.starts(), self.queries).to(self._dtype)
 
     # How ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dualform.attend.cache import Cache
 from dualform.attend.engine import sum_patterns
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import GroupShares, KeySums
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.store import rebuild
 from dualform.store.reader import Run
 from dualform.store.replay import Replayed, replay, replayed_parameters
@@ -54,8 +54,7 @@ class LayerSums:
     @staticmethod
     def shapes_of(run: Run, layer: str) -> dict[str, tuple[int, ...]]:
         """Return the shape of each of a layer's parameters, by role."""
-        manifest = run.manifest
-        return {role: manifest.parameters[name].shape for role, name in manifest.layers[layer].parameters.items()}
+        return {role: run.manifest.parameters[p].shape for role, p in run.layer(layer).parameters.items()}
 
     def shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
         """Return each group's share of each parameter, role -> (G, *shape)."""
@@ -78,12 +77,12 @@ class LayerSums:
         return found
 
     def starts(self) -> dict[str, Tensor]:
-        """Return what is left of the start of weight and bias, by role."""
+        """Return what no pattern adds to weight and bias, by role: what is left of the start (and Muon's rounding)."""
         run, horizon = self.table.run, self.table.horizon
         entry = run.require_values(self.layer)
 
         def compute() -> dict[str, Tensor]:
-            return {name: found.start for name, found in self._replay(None, groups=0).items()}
+            return {name: found.fixed for name, found in self._replay(None, groups=0).items()}
 
         replayed = self.cache.get(("starts", self.layer, horizon), compute) if self.replayed else {}
         return {
@@ -97,9 +96,7 @@ class LayerSums:
         """Return what patterns of other layers add to parameters that they share with this one, by role."""
         run = self.table.run
         mine = {name: role for role, name in run.layer(self.layer).parameters.items()}
-        others = [
-            n for n, e in run.manifest.layers.items() if n != self.layer and set(e.parameters.values()) & set(mine)
-        ]
+        others = [n for n, e in run.layers.items() if n != self.layer and set(e.parameters.values()) & set(mine)]
         if not others:
             return {}
         keep = self.table.keep()
@@ -138,5 +135,5 @@ class LayerSums:
 def respond(parts: Mapping[str, Tensor], queries: Tensor) -> Tensor:
     """Return what parts of a layer's parameters, by role, give together, (Q, d_out), in float64."""
     wide = queries.double() if queries.is_floating_point() else queries
-    found = [FORMS[role].respond(part.double(), wide) for role, part in parts.items()]
+    found = [form(role).respond(part.double(), wide) for role, part in parts.items()]
     return torch.stack(found).sum(dim=0)

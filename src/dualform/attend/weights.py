@@ -39,7 +39,7 @@ class Plan:
 def make_plan(table: Table, by: Sequence[str | Bins], *, budget: int) -> Plan:
     """Choose how many bins of steps fit into the budget, 60 at most."""
     run, steps = table.run, max(table.horizon, 1)
-    layers = [name for name, entry in run.manifest.layers.items() if entry.store != "keys"]
+    layers = [name for name, entry in run.layers.items() if entry.store != "keys"]
     found: dict[Any, None] = {}
     size = 0
     for layer in layers:
@@ -88,14 +88,15 @@ class GroupWeights:
         cells = self._cells[layer]
         return tuple(cells.places), dict(cells.groups)
 
-    def rebuilt(self) -> dict[str, Tensor]:
+    def rebuilt(self) -> dict[str, rebuild.Parts]:
         """Return every parameter as start plus all kept shares, in float64."""
         run = self._table.run
-        total = {name: self._starts[name].clone() for name in run.exact_parameters()}
+        parameters = run.manifest.parameters
+        total = {name: torch.zeros(parameters[name].shape, dtype=torch.float64) for name in run.exact_parameters()}
         for layer, cells in self._cells.items():
             for role, name in run.layer(layer).parameters.items():
                 total[name] += cells.groups[role].double().sum(dim=0)
-        return total
+        return {name: rebuild.Parts(self._starts[name], share) for name, share in total.items()}
 
     def covered(self, removal: Removal) -> tuple[set[Any], list[int], tuple[Condition, ...]]:
         """Say what of a removal is kept: whole groups, whole bins of steps, and the conditions of all the rest.
@@ -161,7 +162,7 @@ class GroupWeights:
         run = self._table.run
         like = torch.empty(0)
         found: dict[str, Tensor] = {}
-        for layer, entry in run.manifest.layers.items():
+        for layer, entry in run.layers.items():
             if entry.store != "keys":
                 starts = LayerSums(self._table, self._cache, layer, like).starts()
                 found |= {entry.parameters[role]: start for role, start in starts.items()}
@@ -170,7 +171,7 @@ class GroupWeights:
     @cached_property
     def _cells(self) -> dict[str, _Cells]:
         run = self._table.run
-        return {name: self._layer(name) for name, entry in run.manifest.layers.items() if entry.store != "keys"}
+        return {name: self._layer(name) for name, entry in run.layers.items() if entry.store != "keys"}
 
     def _layer(self, layer: str) -> _Cells:
         sums = LayerSums(self._table, self._cache, layer, torch.empty(0))

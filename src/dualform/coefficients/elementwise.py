@@ -15,7 +15,6 @@ The second moments come from a replay of torch's own optimizer on the rebuilt gr
 function that reads α, β, κ, P, Q off its settings and its state after the step; everything else is shared.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +24,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-State = Mapping[str, Any]
-Settings = Mapping[str, Any]
+from dualform.coefficients.replayed import (
+    Backward,
+    Kind,
+    Map,
+    Multiplier,
+    Setting,
+    Settings,
+    State,
+    Taken,
+    near,
+    replays,
+)
+from dualform.forms import Form
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(Map):
     """One step, as the numbers and matrices (float64) of the three lines above."""
 
     alpha: float = 0.0
@@ -41,77 +51,41 @@ class Linear:
     decay: float = 0.0
     sign: float = 1.0
 
+    def move(self, weight: Tensor, average: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return W' and m'."""
+        if gradient is None:
+            moved = self.decay * weight if self.decay else None
+        else:
+            moved = self.sign * gradient
+            if self.decay:
+                moved = moved + self.decay * weight
+        average = self.alpha * average
+        if moved is not None:
+            average = average + self.beta * moved
+        after = self.kappa * weight - self.on_average * average
+        return (after if moved is None else after - self.on_gradient * moved), average
+
 
 Reading = Callable[[Settings, State, State], Linear]
 
 
 @dataclass(frozen=True, slots=True)
-class Elementwise:
-    """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
+class Entrywise(Multiplier):
+    """A matrix in the parameter's shape, A_s, multiplied element by element."""
 
-    optimizer: type[Optimizer]
-    settings: tuple[str, ...]
-    read: Reading
-    average: str | None = None  # the state entry that m is
+    matrix: Tensor
 
+    def to(self, like: Tensor) -> "Entrywise":
+        """Return it on the device and in the dtype of a tensor."""
+        return Entrywise(self.matrix.to(like))
 
-_FAMILY: dict[str, Elementwise] = {}
-
-
-def reads(optimizer: type[Optimizer], *settings: str, average: str | None = None) -> Callable[[Reading], Reading]:
-    """Register a function that reads a step of an optimizer."""
-
-    def register(read: Reading) -> Reading:
-        _FAMILY[optimizer.__name__] = Elementwise(optimizer, settings, read, average)
-        return read
-
-    return register
+    def contribute(self, form: Form, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor) -> Tensor:
+        """Return e_o · x · (A_s[o] ⊙ q), for a matrix."""
+        return form.meet(queries, keys, units, self.matrix) * values[:, units].T
 
 
-def family() -> Mapping[str, Elementwise]:
-    """Return every optimizer of this family by name."""
-    return _FAMILY
-
-
-def _rounded(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Return a step with its numbers as the step itself rounded them, to the parameter's dtype.
-
-    A decay of 1 - 1e-5 is off by 5e-8 in float32: nothing in one step, but the same in all of them. A first moment is a
-    lerp, `m + β (d − m)`, so that its α is what β leaves.
-    """
-
-    def near(number: float) -> float:
-        return float(torch.tensor(number, dtype=dtype))
-
-    beta = linear.beta if isinstance(linear.beta, Tensor) else near(linear.beta)
-    alpha = near(linear.alpha) if isinstance(beta, Tensor) or not linear.alpha else 1 - beta
-    return dataclasses.replace(linear, alpha=alpha, beta=beta, kappa=near(linear.kappa), decay=near(linear.decay))
-
-
-class Share:
-    """A part of a parameter that moves on with every step: the start's, or that of a group of patterns."""
-
-    def __init__(self, weight: Tensor, average: Tensor | None = None) -> None:
-        self.weight = weight
-        self.average = torch.zeros_like(weight) if average is None else average
-
-    def step(self, linear: Linear, gradient: Tensor | None) -> None:
-        """Follow one step, given this share's part of the gradient (nothing for none), in float64."""
-        if gradient is None:
-            moved = linear.decay * self.weight if linear.decay else None
-        else:
-            moved = linear.sign * gradient
-            if linear.decay:
-                moved = moved + linear.decay * self.weight
-        self.average = linear.alpha * self.average
-        if moved is not None:
-            self.average = self.average + linear.beta * moved
-        weight = linear.kappa * self.weight - linear.on_average * self.average
-        self.weight = weight if moved is None else weight - linear.on_gradient * moved
-
-
-class Backward:
-    """What multiplies a step's gradient in the final parameter, carried from the last step to the first.
+class ElementwiseBackward(Backward[Linear]):
+    """The way back of this family.
 
     With v on W' and u on m', where `W' = κ W − P ⊙ m' − Q ⊙ d` and `m' = α m + β ⊙ d`:
 
@@ -123,13 +97,73 @@ class Backward:
         self._on_weight = torch.ones(*shape, dtype=torch.float64)
         self._on_average = torch.zeros(*shape, dtype=torch.float64)
 
-    def step(self, linear: Linear) -> Tensor:
+    def step(self, linear: Linear) -> Entrywise:
         """Go back over one step, and return its A_s."""
         average = self._on_average - linear.on_average * self._on_weight
         moved = linear.beta * average - linear.on_gradient * self._on_weight
         self._on_average = linear.alpha * average
         self._on_weight = linear.kappa * self._on_weight + linear.decay * moved
-        return linear.sign * moved
+        return Entrywise(linear.sign * moved)
+
+
+class Elementwise(Kind[Linear]):
+    """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
+
+    family = "elementwise: one matrix per step"
+
+    def __init__(
+        self, optimizer: type[Optimizer], settings: tuple[str, ...], read: Reading, average: str | None
+    ) -> None:
+        super().__init__(optimizer, average)
+        self.settings = settings
+        self._read = read
+
+    def make(self, parameter: Tensor) -> Optimizer:
+        """Return torch's own optimizer, with its plain loop over parameters."""
+        make: Callable[..., Optimizer] = self.optimizer
+        return make([parameter], lr=0.0, foreach=False)
+
+    def encode(self, group: Mapping[str, Any]) -> dict[str, Setting]:
+        """Return the settings; betas are two."""
+        found: dict[str, Setting] = {}
+        for name in self.settings:
+            value = group[name]
+            if name == "betas":
+                found["beta1"], found["beta2"] = (float(beta) for beta in value)
+            else:
+                found[name] = value if isinstance(value, bool) else float(value)
+        return found
+
+    def decode(self, row: Mapping[str, Any]) -> Settings:
+        """Return the settings."""
+        found = {name: row[name] for name in self.settings if name in row}
+        return found | {"betas": (row["beta1"], row["beta2"])} if "betas" in self.settings else found
+
+    def read(self, taken: Taken) -> Linear:
+        """Return a step with its numbers as the step itself rounded them, to the parameter's dtype.
+
+        A first moment is a lerp, `m + β (d − m)`, so that its α is what β leaves.
+        """
+        linear = self._read(taken.settings, taken.before, taken.after)
+        rounded = near(taken.gradient.dtype)
+        beta = linear.beta if isinstance(linear.beta, Tensor) else rounded(linear.beta)
+        alpha = rounded(linear.alpha) if isinstance(beta, Tensor) or not linear.alpha else 1 - beta
+        kappa, decay = rounded(linear.kappa), rounded(linear.decay)
+        return dataclasses.replace(linear, alpha=alpha, beta=beta, kappa=kappa, decay=decay)
+
+    def backward(self, shape: Sequence[int]) -> ElementwiseBackward:
+        """Return where the way back starts."""
+        return ElementwiseBackward(shape)
+
+
+def reads(optimizer: type[Optimizer], *settings: str, average: str | None = None) -> Callable[[Reading], Reading]:
+    """Register a function that reads a step of an optimizer."""
+
+    def register(read: Reading) -> Reading:
+        replays(Elementwise(optimizer, settings, read, average))
+        return read
+
+    return register
 
 
 def _moment(tensor: Tensor) -> Tensor:
@@ -261,37 +295,3 @@ def _read_adadelta(settings: Settings, before: State, after: State) -> Linear:
     travelled = _moment(before["acc_delta"]) if "acc_delta" in before else torch.zeros_like(deviation)
     scaled = settings["lr"] * (travelled + eps).sqrt() / deviation
     return Linear(on_gradient=scaled, decay=settings["weight_decay"], sign=_sign(settings))
-
-
-class Replay:
-    """One parameter's training again, by torch's own optimizer, on gradients that are handed in."""
-
-    def __init__(self, kind: Elementwise, parameter: Tensor, state: State) -> None:
-        self._kind = kind
-        self.parameter = torch.nn.Parameter(parameter.clone())
-        make: Callable[..., Optimizer] = kind.optimizer
-        self._optimizer = make([self.parameter], lr=0.0, foreach=False)
-        if state:
-            entries = {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in state.items()}
-            self._optimizer.state[self.parameter].update(entries)
-
-    @torch.no_grad()
-    def step(self, settings: Settings, gradient: Tensor) -> Linear:
-        """Take one step, and return it as a linear map."""
-        self._optimizer.param_groups[0].update(settings)
-        self.parameter.grad = gradient
-        entries = self._optimizer.state[self.parameter].items()
-        before = {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries}
-        self._optimizer.step()
-        linear = self._kind.read(settings, before, self._optimizer.state[self.parameter])
-        return _rounded(linear, self.parameter.dtype)
-
-    @property
-    def state(self) -> State:
-        """The optimizer's state by now."""
-        state: State = self._optimizer.state[self.parameter]
-        return state
-
-    def copy(self) -> "Replay":
-        """Return a replay that stands where this one does."""
-        return Replay(self._kind, self.parameter.detach(), copy.deepcopy(dict(self.state)))

@@ -3,7 +3,7 @@
 A binding is one call of `annotate`: columns of one batch, of shape (B,), (B, L) or a constant. It knows no files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,39 @@ class Binding:
             name: np.broadcast_to(column.reshape(column.shape + (1,) * (2 - column.ndim)), shape).reshape(-1)
             for name, column in self.columns.items()
         }
+
+
+class Annotator:
+    """Which annotations a forward takes: given before it, kept until its backward has been."""
+
+    def __init__(self) -> None:
+        self.late = False  # whether a forward without annotations waits for its backward
+        self._binding: Binding | None = None
+        self._given: dict[str, Any] = {}  # the columns of the binding
+        self._bound = False  # whether a forward has taken it
+        self._spent: set[int] = set()  # ids of bindings whose backward has been
+
+    def annotate(self, columns: Mapping[str, Any], check: Callable[[Binding], None]) -> None:
+        """Take columns for the next forward; those that are waiting for it already stay."""
+        waiting = self._binding is not None and not self._bound
+        given = {**self._given, **columns} if waiting else dict(columns)
+        binding = bind(given)
+        check(binding)
+        self._given, self._binding, self._bound = given, binding, False
+        self._spent.clear()
+
+    def for_forward(self, *, again: bool) -> Binding | None:
+        """Return what a forward call takes; `again` where a checkpointed part is computed anew in its backward."""
+        if self._binding is not None and id(self._binding) in self._spent and not again:
+            self._binding = None
+        self._bound = True
+        self.late = self._binding is None
+        return self._binding
+
+    def spend(self, binding: Binding | None) -> None:
+        """Note that the backward of a binding's forward has been."""
+        if binding is not None:
+            self._spent.add(id(binding))
 
 
 def bind(columns: Mapping[str, Any]) -> Binding:

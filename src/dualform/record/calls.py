@@ -1,6 +1,6 @@
 """What was accumulated since the last step, and the calls it becomes: which reach the step, where, which columns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,14 @@ class Pending:
         if task not in self.tasks:
             self.tasks.append(task)
         return self.tasks.index(task)
+
+    def keep(self, parameters: Collection[str]) -> None:
+        """Let go of everything that none of these parameters waits for."""
+        self.trails = {name: trail for name, trail in self.trails.items() if name in parameters}
+        micros = {event.micro for trail in self.trails.values() for event in trail.accumulations}
+        self.arrivals = {micro: brought for micro, brought in self.arrivals.items() if micro in micros}
+        if not micros:
+            self.tasks, self.trails = [], {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,9 @@ def gather_calls(
             number = numbers[layer.name] = numbers.get(layer.name, -1) + 1
             values = None if layer.keys_only or arrival.values is None else arrival.values.cpu()
             keys = arrival.keys.cpu()
-            calls.append(CallRecord(layer.name, micro, number, rows, positions, inner, keys, values, binding))
+            calls.append(
+                CallRecord(layer.name, micro, number, rows, positions, inner, keys, values, binding, arrival.layout)
+            )
     return calls, [Misfit(b, layer, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
 
 

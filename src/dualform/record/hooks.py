@@ -15,9 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from dualform.forms import form
 from dualform.record.annotations import Binding
+from dualform.record.layers import Report
 from dualform.record.watch import Watched, covered
 
 
@@ -27,28 +30,32 @@ class Call:
 
     layer: Watched
     number: int  # in the order of forward calls
-    inputs: Tensor
+    inputs: Any  # as the layer's kind takes it
     binding: Binding | None
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The error of a call as one backward brought it; keys and values are copied when it is accumulated."""
+    """The errors of a call as one backward brought them; keys and values are copied when it is accumulated."""
 
     call: Call
-    error: Tensor
+    errors: list[Tensor | None]  # of each output; nothing where none came
     leading: Sequence[int] = ()  # the shape of the patterns
     keys: Tensor | None = None  # (T, d_in)
     values: Tensor | None = None  # (T, d_out)
+    layout: str | None = None  # of an only error in memory, where it is not row by row
     accumulated: bool = False
 
+    @torch.no_grad()
     def copy(self) -> None:
-        """Copy key and value out of the user's reach."""
+        """Copy key and value out of the user's reach; a value only where it is kept."""
         layer = self.call.layer
         keys = layer.kind.keys(layer.module, self.call.inputs)
         self.leading = keys.shape[:-1]
         self.keys = keys.reshape(-1, layer.d_in).clone()
-        self.values = layer.kind.values(layer.module, self.call.inputs, self.error).reshape(-1, layer.d_out).clone()
+        if not layer.keys_only:
+            values = layer.kind.errors(layer.module, self.call.inputs, self.errors)
+            self.values = values.reshape(-1, layer.d_out).clone()
         self.accumulated = True
 
 
@@ -76,16 +83,22 @@ class Hooks:
     listener: Listener
     enabled: bool = False
     calls: int = 0
-    arrivals: dict[int, list[Arrival]] = field(default_factory=dict)  # graph task -> what it brought
+    arrivals: dict[int, dict[int, Arrival]] = field(default_factory=dict)  # graph task -> call -> what it brought
     handles: list[RemovableHandle] = field(default_factory=list)
     watching: set[str] = field(default_factory=set)  # parameters with accumulation hooks
 
     def attach(self) -> None:
         """Put the hooks on."""
         self.enabled = True
+        composites: dict[int, list[Watched]] = {}
         for layer in self.layers:
+            if layer.composite is not None:
+                composites.setdefault(id(layer.module), []).append(layer)
+                continue
             hook = _Hook(_disabled_in_compile(self._forward_hook(layer)))
             self.handles.append(layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        for parts in composites.values():
+            self.handles.extend(trace(parts, self._report(parts), wanted=lambda: self.enabled and _grad_enabled()))
         for name, parameter in covered(self.layers).items():
             if parameter.requires_grad:
                 self._watch_parameter(name, parameter)
@@ -103,7 +116,7 @@ class Hooks:
                 task = torch._C._current_graph_task_id()
                 mine = [
                     arrival
-                    for arrival in self.arrivals.get(task, ())
+                    for arrival in self.arrivals.get(task, {}).values()
                     if any(used is parameter for _, used in arrival.call.layer.parameters.values())
                 ]
                 for arrival in mine:
@@ -134,36 +147,57 @@ class Hooks:
     def _forward_hook(self, layer: Watched) -> Callable[..., None]:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
-            if not self.enabled or module is not layer.module or not output.requires_grad:
-                return
-            trained = [(name, used) for name, used in layer.parameters.values() if used.requires_grad]
-            for name, parameter in trained:
-                if name not in self.watching:  # unfrozen since the recording began
-                    self._watch_parameter(name, parameter)
-            if not trained:
-                return
-            inputs = layer.kind.inputs(args, kwargs).detach()
-            kept = any(used.requires_grad for role, (_, used) in layer.parameters.items() if role != "bias")
-            if not kept or torch.is_autocast_enabled(inputs.device.type):
-                inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-            call = Call(layer, self.calls, inputs, self.listener.binding_for_forward())
-            self.calls += 1
-
-            def arrive(error: Tensor) -> None:
-                if not self.enabled:
-                    return
-                if error.requires_grad:
-                    self.listener.create_graph_seen(layer.name)
-                task = torch._C._current_graph_task_id()
-                if task not in self.arrivals:
-                    self.arrivals[task] = []
-                    # What was not accumulated by the end of this backward never will be.
-                    Variable._execution_engine.queue_callback(lambda: self._end(task))
-                self.arrivals[task].append(Arrival(call, error.detach()))
-
-            _hookable(output).register_hook(arrive)
+            if self.enabled and module is layer.module:
+                self._note(layer, lambda: layer.kind.inputs(args, kwargs).detach(), [output])
 
         return forward
+
+    def _report(self, parts: Sequence[Watched]) -> Report:
+        """Return what takes the calls of a composite module's parts."""
+        watched = {layer.part: layer for layer in parts}
+
+        def report(part: str, inputs: Any, outputs: Sequence[Tensor]) -> None:
+            if self.enabled and part in watched:
+                self._note(watched[part], lambda: inputs, outputs)
+
+        return report
+
+    def _note(self, layer: Watched, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
+        """Note a call in forward, and wait for the errors at its outputs."""
+        trained = [(name, used) for name, used in layer.parameters.values() if used.requires_grad]
+        if not trained or not any(output.requires_grad for output in outputs):
+            return
+        for name, parameter in trained:
+            if name not in self.watching:  # unfrozen since the recording began
+                self._watch_parameter(name, parameter)
+        inputs = inputs_of()
+        if isinstance(inputs, Tensor):
+            used = [p for role, (_, p) in layer.parameters.items() if not form(role).constant_key or role == "rows"]
+            if not any(p.requires_grad for p in used) or torch.is_autocast_enabled(inputs.device.type):
+                inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
+        call = Call(layer, self.calls, inputs, self.listener.binding_for_forward())
+        self.calls += 1
+        for i, output in enumerate(outputs):
+            if output.requires_grad:
+                _hookable(output).register_hook(self._arrive(call, i, [output.shape for output in outputs]))
+
+    def _arrive(self, call: Call, output: int, shapes: Sequence[torch.Size]) -> Callable[[Tensor | None], None]:
+        def arrive(error: Tensor | None) -> None:
+            if not self.enabled or error is None:  # nothing came to this output, but to another of its function
+                return
+            if error.requires_grad:
+                self.listener.create_graph_seen(call.layer.name)
+            task = torch._C._current_graph_task_id()
+            if task not in self.arrivals:
+                self.arrivals[task] = {}
+                # What was not accumulated by the end of this backward never will be.
+                Variable._execution_engine.queue_callback(lambda: self._end(task))
+            arrival = self.arrivals[task].setdefault(id(call), Arrival(call, [None] * len(shapes)))
+            if len(shapes) == 1 and not error.is_contiguous():
+                arrival.layout = f"{','.join(map(str, error.shape))}:{','.join(map(str, error.stride()))}"
+            arrival.errors[output] = error.detach().reshape(shapes[output])
+
+        return arrive
 
 
 class _Hook:
@@ -195,12 +229,46 @@ def _disabled_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
+def _grad_enabled() -> bool:
+    return torch.is_grad_enabled()
+
+
+def trace(
+    parts: Sequence[Watched], report: Report, *, wanted: Callable[[], bool] = lambda: True
+) -> list[RemovableHandle]:
+    """Put hooks on a composite module that follow the parts of each call where they are wanted."""
+    module, composite = parts[0].module, parts[0].composite
+    assert composite is not None, "only composite modules are traced"
+    entered: list[TorchFunctionMode | None] = []
+
+    def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if called is not module:
+            return
+        mode = composite.trace(module, args, kwargs, report) if wanted() else None
+        entered.append(mode)
+        if mode is not None:
+            mode.__enter__()
+
+    def leave(called: nn.Module, *_: Any) -> None:
+        if called is module and entered and (mode := entered.pop()) is not None:
+            mode.__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(_Hook(_disabled_in_compile(enter)), with_kwargs=True),
+        module.register_forward_hook(_Hook(_disabled_in_compile(leave)), prepend=True, always_call=True),
+    ]
+
+
 @contextmanager
 def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the keys of every call of the given layers while the context lasts."""
     captured: dict[str, list[Tensor]] = {name: [] for name in modules}
     handles = []
+    composites: dict[int, dict[str, tuple[str, Watched]]] = {}
     for name, layer in modules.items():
+        if layer.composite is not None:
+            composites.setdefault(id(layer.module), {})[layer.part] = (name, layer)
+            continue
 
         def hook(
             module: nn.Module,
@@ -214,8 +282,19 @@ def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]
                 captured[name].append(layer.kind.keys(module, inputs).clone())
 
         handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+    for parts in composites.values():
+
+        def report(part: str, inputs: Any, _: Sequence[Tensor], parts: dict[str, Any] = parts) -> None:
+            if part in parts:
+                name, layer = parts[part]
+                captured[name].append(layer.kind.keys(layer.module, inputs).clone())
+
+        handles.extend(trace([layer for _, layer in parts.values()], report))
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it would hand nested tensors to the layers, or none
     try:
         yield captured
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
             handle.remove()

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from dualform.errors import MediaError, QueryError
+from dualform.tokens import UNITS, Unit
 
 IMAGES = "media/images.safetensors"
 CORPUS = "media/corpus.safetensors"
+VOCABULARY = "media/vocabulary.json"
 TESTS = "media/tests.safetensors"
 DESCRIPTION = "media/media.json"
 LARGEST = 512  # pixels a side; media are for looking at, not for training from
@@ -32,8 +34,7 @@ def media_files(
     tokens: Any = None,
     vocabulary: Sequence[str] | None = None,
     documents: Sequence[tuple[int, str]] | None = None,
-    joiner: str = "",
-    place: str = "place",
+    unit: Unit = "chars",
 ) -> Files:
     """Return the media of a run as files.
 
@@ -43,11 +44,10 @@ def media_files(
         labels: what the numbers of the `label` column, and of the outputs, mean.
         mean: with `deviation` says that an input is (pixel - mean) / deviation, so that a drawn one can be asked.
         deviation: see `mean`.
-        tokens: (N,) the training text, as numbers into the vocabulary.
+        tokens: (N,) the training text, as numbers into the vocabulary; `annotate(place=...)` says where a pattern is.
         vocabulary: the text of each token.
         documents: (first token, title) of each document of the training text, ascending.
-        joiner: what stands between two tokens: nothing for characters, a space for words.
-        place: the annotated column that holds a pattern's place in `tokens`.
+        unit: whether tokens are characters, or words with spaces between them.
     """
     files: Files = {}
     description: dict[str, Any] = {}
@@ -70,16 +70,12 @@ def media_files(
     if (tokens is None) != (vocabulary is None):
         raise MediaError("A text needs both: tokens=(N,) numbers, and vocabulary=[...] that they stand for.")
     if tokens is not None and vocabulary is not None:
-        files[CORPUS] = {"tokens": _text(tokens, vocabulary)}
-        description["text"] = {
-            "vocabulary": [str(token) for token in vocabulary],
-            "documents": [[int(first), str(title)] for first, title in documents or ()],
-            "joiner": joiner,
-            "place": place,
-        }
+        if unit not in UNITS:
+            raise MediaError(f"unit is {unit!r}; expected one of {', '.join(UNITS)}.")
+        files |= _text(tokens, vocabulary, documents or [(0, "text")], unit)
     if not files and not description:
         raise MediaError("There is nothing to keep. Give images, labels, or tokens and vocabulary.")
-    return {**files, DESCRIPTION: json.dumps(description)}
+    return {**files, DESCRIPTION: json.dumps(description)} if description or IMAGES in files else files
 
 
 def example_files(inputs: Tensor, targets: Tensor | None = None, images: Any = None) -> Files:
@@ -109,7 +105,25 @@ def _pixels(images: Any, what: str) -> Tensor:
     return pixels.squeeze(3) if pixels.dim() == 4 and pixels.shape[3] == 1 else pixels
 
 
-def _text(tokens: Any, vocabulary: Sequence[str]) -> Tensor:
+def _text(tokens: Any, vocabulary: Sequence[str], documents: Sequence[tuple[int, str]], unit: Unit) -> Files:
+    starts = [int(first) for first, _ in documents]
+    if starts != sorted(set(starts)) or starts[0] != 0:
+        raise MediaError(f"Documents begin at {starts[:5]} ...; expected ascending places, the first of them 0.")
+    words = {
+        "name": "text",
+        "unit": unit,
+        "spaced": True,
+        "vocabulary": [str(token) for token in vocabulary],
+        "titles": [str(title) for _, title in documents],
+    }
+    train = _tokens(tokens, vocabulary)
+    return {
+        CORPUS: {"train": train, "test": train[:0], "starts": torch.tensor(starts)},
+        VOCABULARY: json.dumps(words, ensure_ascii=False),
+    }
+
+
+def _tokens(tokens: Any, vocabulary: Sequence[str]) -> Tensor:
     numbers = torch.as_tensor(tokens).detach().cpu()
     if numbers.dim() != 1 or numbers.is_floating_point():
         raise MediaError(f"tokens are {tuple(numbers.shape)} of {numbers.dtype}; expected (N,) integers.")

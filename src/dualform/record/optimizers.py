@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.coefficients.elementwise import Elementwise, family
+from dualform.coefficients import kinds
+from dualform.coefficients.replayed import Kind, Setting
 from dualform.errors import RefusedError
 
 
@@ -19,7 +20,7 @@ class FactLogger(ABC):
     """Reads the settings that one step applies to one parameter."""
 
     @abstractmethod
-    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float | bool]:
+    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Setting]:
         """Return the settings, before the step."""
 
     @abstractmethod
@@ -27,7 +28,7 @@ class FactLogger(ABC):
         """Return what of the optimizer's state is part of the start, where it is warm already."""
 
     @abstractmethod
-    def check_skipped(self, settings: Mapping[str, float | bool], parameter: str) -> None:
+    def check_skipped(self, settings: Mapping[str, Setting], parameter: str) -> None:
         """Raise where a fused step that a gradient scaler skips would leave a broken state behind."""
 
 
@@ -78,7 +79,7 @@ def pending_scale(optimizer: Optimizer) -> tuple[float, bool]:
 class SGD(FactLogger):
     """torch.optim.SGD in every setting."""
 
-    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float | bool]:
+    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Setting]:
         """Return lr, momentum, dampening, weight_decay, nesterov, maximize, and whether a buffer exists."""
         return {
             "lr": float(group["lr"]),
@@ -95,7 +96,7 @@ class SGD(FactLogger):
         buffer = state.get("momentum_buffer")
         return {} if buffer is None else {"momentum_buffer": buffer}
 
-    def check_skipped(self, settings: Mapping[str, float | bool], parameter: str) -> None:
+    def check_skipped(self, settings: Mapping[str, Setting], parameter: str) -> None:
         """Fused SGD creates its buffer even in a skipped step, and leaves it uninitialised."""
         if settings["momentum"] != 0.0 and not settings["buffer"]:
             raise RefusedError(
@@ -104,30 +105,23 @@ class SGD(FactLogger):
             )
 
 
-class Moments(FactLogger):
-    """Adam and its relatives: the settings of each step; their state is replayed from the gradients."""
+class Replayed(FactLogger):
+    """An optimizer without coefficients: the settings of each step; its state is replayed from the gradients."""
 
-    def __init__(self, kind: Elementwise) -> None:
+    def __init__(self, kind: Kind[Any]) -> None:
         self._kind = kind
 
-    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float | bool]:
-        """Return the settings; betas are two."""
-        found: dict[str, float | bool] = {}
-        for name in self._kind.settings:
-            value = group[name]
-            if name == "betas":
-                found["beta1"], found["beta2"] = (float(beta) for beta in value)
-            else:
-                found[name] = value if isinstance(value, bool) else float(value)
-        return found
+    def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Setting]:
+        """Return the settings that the replay needs."""
+        return self._kind.encode(group)
 
     def state(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return every tensor of the state."""
         return {name: entry for name, entry in state.items() if isinstance(entry, Tensor)}
 
-    def check_skipped(self, settings: Mapping[str, float | bool], parameter: str) -> None:
+    def check_skipped(self, settings: Mapping[str, Setting], parameter: str) -> None:
         """A skipped step leaves moments of zero behind, as a step that never was."""
 
 
-for _kind in family().values():
-    _LOGGERS[_kind.optimizer] = Moments(_kind)
+for _kind in kinds().values():
+    _LOGGERS[_kind.optimizer] = Replayed(_kind)

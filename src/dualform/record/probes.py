@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dualform.forms import FORMS
+from dualform.forms import form
 
 COLUMNS = 4
 NOT_FINITE = "its gradient is not finite"
@@ -182,28 +182,27 @@ def _rounding(size: float, width: int, dtype: torch.dtype) -> float:
 
 
 def predict(
-    uses: Sequence[tuple[str, Tensor, Tensor]], columns: Tensor | None, like: Tensor, shape: Sequence[int]
+    uses: Sequence[tuple[str, Tensor, Tensor, float]], columns: Tensor | None, like: Tensor, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return what patterns predict for a parameter's probe, and what its rounding is relative to, ().
 
     Args:
-        uses: role, values (T, d_out) and keys (T, d_in) of each call that the parameter was used in.
+        uses: role, values (T, d_out), keys (T, d_in) and how many times more rounding the values carry, of each call
+            that the parameter was used in.
         columns: the random columns R, or nothing for a parameter that is watched whole.
         like: a probe's columns, whose shape and dtype the prediction has.
         shape: the parameter's shape.
     """
     predicted, size = torch.zeros_like(like), torch.zeros((), dtype=torch.float64, device=like.device)
-    for role, e, x in uses:
-        e = e.to(like.dtype)
-        if role == "weight" and columns is not None:  # Eᵀ(X R), without the whole gradient
-            x = x.to(like.dtype)
-            predicted = predicted + e.T @ (x @ columns)
-        else:
-            gradient = FORMS[role].gradient(e, x.to(like.dtype) if x.is_floating_point() else x, shape)
-            predicted = predicted + (gradient if columns is None else gradient.flatten(1) @ columns)
+    for role, e, x, rounding in uses:
+        e, x = e.to(like.dtype), x.to(like.dtype) if x.is_floating_point() else x
+        joins = form(role)
+        one = joins.gradient(e, x, shape) if columns is None else joins.project(e, x, shape, columns)
+        predicted = predicted + one
+        e, x = joins.part(e, x)
         # sum |e| ‖x‖, or sum |e| where the key is 1
-        reach = e.abs().sum(0) if role in ("bias", "rows") else _norm(x.to(like.dtype)) @ e.abs()
-        size = size + reach.double().norm()
+        reach = e.abs().sum(0) if joins.constant_key else _norm(x) @ e.abs()
+        size = size + rounding * reach.double().norm()
     return predicted, size * (1.0 if columns is None else math.sqrt(COLUMNS))
 
 

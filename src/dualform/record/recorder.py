@@ -6,7 +6,7 @@ what the identity does not cover, and hands each finished step to its sink. It s
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
-from dualform.record.annotations import Binding, bind
+from dualform.record.annotations import Annotator, Binding
 from dualform.record.calls import Pending, gather_calls
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
-from dualform.record.optimizers import FactLogger, find_logger, pending_scale, require_logger
+from dualform.record.optimizers import pending_scale
 from dualform.record.probes import Accumulation, Probe, Trail, predict, probe, projection, resolve
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
+from dualform.record.steps import OpenStep, Owned, own
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
 
 OnFailure = Literal["raise", "detach"]
@@ -35,7 +36,7 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         sink: Sink,
         *,
         layers: Layers = None,
@@ -44,28 +45,25 @@ class Recorder:
         on_failure: OnFailure = "raise",
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
         self._sink = sink
         self._on_failure = on_failure
         self._batch_axis = batch_axis
         self._layers = watch(model, layers)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
-        self._logger: FactLogger | None = find_logger(optimizer) if keys_only else require_logger(optimizer)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._owned = own(optimizers, self._parameters, keys_only=keys_only)
         self._exact = {name for layer in self._layers if not layer.keys_only for name, _ in layer.parameters.values()}
-        self._uncovered = {name: p.numel() for name, p in uncovered(model, [optimizer], self._layers).items()}
+        self._uncovered = {name: p.numel() for name, p in uncovered(model, optimizers, self._layers).items()}
         if self._uncovered:
             report_uncovered(self._uncovered, self._parameters, strict=strict)
 
         self._hooks = Hooks(self._layers, self)
         self._handles: list[RemovableHandle] = []
         self._pending = Pending()
-        self._in_flight: StepRecord | None = None
-        self._binding: Binding | None = None
-        self._given: dict[str, Any] = {}  # the columns of the binding
-        self._bound = False  # whether a forward has taken it
-        self._unannotated = False  # whether a forward without one waits for its backward
-        self._spent: set[int] = set()  # ids of bindings whose backward has been
+        self._open = OpenStep()
+        self._in_flight: tuple[list[ParameterFacts], list[CallRecord]] | None = None  # of the optimizer that steps now
+        self._annotator = Annotator()
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
         self._columns: dict[str, Tensor] = {}
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
@@ -92,7 +90,7 @@ class Recorder:
                 layers={layer.name: _describe(layer) for layer in self._layers},
                 parameters=parameters,
                 states=self._states(),
-                optimizers=(type(self._optimizer).__name__,),
+                optimizers=tuple(owned.name for owned in self._owned),
                 uncovered=self._uncovered,
                 batch_axis=self._batch_axis,
             )
@@ -100,10 +98,9 @@ class Recorder:
         self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
         self._state = "recording"
         self._hooks.attach()
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        ]
+        for owned in self._owned:
+            self._handles.append(owned.optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(owned.optimizer.register_step_post_hook(self._after_step))
         return self
 
     def __exit__(
@@ -111,6 +108,7 @@ class Recorder:
     ) -> None:
         if self._state != "recording":
             return
+        open_step, self._open = self._open, OpenStep()
         self._detach()
         broken = self._in_flight is not None and any(
             not torch.equal(sample(parameter), self._samples[name]) for name, parameter in self._parameters.items()
@@ -119,6 +117,7 @@ class Recorder:
             if broken:
                 self._sink.abandon()
             else:
+                self._commit(open_step)
                 self._sink.close({name: parameter.detach().cpu() for name, parameter in self._parameters.items()})
         except DualformError as failure:
             if error is None and self._on_failure == "raise":
@@ -134,26 +133,20 @@ class Recorder:
         """
         if self._state == "new":
             raise AnnotationError("Nothing is being recorded yet. Use the recorder in a with statement.")
-        if self._unannotated and "order" not in self._warned:
+        if self._annotator.late and "order" not in self._warned:
             self._warned.add("order")
             warnings.warn(
                 "annotate() came after a forward pass whose backward is still to come; its columns go to the next "
                 "forward. Call annotate() before the forward.",
                 stacklevel=2,
             )
-        waiting = self._binding is not None and not self._bound
-        self._given = {**self._given, **columns} if waiting else dict(columns)
-        binding = bind(self._given)
-        if self._state == "recording":
-            self._sink.check(binding)
-        self._binding, self._bound = binding, False
-        self._spent.clear()
+        self._annotator.annotate(columns, self._sink.check if self._state == "recording" else lambda _: None)
 
     def media(self, **what: Any) -> None:
         """Keep what a person should see: images of training samples, names of labels, or a text and its vocabulary.
 
             recorder.media(images=pixels, labels=["cat", "dog"], mean=0.13 * 255, deviation=0.31 * 255)
-            recorder.media(tokens=corpus, vocabulary=words, documents=[(0, "Robert Boulter"), ...], joiner=" ")
+            recorder.media(tokens=corpus, vocabulary=words, documents=[(0, "Robert Boulter"), ...], unit="words")
 
         `dualform.record.media.media_files` says what each of them is.
         """
@@ -167,12 +160,15 @@ class Recorder:
         if self._state == "new":
             raise MediaError("Nothing is being recorded yet. Use the recorder in a with statement.")
         if self._state == "recording":
-            self._guard(lambda: self._sink.attach(files))
+            with self._guarding():
+                self._sink.attach(files)
 
     def flush(self) -> None:
         """Publish everything recorded so far, and return when it is on disk."""
         if self._state == "recording":
-            self._guard(lambda: self._sink.flush(self._snapshot))
+            with self._guarding():
+                self._end_step()
+                self._sink.flush(self._snapshot)
 
     def estimate(self, inputs: Any, *, steps: int) -> Estimate:
         """Say how many bytes the run will take, per layer, if every step sees a batch like this one."""
@@ -185,33 +181,34 @@ class Recorder:
     def binding_for_forward(self) -> Binding | None:
         """Return the annotations that a forward call starting now takes."""
         within = torch._C._current_graph_task_id() != -1  # a checkpointed part, computed again in its own backward
-        if self._binding is not None and id(self._binding) in self._spent and not within:
-            self._binding = None
-        self._bound = True
-        self._unannotated = self._binding is None
-        return self._binding
+        return self._annotator.for_forward(again=within)
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
-        """Take a probe of the gradient that is there already."""
+        """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
+        with self._guarding():
+            self._end_step()
+        if self._state != "recording":
+            return
         self._trail(name).waiting = self._probe(name, parameter)
 
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
+        if self._state != "recording":
+            return
         if task not in self._pending.tasks and self._all_cleared(name):
             self._pending = Pending()  # nothing of what was pending can reach a step any more
         micro = self._pending.micro(task)
-        self._unannotated = False
+        self._annotator.late = False
         patterns = self._pending.arrivals.setdefault(micro, [])
         known = {id(arrival) for arrival in patterns}
         for arrival in arrivals:
             if id(arrival) not in known:
                 patterns.append(arrival)
-            if arrival.call.binding is not None:
-                self._spent.add(id(arrival.call.binding))
+            self._annotator.spend(arrival.call.binding)
         after = self._probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
         uses = [
-            (role, arrival.values, arrival.keys)
+            (role, arrival.values, arrival.keys, arrival.call.layer.kind.rounding)
             for arrival in arrivals
             for role, (used, _) in arrival.call.layer.parameters.items()
             if used == name and arrival.values is not None and arrival.keys is not None
@@ -246,32 +243,38 @@ class Recorder:
 
     @torch.no_grad()
     def _prepare(self, optimizer: Optimizer) -> None:
-        """Resolve everything that is pending into the record of the step that is about to happen."""
+        """Resolve what is pending for the optimizer that is about to step."""
         self._in_flight = None
         with self._guarding():
+            if id(optimizer) in self._open.done:
+                self._end_step()
+            owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-            facts = []
-            for name, parameter in self._parameters.items():
-                group = groups.get(id(parameter))
-                if group is None:
-                    continue
-                facts.append(self._facts(name, parameter, group, scale=scale, skipped=skipped))
-            calls = self._calls(facts) if not skipped else []
-            self._in_flight = StepRecord(self._step, calls, facts, {}, self._snapshot)
+            facts = [
+                self._facts(owned, name, parameter, groups[id(parameter)], scale=scale, skipped=skipped)
+                for name, parameter in owned.parameters.items()
+            ]
+            self._in_flight = facts, self._calls([*self._open.facts, *facts])
 
     def _facts(
-        self, name: str, parameter: nn.Parameter, group: Mapping[str, Any], *, scale: float, skipped: bool
+        self,
+        owned: Owned,
+        name: str,
+        parameter: nn.Parameter,
+        group: Mapping[str, Any],
+        *,
+        scale: float,
+        skipped: bool,
     ) -> ParameterFacts:
-        state = self._optimizer.state.get(parameter, {})
-        settings = self._logger.settings(group, state) if self._logger else {"lr": float(group.get("lr", "nan"))}
+        state = owned.optimizer.state.get(parameter, {})
+        settings = owned.logger.settings(group, state) if owned.logger else {"lr": float(group.get("lr", "nan"))}
         updated = parameter.grad is not None and not skipped
-        optimizer = type(self._optimizer).__name__
         trail = self._trail(name)
         if skipped:
-            if self._logger:
-                self._logger.check_skipped(settings, name)
-            return ParameterFacts(name, optimizer, updated, settings, [])
+            if owned.logger:
+                owned.logger.check_skipped(settings, name)
+            return ParameterFacts(name, owned.name, updated, settings, [])
         resolution = resolve(trail, self._probe(name, parameter))
         attached = parameter.grad is not None and parameter.grad.requires_grad
         if self._graph_of is not None and (attached or resolution.objection is not None) and name in self._exact:
@@ -288,7 +291,7 @@ class Recorder:
             )
         micros = len(self._pending.tasks)
         factors = [resolution.factors.get(micro, 0.0) / scale for micro in range(micros)]
-        return ParameterFacts(name, optimizer, updated, settings, factors)
+        return ParameterFacts(name, owned.name, updated, settings, factors)
 
     def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
         """Return the calls whose gradient reaches the step through at least one parameter."""
@@ -310,16 +313,42 @@ class Recorder:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        record, self._in_flight = self._in_flight, None
-        self._pending = Pending()
-        self._unannotated = False
+        prepared, self._in_flight = self._in_flight, None
+        self._annotator.late = False
         self._graph_of = None
         self._hooks.forget()
-        if record is None or self._state != "recording":
+        owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+        for name, parameter in owned.parameters.items():
+            self._pending.trails.pop(name, None)
+            self._samples[name] = sample(parameter)
+        if prepared is None or self._state != "recording":
+            self._pending = Pending()
             return
-        self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
-        record = StepRecord(record.step, record.calls, record.facts, self._samples, record.snapshot)
-        self._guard(lambda: self._sink.write(record))
+        self._open.add(optimizer, *prepared)
+        if len(self._open.done) == len(self._owned):
+            with self._guarding():
+                self._end_step()
+
+    def _end_step(self) -> None:
+        """Hand the step on that at least one optimizer took part in, and let go of what no other one waits for."""
+        if not self._open.done:
+            return
+        ended, self._open = self._open, OpenStep()
+        waiting = {name for owned in self._owned if id(owned.optimizer) not in ended.done for name in owned.parameters}
+        self._pending.keep(waiting)
+        self._commit(ended)
+
+    def _commit(self, ended: OpenStep) -> None:
+        if not ended.done:
+            return
+        still = [  # parameters whose optimizer did not step are as they were
+            ParameterFacts(name, owned.name, False, {}, [])
+            for owned in self._owned
+            if id(owned.optimizer) not in ended.done
+            for name in owned.parameters
+        ]
+        record = StepRecord(self._step, ended.calls, [*ended.facts, *still], dict(self._samples), self._snapshot)
+        self._sink.write(record)
         self._step += 1
 
     # Small things -------------------------------------------------------------------------------------------------
@@ -362,13 +391,12 @@ class Recorder:
         return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
-        if self._logger is None:
-            return {}
         states = {}
-        for name, parameter in self._parameters.items():
-            found = self._logger.state(self._optimizer.state.get(parameter, {}))
-            if found:
-                states[name] = {entry: tensor.detach().cpu().clone() for entry, tensor in found.items()}
+        for owned in self._owned:
+            for name, parameter in owned.parameters.items():
+                found = owned.logger.state(owned.optimizer.state.get(parameter, {})) if owned.logger else {}
+                if found:
+                    states[name] = {entry: tensor.detach().cpu().clone() for entry, tensor in found.items()}
         return states
 
     def _detach(self) -> None:
@@ -378,10 +406,6 @@ class Recorder:
             handle.remove()
         self._handles.clear()
         self._pending = Pending()
-
-    def _guard(self, action: Callable[[], None]) -> None:
-        with self._guarding():
-            action()
 
     @contextlib.contextmanager
     def _guarding(self) -> Iterator[None]:
@@ -405,4 +429,4 @@ class Recorder:
 
 def _describe(layer: Watched) -> LayerStart:
     roles = {role: name for role, (name, _) in layer.parameters.items()}
-    return LayerStart(layer.kind.name, layer.d_in, layer.d_out, roles, layer.keys_only)
+    return LayerStart(layer.kind.name, layer.d_in, layer.d_out, roles, layer.keys_only, layer.kind.optional)

@@ -25,6 +25,7 @@ class LayerStart:
     d_out: int
     parameters: Mapping[Role, str]
     keys_only: bool
+    optional: bool = False  # whether it is no layer of the run when it has no patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class CallRecord:
     keys: Tensor  # (rows × positions, d_in)
     values: Tensor | None  # (rows × positions, d_out)
     binding: Binding | None
+    layout: str | None = None  # how its errors lay in memory, SHAPE:STRIDES; nothing where row by row
 
     @property
     def nbytes(self) -> int:

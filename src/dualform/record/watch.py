@@ -15,10 +15,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dualform.errors import CoverageError, RefusedError, UnknownLayerError
-from dualform.record.layers import LayerKind, Role, find_kind, kinds
+from dualform.record.layers import Composite, LayerKind, Role, composites, find_composite, find_kind, kinds
 
 What = Literal["keys+values", "keys"]
 Layers = str | Sequence[str] | Mapping[str, What] | None
+Dtype = Literal["float16"] | Mapping[str, Literal["float16"] | None] | None
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
@@ -34,6 +35,37 @@ class Watched:
     parameters: Mapping[Role, tuple[str, nn.Parameter]]  # role -> (name in the model, parameter)
     d_in: int
     d_out: int
+    composite: Composite | None = None  # where the module computes several layers in one call
+    part: str = ""  # which of them this is
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A layer that could be recorded."""
+
+    module: nn.Module
+    kind: LayerKind
+    composite: Composite | None = None
+    part: str = ""
+
+
+def find_candidates(model: nn.Module) -> dict[str, Candidate]:
+    """Return every layer of a model that could be recorded, by name: modules, and parts of composite modules."""
+    found: dict[str, Candidate] = {}
+    inside: set[int] = set()  # modules of a composite, which it never calls
+    for path, module in model.named_modules():
+        name = plain_name(path)
+        composite = find_composite(module)
+        if composite is not None:
+            inside.update(id(child) for child in module.modules())
+            own = dict(module.named_parameters())
+            for part, kind in composite.parts(module).items():
+                roles = kind.roles(module)
+                if roles and all(attribute in own for attribute in roles):  # a parametrized weight is no parameter
+                    found[".".join(filter(None, (name, part)))] = Candidate(module, kind, composite, part)
+        elif id(module) not in inside and (simple := find_kind(module)) is not None:
+            found[name] = Candidate(module, simple)
+    return found
 
 
 def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
@@ -51,30 +83,19 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
                 "replicas would each see a part of the patterns. Record the plain module on one process."
             )
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    inside_attention = {
-        id(child)
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for child in module.modules()
-    }
-    candidates = {
-        plain_name(name): (module, kind)
-        for name, module in model.named_modules()
-        # MultiheadAttention never calls its projections as modules, so hooks on them would see nothing.
-        if id(module) not in inside_attention and (kind := find_kind(module)) is not None
-    }
+    candidates = find_candidates(model)
     if not candidates:
         raise UnknownLayerError(
-            f"{type(model).__name__} holds no layer that can be recorded; supported kinds: {', '.join(kinds())}."
+            f"{type(model).__name__} holds no layer that can be recorded; supported kinds: {_supported()}."
         )
     chosen = _choose(candidates, layers)
     watched = []
     for name, what in chosen.items():
-        module, kind = candidates[name]
+        candidate = candidates[name]
+        module, kind = candidate.module, candidate.kind
+        own = dict(module.named_parameters())
         parameters: dict[Role, tuple[str, nn.Parameter]] = {
-            role: (names[id(parameter)], parameter)
-            for attribute, role in kind.roles(module).items()
-            if (parameter := getattr(module, attribute)) is not None
+            role: (names[id(own[attribute])], own[attribute]) for attribute, role in kind.roles(module).items()
         }
         if any(is_lazy(parameter) for _, parameter in parameters.values()):
             raise RefusedError(f"Layer {name!r} is not initialised yet. Run the model once before recording it.")
@@ -87,9 +108,22 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
                 f'(layers={{{name!r}: "keys"}}).'
             )
         d_in, d_out = kind.widths(module)
-        watched.append(Watched(name, module, kind, what == "keys", parameters, d_in, d_out))
+        watched.append(
+            Watched(name, module, kind, what == "keys", parameters, d_in, d_out, candidate.composite, candidate.part)
+        )
     _check_shared(watched)
     return tuple(watched)
+
+
+def stored_dtype(dtype: Dtype, layer: str) -> str | None:
+    """Return the dtype that a layer's patterns are stored in; nothing for the one that is trained.
+
+    >>> stored_dtype({"lstm*": "float16"}, "lstm.l0"), stored_dtype({"lstm*": "float16"}, "softmax")
+    ('float16', None)
+    """
+    if not isinstance(dtype, Mapping):
+        return dtype
+    return next((found for pattern, found in dtype.items() if fnmatchcase(layer, pattern)), None)
 
 
 def _check_shared(watched: Sequence[Watched]) -> None:
@@ -128,7 +162,7 @@ def _choose(candidates: Iterable[str], layers: Layers) -> dict[str, What]:
         if not any(pattern == name or fnmatchcase(name, pattern) for name in names):
             raise UnknownLayerError(
                 f"{pattern!r} matches no layer that can be recorded. There are: {', '.join(map(repr, names))} "
-                f"(supported kinds: {', '.join(kinds())})."
+                f"(supported kinds: {_supported()})."
             )
     chosen: dict[str, What] = {}
     for name in names:
@@ -167,6 +201,10 @@ def report_uncovered(missing: Mapping[str, int], recorded: Mapping[str, Tensor],
     if strict:
         raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True.")
     warnings.warn(f"{text} What they learn stays in the model but is no part of the memory.", stacklevel=5)
+
+
+def _supported() -> str:
+    return ", ".join(sorted([*kinds(), *composites()]))
 
 
 def plain_name(name: str) -> str:

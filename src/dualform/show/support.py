@@ -1,7 +1,7 @@
 """The support matrix, read off the registries: what can be recorded, and how. `dualform support` prints it."""
 
+from dualform.coefficients import kinds
 from dualform.coefficients import optimizers as scalar
-from dualform.coefficients.elementwise import family
 from dualform.record.layers import registered
 from dualform.record.optimizers import supported
 
@@ -44,7 +44,7 @@ def _key(name: str) -> str:
 
 
 def _family(name: str) -> str:
-    if name in family():
-        return "elementwise: one matrix per step | one forward replay | a backward replay, about √S matrices held"
+    if kind := kinds().get(name):
+        return f"{kind.family} | one forward replay | a backward replay, about √S matrices held"
     assert name in scalar(), "an optimizer that is logged can be derived"
     return "scalar: one number per step | one pass in any order | one pass in any order"

@@ -4,6 +4,10 @@ A parameter passes when `‖rebuilt − live‖ <= tolerance · ‖change‖ + 4
 rounding of the patterns' products, the second that of S additions to the live weight itself, which dominates where the
 change is tiny. Patterns stored as float16 carry a third, their own rounding, 2⁻¹⁰ · sqrt(sum_t (c_t ‖e_t‖ ‖x_t‖)²),
 which dominates where large contributions cancel.
+
+An optimizer that rounds more coarsely than the parameter's dtype (Muon) leaves a third term, rounding, and then
+`rebuilt = start + shares + rounding`. Rounding absorbs whatever the linear maps of the steps do not say, so its size is
+part of the proof: `‖start + shares − live‖` may be 5e-2 · ‖change‖ and four times what bfloat16 does at random.
 """
 
 import math
@@ -14,14 +18,43 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError
+from dualform.forms import form
 from dualform.record.estimate import row_bytes, size_text
 from dualform.store.format import checksum
 from dualform.store.reader import Run
-from dualform.store.rebuild import tensors
+from dualform.store.rebuild import Parts, parts
 from dualform.store.stream import stream
 
 TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """What may be lost relative to the change, by the dtype that the patterns are stored in."""
+
+
+ROUNDING = 5e-2
+"""How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingCheck:
+    """How much of a parameter is its optimizer's own rounding.
+
+    Attributes:
+        size: ‖rounding‖.
+        error: ‖start + shares − live‖, without the rounding.
+        bound: what that error may be.
+        replay: ‖replayed − live‖, 0.0 where torch's own steps on the rebuilt gradients are equal to the bit.
+        repeatable: whether they should be: the same machine, whole patterns, and gradients that were not rescaled.
+    """
+
+    size: float
+    error: float
+    bound: float
+    replay: float
+    repeatable: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether start and shares are near enough, and the replay is equal where it should be."""
+        return self.error <= self.bound and (self.replay == 0.0 or not self.repeatable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +65,7 @@ class ParameterCheck:
     error: float  # ‖rebuilt − live‖
     change: float  # ‖live − initial‖
     bound: float
+    rounding: RoundingCheck | None = None  # where the optimizer rounds more coarsely than the parameter's dtype
 
     @property
     def relative(self) -> float:
@@ -40,8 +74,8 @@ class ParameterCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the bound."""
-        return self.error <= self.bound
+        """Whether the error is within the bound, and the rounding is no more than that."""
+        return self.error <= self.bound and (self.rounding is None or self.rounding.passed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +101,18 @@ class LayerCheck:
         return relative(error, change)
 
     @property
+    def rounding(self) -> float | None:
+        """The size of the rounding term relative to the change, over all parameters that have one; nothing for none."""
+        rounded = [(c.rounding.size, c.change) for c in self.parameters if c.rounding is not None]
+        return relative(*(math.hypot(*parts) for parts in zip(*rounded, strict=True))) if rounded else None
+
+    @property
+    def replayed(self) -> bool | None:
+        """Whether the replay of those parameters is equal to the bit; nothing where there are none."""
+        rounded = [c.rounding for c in self.parameters if c.rounding is not None]
+        return all(check.replay == 0.0 for check in rounded) if rounded else None
+
+    @property
     def passed(self) -> bool:
         """Whether every parameter passed."""
         return all(check.passed for check in self.parameters)
@@ -90,12 +136,18 @@ class Verification:
 
     def __repr__(self) -> str:
         width = max([len(layer.layer) for layer in self.layers] + [5])
-        lines = [f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}  result"]
+        rounded = any(layer.rounding is not None for layer in self.layers)
+        more = f"  {'rounding':>8}  {'replay':>7}" if rounded else ""
+        lines = [f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}{more}  result"]
         for layer in self.layers:
             error = "keys only" if layer.error is None else f"{layer.error:.1e}"
             result = "passed" if layer.passed else "FAILED"
-            row = f"{layer.layer:<{width}}  {layer.patterns:>10,}  {size_text(layer.bytes):>9}  {error:>14}  {result}"
-            lines.append(row)
+            row = f"{layer.layer:<{width}}  {layer.patterns:>10,}  {size_text(layer.bytes):>9}  {error:>14}"
+            if rounded:
+                size = "" if layer.rounding is None else f"{layer.rounding:.1e}"
+                replay = {None: "", True: "equal", False: "differs"}[layer.replayed]
+                row += f"  {size:>8}  {replay:>7}"
+            lines.append(f"{row}  {result}")
         verdict = "passed" if self.passed else "FAILED"
         return "\n".join([*lines, f"after {self.step} steps, {self.files} files: {verdict}"])
 
@@ -122,27 +174,40 @@ def check_files(run: Run) -> int:
 
 
 def compare(
-    run: Run, rebuilt: Mapping[str, Tensor], live: Mapping[str, Tensor], *, horizon: int
+    run: Run, rebuilt: Mapping[str, Parts], live: Mapping[str, Tensor], *, horizon: int
 ) -> dict[str, ParameterCheck]:
     """Compare rebuilt parameters with live ones, by the bound above."""
     checks = {}
     noise = _float16_noise(run, horizon=horizon)
-    for name, expected in rebuilt.items():
-        tensor = live[name].detach().cpu()
-        now = tensor.double()
+    for name, found in rebuilt.items():
+        now = live[name].detach().cpu().double()
         change = float((now - run.initial[name].double()).norm())
         dtype = run.manifest.parameters[name].dtype
         eps = torch.finfo(getattr(torch, dtype)).eps / 2
         tolerance = TOLERANCE["float16" if name in noise else dtype]
         bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm()) + noise.get(name, 0.0)
-        checks[name] = ParameterCheck(name, float((expected - now).norm()), change, bound)
+        error = float((found.whole - now).norm())
+        rounding = found.rounding
+        if rounding is None:
+            checks[name] = ParameterCheck(name, error, change, bound)
+            continue
+        chance = 4 * rounding.expected
+        check = RoundingCheck(
+            size=float(rounding.term.norm()),
+            error=float((found.start + found.share - now).norm()),
+            bound=ROUNDING * change + bound + chance,
+            replay=float((rounding.parameter.double() - now).norm()),
+            repeatable=rounding.repeatable,
+        )
+        bound = bound if rounding.repeatable else bound + chance  # rounded otherwise, at random
+        checks[name] = ParameterCheck(name, error, change, bound, check)
     return checks
 
 
 def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
     """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
     power: dict[str, float] = {}
-    for layer, entry in run.manifest.layers.items():
+    for layer, entry in run.layers.items():
         if entry.dtype != "float16" or entry.store == "keys":
             continue
         for parameter in entry.parameters.values():
@@ -152,7 +217,7 @@ def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
             of_values = chunk.values.square().sum(dim=1)  # (n,)
             of_keys = chunk.keys.double().square().sum(dim=1)
             for role, coefficients in chunk.coefficients.items():
-                squares = of_values if role in ("bias", "rows") else of_values * of_keys
+                squares = of_values if form(role).constant_key else of_values * of_keys
                 power[entry.parameters[role]] += float((coefficients.square() * squares).sum())
     return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
 
@@ -160,14 +225,14 @@ def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
 def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verification:
     """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
     files = check_files(run)
-    checks = compare(run, tensors(run, horizon=horizon), live, horizon=horizon)
+    checks = compare(run, parts(run, horizon=horizon), live, horizon=horizon)
     return Verification(horizon, files, tuple(by_layer(run, checks).values()))
 
 
 def by_layer(run: Run, checks: Mapping[str, ParameterCheck]) -> dict[str, LayerCheck]:
     """Put the checks of parameters together by layer."""
     layers = {}
-    for name, entry in run.manifest.layers.items():
+    for name, entry in run.layers.items():
         mine = tuple(checks[p] for p in entry.parameters.values() if p in checks)
         layers[name] = LayerCheck(name, run.count(name), stored_bytes(run, name), mine)
     return layers

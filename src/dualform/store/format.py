@@ -21,6 +21,8 @@ import xxhash
 from torch import Tensor
 
 from dualform.errors import CorruptError, FormatError, RunNotFoundError
+from dualform.record.media import CORPUS as CORPUS
+from dualform.record.media import VOCABULARY as VOCABULARY
 
 FORMAT = "dualform"
 VERSION = 1
@@ -62,6 +64,7 @@ class LayerEntry:
     parameters: dict[str, str]  # role -> parameter name
     store: Stored
     dtype: str  # of the stored keys and values
+    optional: bool = False  # whether readers leave it out when it has no patterns
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from dualform.coefficients import Coefficients, Facts, derive
-from dualform.coefficients.elementwise import family
+from dualform.coefficients import Coefficients, Facts, derive, kinds
 from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.store.encoding import SCALE
@@ -58,9 +57,10 @@ class Shard:
         """Return the calls of a layer, as columns."""
         if layer not in self._calls:
             table = self._calls_table.filter(pc.field("layer") == layer)
-            columns: Columns = {
-                name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in CALLS.names if name != "layer"
-            }
+            numbers = [field.name for field in CALLS if field.type != pa.string()]
+            columns: Columns = {name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in numbers}
+            known = "layout" in table.column_names  # which the first runs did not have
+            columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
             columns["batch_axis"] = np.full(table.num_rows, self._batch_axis)
             self._calls[layer] = columns
         return self._calls[layer]
@@ -93,6 +93,12 @@ class Shard:
         """The user's columns in this shard."""
         return self._read("annotations")
 
+    def annotation(self, name: str) -> pa.ChunkedArray | None:
+        """Read one of the user's columns alone, without keeping it; nothing where this shard does not have it."""
+        if name not in pq.read_schema(self.path("annotations")).names:
+            return None
+        return self._read("annotations", [name])[name]
+
     @cached_property
     def steps(self) -> pa.Table:
         """The optimizer facts in this shard."""
@@ -109,9 +115,9 @@ class Shard:
     def _kept(self, table: pa.Table) -> pa.Table:
         return table.filter(pc.field("step") < self.entry.stop)
 
-    def _read(self, what: str) -> pa.Table:
+    def _read(self, what: str, columns: list[str] | None = None) -> pa.Table:
         try:
-            return pq.read_table(self.path(what))
+            return pq.read_table(self.path(what), columns=columns)
         except (OSError, pa.ArrowException) as error:
             raise CorruptError(f"{self.path(what)} cannot be read: {error}. Restore the file from a copy.") from error
 
@@ -135,12 +141,18 @@ class Run:
         """The number of published steps."""
         return self.manifest.steps
 
+    @cached_property
+    def layers(self) -> dict[str, LayerEntry]:
+        """The layers of the run, without those that only might have been used."""
+        every = self.manifest.layers
+        return {name: entry for name, entry in every.items() if not entry.optional or self.count(name)}
+
     def layer(self, name: str) -> LayerEntry:
         """Return a layer's entry, or raise with the names there are."""
         try:
-            return self.manifest.layers[name]
+            return self.layers[name]
         except KeyError:
-            known = ", ".join(map(repr, self.manifest.layers))
+            known = ", ".join(map(repr, self.layers))
             raise UnknownLayerError(f"Layer {name!r} was not recorded in {self.folder}. There are: {known}.") from None
 
     def count(self, layer: str) -> int:
@@ -201,8 +213,9 @@ class Run:
         return derive(facts, horizon=horizon, of=of), factors
 
     def is_replayed(self, parameter: str) -> bool:
-        """Say whether a parameter's optimizer has no coefficients, and must be replayed."""
-        return self.facts(parameter)[0].optimizer in family()
+        """Say whether a parameter was updated by an optimizer that has no coefficients, and must be replayed."""
+        facts, _ = self.facts(parameter)
+        return facts.optimizer in kinds() and len(facts.step) > 0
 
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""
@@ -216,7 +229,7 @@ class Run:
 
     def exact_parameters(self) -> tuple[str, ...]:
         """Return the parameters that can be rebuilt: those of layers whose values are stored."""
-        layers = [entry for entry in self.manifest.layers.values() if entry.store != "keys"]
+        layers = [entry for entry in self.layers.values() if entry.store != "keys"]
         return tuple(dict.fromkeys(parameter for entry in layers for parameter in entry.parameters.values()))
 
     @cached_property

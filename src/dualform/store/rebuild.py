@@ -1,7 +1,8 @@
 """The weights that a stored run implies: what is left of the start, plus the kept patterns' shares.
 
-`weight = start + share`, each parameter summed over all layers that use it, in float64 over float32 products.
-Parameters whose optimizer has coefficients are summed in any order; the others are replayed step by step.
+`weight = start + share` (and `+ rounding`, where the optimizer rounds coarsely), each parameter summed over all layers
+that use it, in float64 over float32 products. Parameters whose optimizer has coefficients are summed in any order; the
+others are replayed step by step.
 """
 
 from collections.abc import Collection
@@ -11,19 +12,26 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients.family import Of
-from dualform.forms import FORMS
+from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.reader import Run
-from dualform.store.replay import kept, replay, replayed_parameters
+from dualform.store.replay import Rounding, kept, replay, replayed_parameters
 from dualform.store.stream import Keep, everything, stream
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A parameter in two parts, float64."""
+    """A parameter in two parts, float64, or three where its optimizer rounds more coarsely than its dtype."""
 
     start: Tensor  # what decay and momentum left of the start
     share: Tensor  # what the kept patterns added
+    rounding: Rounding | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The parameter: all parts together. Rounding is no pattern's, so that every view keeps it, like the start."""
+        total = self.start + self.share
+        return total if self.rounding is None else total + self.rounding.term
 
 
 def parts(
@@ -38,12 +46,12 @@ def parts(
         layers: the layers whose parameters are wanted; by default every one with values.
     """
     if layers is None:
-        layers = [name for name, entry in run.manifest.layers.items() if entry.store != "keys"]
+        layers = [name for name, entry in run.layers.items() if entry.store != "keys"]
     scalar = shares(run, horizon=horizon, keep=keep, layers=layers)
     found = {name: Parts(start(run, name, horizon=horizon), share) for name, share in scalar.items()}
     if replayed_parameters(run, layers):
         for name, outcome in replay(run, layers, horizon=horizon, groups=1, codes=kept(keep)).items():
-            found[name] = Parts(outcome.start, outcome.shares[0])
+            found[name] = Parts(outcome.start, outcome.shares[0], outcome.rounding)
     return found
 
 
@@ -73,31 +81,29 @@ def shares(
                 assert chunk.values is not None, "values were asked for"
                 for role, coefficients in chunk.coefficients.items():
                     share = total[scalar[role]]
-                    share += FORMS[role].gradient(scaled(chunk.values, coefficients, role), chunk.keys, share.shape)
+                    share += form(role).gradient(scaled(chunk.values, coefficients, role), chunk.keys, share.shape)
                 advance(len(chunk.patterns))
     return total
 
 
 def scaled(values: Tensor, coefficients: Tensor, role: str) -> Tensor:
     """Return values (T, d_out) times coefficients (T,); a bias's in float64, since they nearly cancel in its sum."""
-    if role == "bias":
+    if role.startswith("bias"):
         values, coefficients = values.double(), coefficients.double()
     return values * coefficients[:, None]
 
 
-def tensors(run: Run, *, horizon: int) -> dict[str, Tensor]:
-    """Return every exactly recorded parameter after `horizon` steps, in float64."""
-    return {name: part.start + part.share for name, part in parts(run, horizon=horizon).items()}
-
-
 def states(run: Run, *, horizon: int) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer state that the run implies after `horizon` steps: parameter -> entry -> tensor."""
-    layers = [name for name, entry in run.manifest.layers.items() if entry.store != "keys"]
+    layers = [name for name, entry in run.layers.items() if entry.store != "keys"]
     buffers = shares(run, horizon=horizon, layers=layers, of="buffer")
     found = {
         name: {"momentum_buffer": start(run, name, horizon=horizon, of="buffer") + share}
         for name, share in buffers.items()
     }
+    for name in found:  # what no step touched is as it was, whatever the optimizer
+        if not len(run.facts(name)[0].step):
+            found[name] = {entry: tensor.double() for entry, tensor in run.initial_states.get(name, {}).items()}
     if replayed_parameters(run, layers):
         for name, outcome in replay(run, layers, horizon=horizon, groups=0, codes=kept(everything)).items():
             found[name] = {e: t.double() for e, t in outcome.state.items() if isinstance(t, Tensor)}

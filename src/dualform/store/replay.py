@@ -1,12 +1,15 @@
 """Replay the optimizers that have no coefficients: one forward pass over the steps, from the recorded gradients.
 
-Used for the elementwise family. A step's gradient is summed again call by call, in the order in which autograd summed
-it, torch's own optimizer takes the step, and each share (the start's, and each group's) follows the linear map of that
-step. Only as many matrices are held as there are shares.
+Used for every optimizer in `dualform.coefficients.kinds()`. A step's gradient is summed again call by call, in the
+order in which autograd summed it, torch's own optimizer takes the step, and each share (the start's, and each group's)
+follows the linear map of that step. Only as many matrices are held as there are shares.
+
+Where the optimizer rounds more coarsely than the parameter's dtype (Muon), what the step did beyond its linear map is
+followed as one more share, that of rounding: parameter = start + shares + rounding.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients.elementwise import Backward, Linear, Replay, Share, family
-from dualform.forms import FORMS
+from dualform.coefficients import kinds
+from dualform.coefficients.replayed import Map, Multiplier, Replay, Share, machine
+from dualform.forms import form
 from dualform.progress import bar
+from dualform.record.layers import sums_in_own_order
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Columns, Rows, Run, Shard
@@ -28,20 +33,45 @@ Codes = Callable[[Shard, str], npt.NDArray[np.int64] | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding:
+    """The third term of a parameter: what coarse rounding left of all steps, beyond their linear maps.
+
+    Attributes:
+        term: the term, float64.
+        expected: the size that it should have at random.
+        parameter: the parameter as the replay left it.
+        repeatable: whether the replay rounds as the live steps did: the same machine, whole patterns, and gradients
+            that were not rescaled. Elsewhere the term is that of another rounding of the same steps.
+    """
+
+    term: Tensor
+    expected: float
+    parameter: Tensor
+    repeatable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Replayed:
     """One parameter after its replay.
 
     Attributes:
         start: what is left of the start, float64.
         shares: (G, ...) each group's share, float64.
+        rounding: the third term, where there is one.
         parameter: the parameter itself, as torch's own steps on the rebuilt gradients left it.
         state: the optimizer's state.
     """
 
     start: Tensor
     shares: Tensor
+    rounding: Rounding | None
     parameter: Tensor
     state: Mapping[str, Any]
+
+    @property
+    def fixed(self) -> Tensor:
+        """What no pattern adds, and every view keeps: start and rounding."""
+        return self.start if self.rounding is None else self.start + self.rounding.term
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +83,25 @@ class _Call:
     keys: Tensor  # (n, d_in)
     values: Tensor  # (n, d_out)
     codes: Tensor | None  # (n,)
+    layout: str | None
+    whole: bool  # stored without loss, and summed as autograd does
+
+    def gradient(self, role: str, shape: Sequence[int]) -> Tensor:
+        """Return its gradient of a parameter, summed as autograd summed it.
+
+        A bias sums errors in the order in which they lie in memory. Where its true gradient is zero, as that of a key
+        projection's bias, rounding is all there is of it, and Adam makes much of that.
+        """
+        if role.startswith("bias") and self.layout is not None:
+            lying = _laid_out(self.values, self.layout)
+            return form(role).gradient(lying.sum(dim=tuple(range(lying.dim() - 1)))[None], self.keys[:1], shape)
+        return form(role).gradient(self.values, self.keys, shape)
+
+    def exact(self, role: str, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
+        """Return the gradient that (some of) the patterns give one of the layer's parameters, in float64."""
+        keys = self.keys[rows]
+        keys = keys.double() if keys.is_floating_point() else keys
+        return form(role).gradient(self.values[rows].double(), keys, shape)
 
 
 def replayed_parameters(run: Run, layers: Collection[str]) -> tuple[str, ...]:
@@ -102,87 +151,109 @@ def replay(
     return {name: parameter.result() for name, parameter in parameters.items()}
 
 
-def multipliers(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def multipliers(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, Multiplier]]]:
     """Yield, for each step from the last to the first, what multiplies its gradients in each of a layer's parameters.
 
-    A pattern of step s adds `A_s ⊙ (e xᵀ)` to the weight. A_s depends on all later steps, so it is found backward, from
-    segments of about sqrt(S) steps that are replayed once more; that many matrices are held, never S.
+    A multiplier depends on all later steps, so it is found backward, from segments of about sqrt(S) steps that are
+    replayed once more; that many matrices are held, never S.
     """
     names = replayed_parameters(run, [layer])
     reader = _Reader(run, names, kept(everything), None)
     steps = min(horizon, run.steps)
     length = max(1, math.isqrt(steps))
-    replays = {name: _Parameter(run, name, 0) for name in names}
+    parameters = {name: _Parameter(run, name) for name in names}
     saved: list[dict[str, Replay]] = []
     for step in range(steps):
         if step % length == 0:
-            saved.append({name: parameter.replay.copy() for name, parameter in replays.items()})
+            saved.append({name: parameter.replay.copy() for name, parameter in parameters.items()})
         calls = reader.calls(step)
-        for parameter in replays.values():
+        for parameter in parameters.values():
             parameter.step(step, calls)
-    backward = {name: Backward(run.initial[name].shape) for name in names}
-    roles = {name: role for role, name in run.layer(layer).parameters.items()}
+    backward = {name: parameter.replay.kind.backward(run.initial[name].shape) for name, parameter in parameters.items()}
     for segment in reversed(range(len(saved))):
-        maps: list[dict[str, Linear]] = []
-        for name, parameter in replays.items():
+        maps: list[dict[str, Map]] = []
+        for name, parameter in parameters.items():
             parameter.replay = saved[segment][name]
         for step in range(segment * length, min((segment + 1) * length, steps)):
             calls = reader.calls(step)
-            found = {name: parameter.step(step, calls) for name, parameter in replays.items()}
+            found = {name: parameter.step(step, calls) for name, parameter in parameters.items()}
             maps.append({name: linear for name, linear in found.items() if linear is not None})
         for step in reversed(range(segment * length, segment * length + len(maps))):
-            linears = maps.pop()
-            yield step, {roles[name]: backward[name].step(linear) for name, linear in linears.items()}
+            by_name = {name: backward[name].step(linear) for name, linear in maps.pop().items()}
+            roles = run.layer(layer).parameters.items()
+            yield step, {role: by_name[name] for role, name in roles if name in by_name}
 
 
 class _Parameter:
-    """One parameter on its way through the steps."""
+    """One parameter on its way through the steps; its shares are followed where a number of groups is given."""
 
-    def __init__(self, run: Run, name: str, groups: int) -> None:
+    def __init__(self, run: Run, name: str, groups: int | None = None) -> None:
         facts, self._factors = run.facts(name)
-        kind = family()[facts.optimizer]
+        kind = kinds()[facts.optimizer]
         initial = run.initial[name]
-        state = run.initial_states.get(name, {})
         self._name = name
-        self.replay = Replay(kind, initial, state)
-        average = state.get(kind.average) if kind.average else None
-        self._start = Share(initial.double(), None if average is None else average.double())
-        self._shares = [Share(torch.zeros(initial.shape, dtype=torch.float64)) for _ in range(groups)]
+        self.replay = Replay(kind, initial, run.initial_states.get(name, {}))
+        self._start = None if groups is None else self.replay.share()
+        self._shares = [Share(torch.zeros(initial.shape, dtype=torch.float64)) for _ in range(groups or 0)]
+        followed = kind.rounds and groups is not None
+        self._rounding = Share(torch.zeros(initial.shape, dtype=torch.float64)) if followed else None
+        self._expected = 0.0
+        self._repeatable = True
         self._at = {int(step): i for i, step in enumerate(facts.step)}
         self._settings = facts.settings
 
-    def step(self, step: int, calls: list[_Call]) -> Linear | None:
+    def step(self, step: int, calls: list[_Call]) -> Map | None:
         """Take a step, if this parameter was updated in it, and return its linear map."""
         if step not in self._at:
             return None
-        gradient = torch.zeros_like(self.replay.parameter)
-        parts: list[Tensor | None] = [None for _ in self._shares]
-        first = True
-        for micro in sorted({call.micro for call in calls}):
-            factor = float(self._factors[step, micro])
-            if factor == 0.0:
-                continue
-            whole: Tensor | None = None
-            # Autograd reaches the last call first, and sums in the order in which it reaches them.
-            for call in [c for c in reversed(calls) if c.micro == micro]:
-                for role, name in call.entry.parameters.items():
-                    if name == self._name:
-                        one = FORMS[role].gradient(call.values, call.keys, gradient.shape)
-                        whole = one if whole is None else whole + one
-                        self._part(parts, role, call, one, factor)
-            if whole is not None:
-                scaled = whole if factor == 1.0 else whole * factor
-                gradient, first = (scaled if first else gradient + scaled), False
-        linear = self.replay.step(self._settings_of(step), gradient.reshape(self.replay.parameter.shape))
-        self._start.step(linear, None)
+        # Autograd reaches the last call first, and sums in the order in which it reaches them.
+        backward = [(call, role, name) for call in reversed(calls) for role, name in call.entry.parameters.items()]
+        mine = [(call, role) for call, role, name in backward if name == self._name]
+        micros = [m for m in sorted({call.micro for call, _ in mine}) if self._factors[step, m] != 0.0]
+        gradient, parts, exact = self._gradients(mine, {m: float(self._factors[step, m]) for m in micros})
+        row = self._row(step)
+        before = None if self._rounding is None else self.replay.share()
+        linear: Map = self.replay.step(self.replay.kind.decode(row), gradient)
+        if self._start is not None:
+            self._start.step(linear, None)
         for share, part in zip(self._shares, parts, strict=True):
-            share.step(linear, None if part is None else part.reshape(share.weight.shape))
+            share.step(linear, part)
+        if self._rounding is not None and before is not None:
+            self._round(self._rounding, linear, before, exact)
+            self._repeatable &= row.get("machine") == machine(gradient.device)
+            self._repeatable &= all(self._factors[step, m] == 1.0 for m in micros)
+            self._repeatable &= all(call.whole for call, _ in mine)
         return linear
+
+    def _gradients(
+        self, mine: list[tuple[_Call, str]], factors: Mapping[int, float]
+    ) -> tuple[Tensor, list[Tensor | None], Tensor]:
+        """Return the step's gradient as autograd summed it, each group's part, and the exact sum, both in float64."""
+        zero = torch.zeros_like(self.replay.parameter)
+        parts: list[Tensor | None] = [None for _ in self._shares]
+        exact = zero.double()
+        # One factor for all backwards came last, as clipping does; otherwise each sum was multiplied in turn.
+        common = next(iter(factors.values())) if len(set(factors.values())) == 1 else None
+        total: Tensor | None = None
+        for micro, factor in factors.items():
+            backward: Tensor | None = None
+            for call, role in [(c, r) for c, r in mine if c.micro == micro]:
+                one = call.gradient(role, zero.shape)
+                backward = one if backward is None else backward + one
+                if self._rounding is not None:
+                    one = call.exact(role, zero.shape)
+                    exact = exact + one * factor
+                if parts:
+                    self._part(parts, role, call, one, factor)
+            if backward is not None:
+                scaled = backward if common is not None or factor == 1.0 else backward * factor
+                total = scaled if total is None else total + scaled
+        if total is not None and common is not None and common != 1.0:
+            total = total * common
+        return (zero if total is None else total.reshape(zero.shape)), parts, exact
 
     def _part(self, parts: list[Tensor | None], role: str, call: _Call, whole: Tensor, factor: float) -> None:
         """Add a call's gradient to its groups'."""
-        if not parts:
-            return
         if call.codes is None:
             members: list[tuple[int, Tensor]] = [(0, whole)]
         else:
@@ -193,34 +264,57 @@ class _Parameter:
                 members = []
                 for code in present:
                     rows = call.codes == code
-                    part = FORMS[role].gradient(call.values[rows], call.keys[rows], whole.shape)
+                    if self._rounding is None:
+                        part = form(role).gradient(call.values[rows], call.keys[rows], whole.shape)
+                    else:
+                        part = call.exact(role, whole.shape, rows)
                     members.append((code, part))
         for code, gradient in members:
-            scaled = gradient.double() * factor
-            before = parts[code]
-            parts[code] = scaled if before is None else before + scaled
+            scaled = gradient.double().reshape(self.replay.parameter.shape) * factor
+            earlier = parts[code]
+            parts[code] = scaled if earlier is None else earlier + scaled
 
-    def _settings_of(self, step: int) -> dict[str, Any]:
-        i = self._at[step]
-        found: dict[str, Any] = {
-            name: column[i].item()
-            for name, column in self._settings.items()
-            if name not in ("updated", "beta1", "beta2") and column[i] is not None and column[i] == column[i]
-        }
-        if "beta1" in self._settings:
-            found["betas"] = (float(self._settings["beta1"][i]), float(self._settings["beta2"][i]))
-        return found
+    def _round(self, rounding: Share, linear: Map, moved: Share, gradient: Tensor) -> None:
+        """Let the rounding so far follow a step, and add what the step did beyond its linear map."""
+        after = self.replay.share()
+        moved.step(linear, gradient)
+        rounding.step(linear, None)
+        rounding.weight = rounding.weight + (after.weight - moved.weight)
+        rounding.average = rounding.average + (after.average - moved.average)
+        self._expected = math.hypot(linear.kappa * self._expected, linear.noise)
+
+    def _row(self, step: int) -> dict[str, Any]:
+        """Return the settings of a step as they were logged, without what other optimizers' parameters have."""
+        cells = {name: column[self._at[step]] for name, column in self._settings.items()}
+        known = {name: cell for name, cell in cells.items() if cell is not None and cell == cell}
+        return {name: cell.item() if isinstance(cell, np.generic) else cell for name, cell in known.items()}
 
     def result(self) -> Replayed:
         """Return where the parameter and its shares have come to."""
-        shape = self._start.weight.shape
+        assert self._start is not None, "the shares were followed"
         shares = [share.weight for share in self._shares]
+        parameter = self.replay.parameter.detach()
+        rounding = None
+        if self._rounding is not None:
+            rounding = Rounding(self._rounding.weight, self._expected, parameter, self._repeatable)
         return Replayed(
             start=self._start.weight,
-            shares=torch.stack(shares) if shares else torch.zeros(0, *shape, dtype=torch.float64),
-            parameter=self.replay.parameter.detach(),
+            shares=torch.stack(shares) if shares else self._start.weight.new_zeros(0, *self._start.weight.shape),
+            rounding=rounding,
+            parameter=parameter,
             state=self.replay.state,
         )
+
+
+def _laid_out(values: Tensor, layout: str) -> Tensor:
+    """Return values with the shape and strides that they had, as SHAPE:STRIDES."""
+    shape, strides = ([int(number) for number in part.split(",")] for part in layout.split(":"))
+    values = values.reshape(shape)
+    for axis, stride in enumerate(strides):
+        if stride == 0:  # expanded: all the same along this axis
+            values = values.narrow(axis, 0, 1)
+    lying = torch.empty_strided(values.shape, strides, dtype=values.dtype).copy_(values)
+    return lying.expand(shape)
 
 
 class _Reader:
@@ -230,7 +324,7 @@ class _Reader:
         self._run = run
         self._codes = codes
         self._contributing = contributing
-        self._layers = [n for n, entry in run.manifest.layers.items() if set(entry.parameters.values()) & set(names)]
+        self._layers = [n for n, entry in run.layers.items() if set(entry.parameters.values()) & set(names)]
         for layer in self._layers:
             run.require_values(layer)
         self._shard: Shard | None = None
@@ -264,4 +358,7 @@ class _Reader:
                 keys=decode(keys.stored[at], None if keys.scales is None else keys.scales[at], dtype),
                 values=decode(values.stored[at], None if values.scales is None else values.scales[at], dtype),
                 codes=None if groups is None else torch.from_numpy(np.ascontiguousarray(groups[at])),
+                layout=table["layout"][i],
+                whole=not sums_in_own_order(entry.kind)
+                and all(rows.stored.dtype in (dtype, torch.int64) for rows in (keys, values)),
             )

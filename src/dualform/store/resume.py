@@ -17,7 +17,7 @@ from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
 from dualform.store.format import FINAL, Manifest, remove_partial, shard_files
 from dualform.store.reader import Run
-from dualform.store.rebuild import states, tensors
+from dualform.store.rebuild import parts, states
 from dualform.store.tables import fingerprint
 
 
@@ -96,7 +96,7 @@ def _within(run: Run, step: int) -> int:
 def _prove(run: Run, start: Start, step: int) -> None:
     whole = {name: fingerprint(tensor) for name, tensor in start.parameters.items()}
     if not any(shard.stop == step and shard.parameters == whole for shard in run.manifest.shards):
-        checks = compare(run, tensors(run, horizon=step), start.parameters, horizon=step)
+        checks = compare(run, parts(run, horizon=step), start.parameters, horizon=step)
         wrong = [check for check in checks.values() if not check.passed]
         if wrong:
             raise ResumeError(

@@ -31,6 +31,7 @@ CALLS = pa.schema(
         ("annotation_offset", pa.int64()),  # of its first row in this shard's annotation table; null: none
         ("annotation_rows", pa.int64()),  # 0: constants only
         ("annotation_positions", pa.int64()),  # 0: no column has positions
+        ("layout", pa.string()),  # SHAPE:STRIDES of its errors in memory; null: row by row
     ]
 )
 
@@ -72,6 +73,7 @@ def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
                 offset,
                 binding.rows if binding else None,
                 binding.positions if binding else None,
+                call.layout,
             )
             for name, value in zip(CALLS.names, values, strict=True):
                 rows[name].append(value)

@@ -26,6 +26,8 @@ from dualform.record.annotations import Binding
 from dualform.record.estimate import size_text
 from dualform.record.media import Files
 from dualform.record.sinks import Start, StepRecord
+from dualform.record.watch import Dtype, stored_dtype
+from dualform.store.attach import publish_files
 from dualform.store.encoding import SCALE, encode
 from dualform.store.format import (
     FINAL,
@@ -45,7 +47,6 @@ from dualform.store.format import (
     remove_partial,
     shard_files,
 )
-from dualform.store.media import publish_files
 from dualform.store.queue import ByteQueue
 from dualform.store.resume import resume_at
 from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
@@ -74,7 +75,7 @@ class DiskWriter:
         self,
         path: Path,
         *,
-        dtype: str | None,
+        dtype: Dtype,
         shard_bytes: int,
         queue_bytes: int,
         resume: bool | int,
@@ -199,7 +200,9 @@ class DiskWriter:
                     d_out=layer.d_out,
                     parameters={str(role): parameter for role, parameter in layer.parameters.items()},
                     store="keys" if layer.keys_only else "keys+values",
-                    dtype=self.dtype or _name(start.parameters[next(iter(layer.parameters.values()))].dtype),
+                    dtype=stored_dtype(self.dtype, name)
+                    or _name(start.parameters[next(iter(layer.parameters.values()))].dtype),
+                    optional=layer.optional,
                 )
                 for name, layer in start.layers.items()
             },
@@ -247,9 +250,13 @@ class DiskWriter:
             )
 
     def _stored_bytes(self, record: StepRecord) -> int:
-        itemsize = {"float16": 2}.get(self.dtype or "")
-        elements = sum(c.keys.numel() + (c.values.numel() if c.values is not None else 0) for c in record.calls)
-        return record.nbytes if itemsize is None else itemsize * elements
+        def size(tensor: Tensor | None, layer: str) -> int:
+            if tensor is None:
+                return 0
+            half = tensor.is_floating_point() and stored_dtype(self.dtype, layer) == "float16"
+            return 2 * tensor.numel() if half else tensor.nbytes
+
+        return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
     def _seal(self, snapshot: Callable[[], Snapshot]) -> None:
         parameters = snapshot()

@@ -42,7 +42,7 @@ def record_letters(folder, steps: int = 30) -> Letters:
         recorder.tests(tests, tokens[starts + LENGTH])
         for step in range(steps):
             place = (torch.arange(4)[:, None] * 37 + step * 5 + torch.arange(LENGTH)) % (len(STORY) - 1)
-            recorder.annotate(place=place, token=[[VOCABULARY[t] for t in tokens[row].tolist()] for row in place])
+            recorder.annotate(place=place, token=tokens[place])
             loss = nn.functional.cross_entropy(model(tokens[place]).flatten(0, 1), tokens[place + 1].flatten())
             optimizer.zero_grad()
             loss.backward()

@@ -1,9 +1,24 @@
 """The layer kinds that can be recorded, one family a file.
 
-A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in a file of its own, imported here.
+A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in a file of its own, imported here. A
+module that computes several layers in one call is a `Composite`, registered by `@composes(ModuleType)`.
 """
 
-from dualform.record.layers import conv, embedding, linear, norms  # noqa: F401 (an import registers the kinds)
+from dualform.record.layers import attention, conv, embedding, linear, norms, recurrent  # noqa: F401 (these register)
+from dualform.record.layers.composite import Composite, Report, composes, composites, find_composite, sums_in_own_order
 from dualform.record.layers.kind import LayerKind, Role, find_kind, kinds, records, registered
 
-__all__ = ["LayerKind", "Role", "find_kind", "kinds", "records", "registered"]
+__all__ = [
+    "Composite",
+    "LayerKind",
+    "Report",
+    "Role",
+    "composes",
+    "composites",
+    "find_composite",
+    "find_kind",
+    "kinds",
+    "records",
+    "registered",
+    "sums_in_own_order",
+]

@@ -18,6 +18,7 @@ class Convolution(LayerKind):
     """z = W · patch + b at every output location; stride, padding of any mode, dilation."""
 
     batch_axis = 0
+    own_order = True
 
     def roles(self, module: nn.Module) -> Mapping[str, Role]:
         """The kernel takes value ⊗ patch, the bias takes the value."""

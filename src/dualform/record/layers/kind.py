@@ -4,19 +4,22 @@ Does not hook anything: it only knows shapes and where the key of a call is foun
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-Role = Literal["weight", "transposed", "grouped", "rows", "scale", "bias"]
-"""How a parameter takes its patterns: the name of one of `dualform.forms.FORMS`."""
+Role = str
+"""How a parameter takes its patterns, as `dualform.forms.form` reads it."""
 
 
 class LayerKind(ABC):
     """A kind of layer whose parameters are sums over (key, value) patterns."""
 
     name: str
+    own_order = False  # whether torch sums its gradients in an order of its own, so that ours differ in the last bits
+    rounding = 1.0  # how many times more rounding its values carry than those that autograd hands over
+    optional = False  # whether a run that never used it does not list it
     batch_axis: int | None = None  # where a layer of this kind always has it, whatever the model's other layers do
 
     @abstractmethod
@@ -27,9 +30,9 @@ class LayerKind(ABC):
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (d_in, d_out), the widths of a key and of a value."""
 
-    @abstractmethod
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the input of a call, from the call's arguments."""
+        return cast("Tensor", args[0] if args else kwargs["input"])
 
     def accepts(self, module: nn.Module) -> bool:
         """Say whether the identity covers this module's options."""
@@ -42,6 +45,12 @@ class LayerKind(ABC):
     def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
         """Return the values of a call, (..., d_out), from the error at its output: here the error itself."""
         return error
+
+    def errors(self, module: nn.Module, inputs: Any, errors: Sequence[Tensor | None]) -> Tensor:
+        """Return the values of a call from the errors at all its outputs, of which some may not have come."""
+        (error,) = errors
+        assert error is not None, "a call's only output brought the error"
+        return self.values(module, inputs, error)
 
 
 K = TypeVar("K", bound=LayerKind)

@@ -19,6 +19,8 @@ from dualform.record.layers.kind import LayerKind, Role, records
 class _Norm(LayerKind):
     """y = w ⊙ normalised(x) + b."""
 
+    own_order = True
+
     def roles(self, module: nn.Module) -> Mapping[str, Role]:
         """The weight is a factor, the bias a bias; either may be missing."""
         roles: dict[str, Role] = {}

@@ -6,6 +6,7 @@ from typing import Any
 
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
 from dualform.errors import DualformError
+from dualform.show.passages import PLACE, around, column_name
 from dualform.show.report.cards import cards
 from dualform.show.report.svg import Bar, bars
 
@@ -56,7 +57,9 @@ def _totals(layer: LayerSpotlight, query: int) -> str:
 def _name(layer: LayerSpotlight, column: str, group: Any) -> str:
     labels = layer.media.labels
     known = column == "label" and labels is not None and isinstance(group, int) and 0 <= group < len(labels)
-    return labels[group] if known and labels is not None else str(group)
+    if known and labels is not None:
+        return str(labels[group])
+    return column_name(layer.media.text, column, group) or str(group)
 
 
 def _top(layer: LayerSpotlight, query: int) -> str:
@@ -65,16 +68,8 @@ def _top(layer: LayerSpotlight, query: int) -> str:
     rows = [row for row in top.to_arrow().to_pylist() if row["query"] == query]
     found = []
     for row in rows:
-        sample, label, place = row.get("sample"), row.get("label"), row.get(media.text.place if media.text else "")
-        passage = None
-        if media.text is not None and isinstance(place, int):
-            text = media.text
-            passage = {
-                "before": text.joiner.join(text.words(place - 20, place)) + text.joiner,
-                "token": text.joiner.join(text.words(place, place + 1)),
-                "after": text.joiner + text.joiner.join(text.words(place + 1, place + 21)),
-                "title": text.title(place),
-            }
+        sample, label, place = row.get("sample"), row.get("label"), row.get(PLACE)
+        passage = around(media.text, place) if media.text is not None and isinstance(place, int) else None
         found.append(
             {
                 "sample": sample,

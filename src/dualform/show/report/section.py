@@ -14,7 +14,7 @@ from dualform.show.viewer.routes.layers import totals
 from dualform.show.viewer.routes.prediction import predict
 from dualform.show.viewer.routes.time import strip as time_strip
 from dualform.show.viewer.routes.top import best
-from dualform.show.viewer.session import By, Mask, Session
+from dualform.show.viewer.session import By, Mask, Session, group_name
 
 CURVES = 4  # layers whose curves are drawn, the last ones
 
@@ -50,16 +50,6 @@ def gather(session: Session, test: int, by: By) -> Facts:
         positive=best(session, subject, layer, per=per, count=8, by=by),
         negative=best(session, subject, layer, per=per, count=4, tab="negative", by=by),
     )
-
-
-def group_name(session: Session, by: By, group: Any) -> str:
-    """Return a group as people read it."""
-    parts = list(group) if isinstance(group, list | tuple) else [group]
-    names = []
-    for column, part in zip(map(str, by), parts, strict=False):
-        known = column == "label" and isinstance(part, int)
-        names.append("(none)" if part is None else session.name(part) if known else str(part))
-    return " · ".join(names)
 
 
 def render(session: Session, facts: Facts, by: By, masks: Sequence[Mapping[str, Any]], *, media: bool) -> str:

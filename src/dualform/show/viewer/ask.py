@@ -11,6 +11,7 @@ import torch
 
 import dualform
 from dualform.attend.groups import Bins
+from dualform.attend.prompts import read_prompt
 from dualform.attend.removal import Removal
 from dualform.errors import DualformError, QueryError
 from dualform.show.viewer.session import By, Mask, Session, Subject
@@ -164,10 +165,10 @@ class Ask:
         if corpus is None:
             raise BadQuestion("This run keeps no vocabulary, so a text cannot be turned into tokens.")
         try:
-            tokens = corpus.encode(text)
+            prompt = read_prompt(corpus, text, context=getattr(session.model, "context", None))
         except QueryError as error:
             raise BadQuestion(str(error)) from error
-        return Subject(("prompt", text), torch.tensor([tokens]))
+        return Subject(("prompt", text), prompt.tokens[None])
 
 
 def _group(text: str) -> Any:

@@ -22,10 +22,14 @@ from dualform.attend.weights import GroupWeights
 from dualform.errors import DualformError, QueryError
 from dualform.record.estimate import forward
 from dualform.record.watch import plain_name
+from dualform.show.passages import column_name
 from dualform.show.viewer.kept import Kept
 from dualform.show.viewer.preparing import Preparation
+from dualform.store.corpus import Corpus
+from dualform.tokens import visible
 
 By = tuple[str | Bins, ...]
+WINDOWS = 500  # of a held-out text that are tests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,21 +71,29 @@ class Session:
 
     @cached_property
     def tests(self) -> Tensor:
-        """The test inputs, (M, ...); none where the run keeps none."""
-        try:
-            return self.memory.tests()[0]
-        except QueryError:
-            return torch.zeros(0)
+        """The test inputs, (M, ...); windows of the held-out text where the run keeps that instead."""
+        return self._examples[0]
 
     @cached_property
     def targets(self) -> Tensor | None:
         """The tests' targets, (M,)."""
-        return self.memory.tests()[1] if len(self.tests) else None
+        return self._examples[1]
 
     @cached_property
     def test_images(self) -> Tensor | None:
         """What a person should see of the tests, (M, H, W[, 3])."""
-        return self.memory.test_images() if len(self.tests) else None
+        try:
+            return self.memory.test_images()
+        except QueryError:
+            return None
+
+    @cached_property
+    def _examples(self) -> tuple[Tensor, Tensor | None]:
+        try:
+            return self.memory.tests()
+        except QueryError:
+            corpus = self.media.text
+            return windows(corpus) if corpus is not None else (torch.zeros(0), None)
 
     def predictions(self) -> Tensor:
         """Return the model's output for every test, (M,)."""
@@ -201,8 +213,33 @@ class Session:
         if self.media.labels is not None and 0 <= unit < len(self.media.labels):
             return self.media.labels[unit]
         if self.media.text is not None and 0 <= unit < len(self.media.text.vocabulary):
-            return self.media.text.vocabulary[unit]
+            return visible(self.media.text.vocabulary[unit])
         return str(unit)
+
+
+def group_name(session: Session, by: By, group: Any) -> str:
+    """Return a group as people read it: classes, tokens and documents by their names."""
+    parts = list(group) if isinstance(group, list | tuple) else [group]
+    names = []
+    for column, part in zip(map(str, by), parts, strict=False):
+        if part is None:
+            names.append("(none)")
+        elif column == "label" and isinstance(part, int):
+            names.append(session.name(part))
+        else:
+            names.append(column_name(session.media.text, column, part) or str(part))
+    return " · ".join(names)
+
+
+def windows(corpus: Corpus) -> tuple[Tensor, Tensor]:
+    """Return prompts from all over the held-out text, (M, L), and the token that follows each, (M,)."""
+    length = 24 if corpus.unit == "words" else 80
+    held = torch.from_numpy(corpus.test)
+    count = min(WINDOWS, max(len(held) - 1, 0) // length)
+    if not count:
+        return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    starts = torch.linspace(0, len(held) - length - 1, count).long()
+    return torch.stack([held[start : start + length] for start in starts.tolist()]), held[starts + length]
 
 
 def forward_once(model: nn.Module, inputs: Tensor) -> Any:

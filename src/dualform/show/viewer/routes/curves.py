@@ -5,7 +5,7 @@ from typing import Any, cast
 from dualform.attend.engine import Of
 from dualform.show.viewer.ask import Ask
 from dualform.show.viewer.questions import question
-from dualform.show.viewer.session import By, Session, Subject
+from dualform.show.viewer.session import By, Session, Subject, group_name
 
 STRONGEST = 500
 MOST_GROUPS = 40
@@ -38,6 +38,7 @@ def sorted_attention(
         "layer": layer,
         "of": of,
         "groups": [answer.groups[g] for g in shown],
+        "names": [group_name(session, by, answer.groups[g]) for g in shown],
         "curves": [[float(f"{value:.8g}") for value in rows[g]] for g in shown],
         "left_out": len(rows) - len(shown),
     }

@@ -9,7 +9,7 @@ from dualform.attend.engine import Of
 from dualform.attend.sums import respond
 from dualform.show.viewer.ask import Ask
 from dualform.show.viewer.questions import question
-from dualform.show.viewer.session import By, Session, Subject
+from dualform.show.viewer.session import By, Session, Subject, group_name
 
 MOST = 40  # groups that are shown; the largest in any layer
 
@@ -26,12 +26,17 @@ def totals(session: Session, subject: Subject, by: By, of: str, *, row: int | No
     spotlight, rows = session.spotlight(subject, row=row)
     unit = int(session.outputs(subject).argmax())
     found: dict[str, dict[Any, float] | None] = {}
+    reasons: dict[str, str] = {}
     for name, layer in spotlight.layers.items():
         if of != "contribution":
             answer = layer.totals(list(by), of=cast("Of", of))
             found[name] = dict(zip(answer.groups, answer.values[0].tolist(), strict=True))
         elif session.memory.layers[name].store == "keys":
             found[name] = None
+            reasons[name] = "Recorded with its keys only: attention, but no contributions."
+        elif name not in session.slopes(subject, unit):
+            found[name] = None
+            reasons[name] = "Part of a larger module: how the output moves with it is not seen."
         else:
             labels, values = contributions(session, subject, by, name, unit)
             found[name] = dict(zip(labels, values.tolist(), strict=True))
@@ -43,12 +48,14 @@ def totals(session: Session, subject: Subject, by: By, of: str, *, row: int | No
         "unit": unit,
         "unit_name": session.name(unit),
         "groups": shown,
+        "names": [group_name(session, by, group) for group in shown],
         "left_out": len(groups) - len(shown),
         "layers": [
             {
                 "layer": name,
                 "row": rows[name][0],
                 "rows": rows[name][1],
+                "reason": reasons.get(name),
                 "totals": None if values is None else [values.get(group, 0.0) for group in shown],
                 "sum": None if values is None else sum(values.values()),
             }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dualform.show.passages import text_of
 from dualform.show.viewer.ask import Ask, BadQuestion
 from dualform.show.viewer.questions import question
 from dualform.show.viewer.session import Session
@@ -47,8 +48,7 @@ def whole_text(session: Session, number: int) -> str:
     corpus = session.media.text
     if corpus is None or session.tests.is_floating_point():
         return ""
-    tokens = session.tests[number].reshape(-1).tolist()
-    return corpus.joiner.join(corpus.vocabulary[t] if 0 <= t < len(corpus.vocabulary) else "?" for t in tokens)
+    return text_of(corpus, session.tests[number].reshape(-1).tolist())
 
 
 def snippet(session: Session, number: int) -> str:

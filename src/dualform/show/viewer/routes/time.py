@@ -5,7 +5,7 @@ from typing import Any
 from dualform.attend.groups import Bins
 from dualform.show.viewer.ask import Ask
 from dualform.show.viewer.questions import question
-from dualform.show.viewer.session import By, Session, Subject
+from dualform.show.viewer.session import By, Session, Subject, group_name
 
 COLUMNS = 60
 MOST_GROUPS = 20
@@ -37,6 +37,7 @@ def strip(session: Session, subject: Subject, layer: str, by: By, *, row: int | 
         "width": width,
         "edges": course.edges,
         "groups": groups,
+        "names": [group_name(session, by, group) for group in groups],
         "grid": [grid[group] for group in groups],
         "left_out": len(grid) - len(groups),
         "errors": course.errors,

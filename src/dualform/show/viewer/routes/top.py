@@ -5,10 +5,10 @@ from typing import Any, cast
 from dualform.attend.engine import Of
 from dualform.attend.removal import in_steps
 from dualform.attend.spotlight import LayerSpotlight, Per
+from dualform.show.passages import PLACE, around
 from dualform.show.viewer.ask import Ask, BadQuestion
 from dualform.show.viewer.questions import question
-from dualform.show.viewer.routes.passage import passage_of
-from dualform.show.viewer.session import By, Session, Subject
+from dualform.show.viewer.session import By, Session, Subject, group_name
 
 MOST = 500
 PER_GROUP = 4
@@ -78,6 +78,9 @@ def best(
         "cards": [
             {
                 **_card(session, row, of, total),
+                "group_name": None
+                if tab != "group"
+                else group_name(session, by, [row[n] for n in names] if wide else row[names[0]]),
                 "group": None if tab != "group" else [row[n] for n in names] if wide else row[names[0]],
             }
             for row in rows
@@ -99,7 +102,7 @@ def _within(session: Session, spot: LayerSpotlight, layer: str, steps: tuple[tup
 def _card(session: Session, row: dict[str, Any], of: str, total: float | None) -> dict[str, Any]:
     sample = row.get("sample")
     text = session.media.text
-    place = row.get(text.place) if text is not None else None
+    place = row.get(PLACE)
     hidden = ("query", "rank", "pattern", of, "occurrences")
     return {
         "rank": row["rank"],
@@ -112,6 +115,6 @@ def _card(session: Session, row: dict[str, Any], of: str, total: float | None) -
         "label_name": session.name(row["label"]) if isinstance(row.get("label"), int) else row.get("label"),
         "step": row.get("step"),
         "occurrences": row.get("occurrences"),
-        "passage": passage_of(session, place) if isinstance(place, int) else None,
+        "passage": around(text, place) if text is not None and isinstance(place, int) else None,
         "columns": {name: value for name, value in row.items() if name not in hidden and not name.startswith("by_")},
     }

@@ -15,17 +15,16 @@ export function percent(share, digits = 1) {
   return value > 0 && value < least / 2 ? `< ${least} %` : `${value.toFixed(digits)} %`;
 }
 
-/** A group as a name: [“mnist”, 3] becomes “mnist · 3”; numbers of classes get their names. */
-export function groupName(group, by, run) {
-  const columns = by.split(",");
-  const parts = Array.isArray(group) ? group : [group];
-  return parts.map((part, i) => partName(part, columns[i] ?? "", run)).join(" · ");
+const names = new Map();
+
+/** Remember what the groups of an answer are called. */
+export function learnNames(by, groups, called) {
+  groups.forEach((group, i) => names.set(`${by}\n${JSON.stringify(group)}`, called[i]));
 }
 
-function partName(part, column, run) {
-  if (part === null) return "(none)";
-  if (column === "label" && run.labels && Number.isInteger(part) && run.labels[part] !== undefined) return run.labels[part];
-  return String(part);
+/** A group as people read it: as an answer called it, or as it is. */
+export function groupName(group, by) {
+  return names.get(`${by}\n${JSON.stringify(group)}`) ?? (Array.isArray(group) ? group.join(" · ") : String(group));
 }
 
 /** The class that a group stands for, where it stands for one. */

@@ -3,6 +3,7 @@
 
 import { ask, onServer, ping } from "./api.js";
 import { button, h } from "./dom.js";
+import { learnNames } from "./format.js";
 import * as header from "./header.js";
 import * as keys from "./keys.js";
 import * as link from "./link.js";
@@ -122,6 +123,7 @@ async function groupsOf(app, by, parts) {
   try {
     const answer = await ask("/api/layers", { ...state.subject(state.get()), by });
     app.groups = answer.groups;
+    learnNames(by, answer.groups, answer.names);
   } catch {
     app.groups = [];
   }

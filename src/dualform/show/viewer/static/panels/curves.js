@@ -4,7 +4,7 @@ import { h } from "../dom.js";
 import { brush, rangeForm } from "../charts/brush.js";
 import { figure } from "../charts/figure.js";
 import { lines } from "../charts/lines.js";
-import { groupClass, groupName, number } from "../format.js";
+import { groupClass, groupName, learnNames, number } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -14,13 +14,14 @@ export function create(app) {
 
   function render(answer) {
     const now = state.get();
+    learnNames(now.by, answer.groups, answer.names);
     const target = app.prediction?.target ?? null;
     const said = app.prediction?.before ?? null;
     const tasks = [...new Set(answer.groups.filter(Array.isArray).map((group) => group[0]))];
     const series = answer.groups.map((group, i) => {
       const of = groupClass(group, now.by);
       return {
-        label: groupName(group, now.by, app.run), group: key(group), values: answer.curves[i],
+        label: groupName(group, now.by), group: key(group), values: answer.curves[i],
         role: of !== null && of === target ? "target" : of !== null && of === said ? "output" : null,
         second: tasks.length > 1 && group[0] !== tasks[0],
       };

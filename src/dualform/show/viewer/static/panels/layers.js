@@ -3,7 +3,7 @@
 import { choice, h, toggle } from "../dom.js";
 import { figure } from "../charts/figure.js";
 import { bars } from "../charts/bars.js";
-import { groupClass, groupName, number } from "../format.js";
+import { groupClass, groupName, learnNames, number } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -23,6 +23,7 @@ export function create(app) {
 
   function render(answer) {
     last = answer;
+    learnNames(state.get().by, answer.groups, answer.names);
     draw();
   }
 
@@ -30,7 +31,7 @@ export function create(app) {
     tools();
     if (!last) return;
     const now = state.get();
-    const names = last.groups.map((group) => groupName(group, now.by, app.run));
+    const names = last.groups.map((group) => groupName(group, now.by));
     const known = last.layers.filter((layer) => layer.totals);
     const shared = Math.max(...known.flatMap((layer) => layer.totals.map(Math.abs)), 0);
     const said = app.prediction?.before ?? null;
@@ -39,7 +40,7 @@ export function create(app) {
       const active = layer.layer === now.layer;
       const pick = h("button", { type: "button", class: "layer-pick", "aria-pressed": String(active), onclick: () => state.set({ layer: layer.layer }) },
         layer.layer, layer.rows > 1 ? ` (query ${layer.row + 1} of ${layer.rows})` : "");
-      if (!layer.totals) return h("div", { class: "layer" }, pick, h("p", { class: "muted" }, "Recorded with its keys only: attention, but no contributions."));
+      if (!layer.totals) return h("div", { class: "layer" }, pick, h("p", { class: "muted" }, layer.reason));
       const rows = last.groups.map((group, i) => ({
         label: names[i], value: layer.totals[i], group: key(group), masked: now.g.includes(key(group)),
         mark: mark(groupClass(group, now.by), target, said),

@@ -28,7 +28,7 @@ export function create(app) {
       app.run.exact ? "" : h("p", { class: "muted" }, "Some layers were recorded with their keys only; nothing can be taken out of their weights."),
       h("div", { class: "chips", role: "group", "aria-label": `groups to mask, by ${now.by}` }, groups.map((group, i) => {
         const name = key(group);
-        return button([i < 9 ? h("kbd", { "aria-hidden": "true" }, i + 1) : "", groupName(group, now.by, app.run)], () => app.toggleGroup(group),
+        return button([i < 9 ? h("kbd", { "aria-hidden": "true" }, i + 1) : "", groupName(group, now.by)], () => app.toggleGroup(group),
           { class: "chip", "aria-pressed": String(now.g.includes(name)), "data-group": name, disabled: !app.run.exact });
       })),
       app.groups.length > CHIPS ? h("p", { class: "muted" }, `The ${CHIPS} largest of ${number(app.groups.length)} groups.`) : "",

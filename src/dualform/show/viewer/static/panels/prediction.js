@@ -79,7 +79,7 @@ function bars(outputs, answer) {
 
 /** A mask in words. */
 export function describeMask(app, now) {
-  const groups = now.g.map((group) => groupName(JSON.parse(group), now.by, app.run)).join(", ");
+  const groups = now.g.map((group) => groupName(JSON.parse(group), now.by)).join(", ");
   const parts = [...(groups ? [`${now.by} ${groups}`] : []), ...now.s.map((range) => `steps ${range}`),
     ...now.p.map((sample) => `sample ${sample}`), ...(now.r !== "0" ? [`a random ${percent(Number(now.r) / 1e6)}`] : [])];
   const what = parts.length ? parts.join(", ") : "nothing";

@@ -4,7 +4,7 @@ import { h } from "../dom.js";
 import { brush, rangeForm } from "../charts/brush.js";
 import { figure } from "../charts/figure.js";
 import { heat } from "../charts/heat.js";
-import { groupName, number } from "../format.js";
+import { groupName, learnNames, number } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -14,7 +14,8 @@ export function create(app) {
 
   function render(answer) {
     const now = state.get();
-    const names = answer.groups.map((group) => groupName(group, now.by, app.run));
+    learnNames(now.by, answer.groups, answer.names);
+    const names = answer.groups.map((group) => groupName(group, now.by));
     const { drawing, x, stepAt, ...frame } = heat(answer, names, answer.groups.map(key));
     const last = answer.edges.at(-1);
     const snap = ([a, b]) => [Math.floor(a / answer.width) * answer.width, Math.min(Math.ceil(b / answer.width) * answer.width, last)];

@@ -2,7 +2,7 @@
 
 import { button, h, toggle } from "../dom.js";
 import { ask } from "../api.js";
-import { groupName, number, percent } from "../format.js";
+import { number, percent } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -25,7 +25,7 @@ export function create(app) {
     if (now.steps.length) filters.push(`steps ${now.steps.join(", ")}`);
     if (now.first !== "1") filters.push(`from rank ${now.first}`);
     const cards = answer.cards.map((one) => card(app, answer, one, now));
-    const list = answer.tab === "group" ? grouped(answer, cards, now, app) : h("ol", { class: "cards", start: now.first }, cards);
+    const list = answer.tab === "group" ? grouped(answer, cards) : h("ol", { class: "cards", start: now.first }, cards);
     const measured = answer.of === "contribution" ? "contribution to the predicted output" : answer.of;
     panel.body.replaceChildren(
       h("p", { class: "muted" }, `${answer.layer}, ${number(answer.patterns)} patterns, ranked by ${measured}${answer.per === "sample" ? ", summed over the occurrences of a sample" : ""}.`,
@@ -61,15 +61,15 @@ function tabs(chosen) {
   return list;
 }
 
-function grouped(answer, cards, now, app) {
+function grouped(answer, cards) {
   const rows = new Map();
   answer.cards.forEach((one, i) => {
     const name = key(one.group);
-    if (!rows.has(name)) rows.set(name, { group: one.group, cards: [] });
+    if (!rows.has(name)) rows.set(name, { group: one.group, name: one.group_name, cards: [] });
     rows.get(name).cards.push(cards[i]);
   });
-  return h("div", { class: "card-groups" }, [...rows.values()].map((row) => h("section", { "data-group": key(row.group), "aria-label": groupName(row.group, now.by, app.run) },
-    h("h3", {}, groupName(row.group, now.by, app.run)), h("ol", { class: "cards" }, row.cards))));
+  return h("div", { class: "card-groups" }, [...rows.values()].map((row) => h("section", { "data-group": key(row.group), "aria-label": row.name },
+    h("h3", {}, row.name), h("ol", { class: "cards" }, row.cards))));
 }
 
 function card(app, answer, one, now) {

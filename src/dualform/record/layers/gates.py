@@ -1,0 +1,237 @@
+"""Recurrent cells, unrolled: their gates computed again, and the errors at them. Pure.
+
+A recurrent layer's kernel brings gradients to its outputs only. The errors at the gates' pre-activations, which are the
+values of its weights, follow by going back through time once more: every gate in one product from the keys
+[x_t ; h_{t-1}], then one small step per time. Time is the order in which the cell runs, so a reversed direction comes
+reversed. T steps, B rows, d input elements, H units.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of one cell, as torch stacks its gates."""
+
+    inputs: Tensor  # (G·H, d)
+    hidden: Tensor  # (G·H, H)
+    input_bias: Tensor | None  # (G·H,)
+    hidden_bias: Tensor | None  # (G·H,)
+
+    @property
+    def units(self) -> int:
+        """H."""
+        return self.hidden.shape[1]
+
+    def joined(self, keys: Tensor) -> Tensor:
+        """Return W_ih x + b_ih + W_hh h + b_hh in one product, (T, B, G·H)."""
+        weight = torch.cat([self.inputs, self.hidden], dim=1)
+        if self.input_bias is None or self.hidden_bias is None:
+            return keys @ weight.T
+        return torch.nn.functional.linear(keys, weight, self.input_bias + self.hidden_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """The errors that came from outside, in the cell's own order of time; zero where none came."""
+
+    outputs: Tensor  # (T, B, H)
+    hidden: Tensor  # (B, H), at the last hidden state
+    cell: Tensor | None  # (B, H), at the last cell state of an LSTM
+
+
+class Cell(ABC):
+    """One kind of recurrent cell."""
+
+    gates: int  # G, blocks of H rows in each weight
+    blocks: int  # blocks of H elements in a value
+
+    @abstractmethod
+    def errors(
+        self,
+        weights: Weights,
+        keys: Tensor,
+        last: Tensor,
+        cell: Tensor | None,
+        mask: Tensor | None,
+        outer: Outer,
+    ) -> Tensor:
+        """Return the values, (T, B, blocks · H).
+
+        Args:
+            weights: the cell's.
+            keys: (T, B, d + H), the input and the hidden state before.
+            last: (B, H), the output of the last step.
+            cell: (B, H), an LSTM's first cell state.
+            mask: (T, B, 1), false where a sequence has not begun or is over; nothing where all are as long.
+            outer: the errors from outside.
+        """
+
+    def roles(self, d: int, units: int) -> dict[str, str]:
+        """Return the role of each parameter, by its name in torch without the layer."""
+        keys = {"ih": f"keys=0:{d}", "hh": f"keys={d}:{d + units}"}
+        width = self.blocks * units
+        return {
+            **{f"weight_{side}": f"weight({columns})" for side, columns in keys.items()},
+            "bias_ih": "bias",
+            "bias_hh": f"bias(values=0:{width}/{width})",
+        }
+
+
+class LSTM(Cell):
+    """i, f, g, o; c' = f c + i g; h' = o tanh c'."""
+
+    gates = 4
+    blocks = 4
+
+    def errors(
+        self,
+        weights: Weights,
+        keys: Tensor,
+        last: Tensor,
+        cell: Tensor | None,
+        mask: Tensor | None,
+        outer: Outer,
+    ) -> Tensor:
+        """Go back through the cell states and hidden states."""
+        assert cell is not None, "an LSTM has a first cell state"
+        assert outer.cell is not None, "an LSTM has a last cell state"
+        steps, rows, _ = keys.shape
+        units = weights.units
+        gates = weights.joined(keys).view(steps, rows, 4, units)
+        gates[:, :, :2].sigmoid_()
+        gates[:, :, 2].tanh_()
+        gates[:, :, 3].sigmoid_()
+        i, f, g, o = gates.unbind(2)
+        cells = torch.empty_like(i.contiguous())
+        fresh = i * g
+        before = cell
+        for t in range(steps):
+            before = torch.addcmul(fresh[t], f[t], before, out=cells[t])
+            if mask is not None:
+                before = torch.where(mask[t], before, cell)
+        bent = cells.tanh()
+        # What multiplies the error of the cell state in i, f, g; and of the hidden state in o and in the cell state.
+        into = torch.empty_like(gates)
+        torch.mul(i * (1 - i), g, out=into[:, :, 0])
+        torch.mul(f[0] * (1 - f[0]), cell, out=into[0, :, 1])
+        previous = cells[:-1] if mask is None else torch.where(mask[:-1], cells[:-1], cell)
+        torch.mul(f[1:] * (1 - f[1:]), previous, out=into[1:, :, 1])
+        torch.mul(i, 1 - g * g, out=into[:, :, 2])
+        torch.mul(o * (1 - o), bent, out=into[:, :, 3])
+        through = o * (1 - bent * bent)
+        values = torch.empty_like(gates)
+        at_cell, at_hidden = outer.cell.clone(), outer.hidden
+        for t in reversed(range(steps)):
+            now = at_hidden + outer.outputs[t]
+            torch.mul(now, into[t, :, 3], out=values[t, :, 3])
+            inside = torch.addcmul(at_cell, now, through[t])
+            torch.mul(inside[:, None], into[t, :, :3], out=values[t, :, :3])
+            if mask is None:
+                at_cell = inside.mul_(f[t])
+                at_hidden = values[t].view(rows, -1) @ weights.hidden
+            else:
+                values[t] *= mask[t][:, None]
+                at_cell = torch.where(mask[t], inside * f[t], at_cell)
+                at_hidden = torch.where(mask[t], values[t].view(rows, -1) @ weights.hidden, at_hidden)
+        return values.view(steps, rows, -1)
+
+
+class GRU(Cell):
+    """r, z; n = tanh(x_n + r h_n); h' = (1 - z) n + z h.
+
+    The hidden weight's part of n is multiplied by r, so that its value there is r ⊙ the error at n: a value holds the
+    errors at r, z and n, and a fourth block for it.
+    """
+
+    gates = 3
+    blocks = 4
+
+    def roles(self, d: int, units: int) -> dict[str, str]:
+        """The input weight meets the first three blocks of a value, the hidden weight all but the third."""
+        width = 4 * units
+        inputs, hidden = f"0:{3 * units}/{width}", f"0:{2 * units}+{3 * units}:{width}/{width}"
+        return {
+            "weight_ih": f"weight(keys=0:{d};values={inputs})",
+            "weight_hh": f"weight(keys={d}:{d + units};values={hidden})",
+            "bias_ih": f"bias(values={inputs})",
+            "bias_hh": f"bias(values={hidden})",
+        }
+
+    def errors(
+        self,
+        weights: Weights,
+        keys: Tensor,
+        last: Tensor,
+        cell: Tensor | None,
+        mask: Tensor | None,
+        outer: Outer,
+    ) -> Tensor:
+        """Go back through the hidden states."""
+        steps, rows, width = keys.shape
+        units = weights.units
+        x, h = keys.split([width - units, units], dim=2)
+        of_input = torch.nn.functional.linear(x, weights.inputs, weights.input_bias)
+        of_hidden = torch.nn.functional.linear(h, weights.hidden, weights.hidden_bias)
+        r, z = torch.sigmoid(of_input[..., : 2 * units] + of_hidden[..., : 2 * units]).chunk(2, dim=2)
+        behind = of_hidden[..., 2 * units :]
+        n = torch.tanh(torch.addcmul(of_input[..., 2 * units :], r, behind))
+        into_n = (1 - z) * (1 - n * n)
+        into_z = (h - n) * z * (1 - z)
+        into_r = behind * r * (1 - r)
+        values = keys.new_empty(steps, rows, 4, units)
+        at_hidden = outer.hidden
+        columns = torch.tensor([0, 1, 3], device=keys.device)
+        for t in reversed(range(steps)):
+            now = at_hidden + outer.outputs[t]
+            mine = values[t]
+            torch.mul(now, into_n[t], out=mine[:, 2])
+            torch.mul(now, into_z[t], out=mine[:, 1])
+            torch.mul(mine[:, 2], into_r[t], out=mine[:, 0])
+            torch.mul(mine[:, 2], r[t], out=mine[:, 3])
+            before = torch.addmm(now * z[t], mine[:, columns].reshape(rows, -1), weights.hidden)
+            if mask is None:
+                at_hidden = before
+            else:
+                mine *= mask[t][:, None]
+                at_hidden = torch.where(mask[t], before, at_hidden)
+        return values.view(steps, rows, -1)
+
+
+class Plain(Cell):
+    """h' = tanh or relu of W_ih x + W_hh h."""
+
+    gates = 1
+    blocks = 1
+
+    def __init__(self, nonlinearity: str) -> None:
+        self._tanh = nonlinearity == "tanh"
+
+    def errors(
+        self,
+        weights: Weights,
+        keys: Tensor,
+        last: Tensor,
+        cell: Tensor | None,
+        mask: Tensor | None,
+        outer: Outer,
+    ) -> Tensor:
+        """Go back through the hidden states."""
+        units = weights.units
+        outputs = torch.cat([keys[1:, :, -units:], last[None]])
+        slope = 1 - outputs.square() if self._tanh else (outputs > 0).to(outputs.dtype)
+        values = torch.empty_like(outputs)
+        at_hidden = outer.hidden
+        for t in reversed(range(len(keys))):
+            now = at_hidden + outer.outputs[t]
+            torch.mul(now, slope[t], out=values[t])
+            if mask is None:
+                at_hidden = values[t] @ weights.hidden
+            else:
+                values[t] *= mask[t]
+                at_hidden = torch.where(mask[t], values[t] @ weights.hidden, at_hidden)
+        return values

@@ -1,0 +1,219 @@
+"""Every layer × every optimizer family: rebuilt weights against live ones, contributions against autograd, replays.
+
+The second half of tests/test_exactness.py, which covers the scalar family's settings in depth.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import dualform
+from dualform.record.layers import composites, registered, sums_in_own_order
+from dualform.record.optimizers import supported
+from dualform.store.reader import Run
+from dualform.store.replay import kept, replay, replayed_parameters
+from dualform.store.stream import everything
+
+STEPS = 24
+B, L, D = 4, 5, 6
+
+
+class Around(nn.Module):
+    """A layer between a linear one and a head, so that its input is trained too."""
+
+    def __init__(self, layer: nn.Module, width: int, prepare: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.before = nn.Linear(D, D)
+        self.layer = layer
+        self.prepare = prepare
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, L, D)."""
+        found = self.layer(self.prepare(self.before(x).tanh()))
+        found = found[0] if isinstance(found, tuple) else found
+        return self.head(found.reshape(len(x), -1)[:, : self.head.in_features])
+
+
+class Attending(Around):
+    """Self-attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, L, D)."""
+        hidden = self.before(x).tanh()
+        return self.head(self.layer(hidden, hidden, hidden)[0].reshape(len(x), -1))
+
+
+class Looking(nn.Module):
+    """A table of tokens, also used as output layer where it is tied."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, D, padding_idx=0)
+        self.middle = nn.Linear(D, D)
+        self.head = nn.Linear(D, 7)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, L, D), of which the first elements choose tokens."""
+        tokens = (x[..., 0].abs() * 3).long() % 7
+        return self.head(self.middle(self.table(tokens)).tanh())
+
+
+class _Conv1D(nn.Module):
+    """What transformers calls Conv1D: a linear layer with its weight stored the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, 4) / 3)
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W + b."""
+        return torch.addmm(self.bias, x.view(-1, D), self.weight).view(*x.shape[:-1], 4)
+
+
+_Conv1D.__module__, _Conv1D.__name__ = "transformers.pytorch_utils", "Conv1D"
+
+
+def _image(x: Tensor) -> Tensor:
+    return x.reshape(len(x), 2, 3, -1)  # (B, 2, 3, 5)
+
+
+def _volume(x: Tensor) -> Tensor:
+    return x.reshape(len(x), 1, 2, 3, -1)
+
+
+def _channels(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: Around(nn.Linear(D, 4), 4 * L),
+    "transformers.Conv1D": lambda: Around(_Conv1D(), 4 * L),
+    "Embedding": lambda: Looking(tied=False),
+    "Embedding, tied to the output layer": lambda: Looking(tied=True),
+    "Conv1d": lambda: Around(nn.Conv1d(D, 4, 3, padding=1), 4 * L, _channels),
+    "Conv2d": lambda: Around(nn.Conv2d(2, 4, (2, 3), stride=(1, 2), dilation=1), 8, _image),
+    "Conv2d, in groups": lambda: Around(nn.Conv2d(2, 4, 2, groups=2), 16, _image),
+    "Conv3d": lambda: Around(nn.Conv3d(1, 3, 2), 18, _volume),
+    "LayerNorm": lambda: Around(nn.LayerNorm(D), D * L),
+    "RMSNorm": lambda: Around(nn.RMSNorm(D, eps=1e-6), D * L),
+    "GroupNorm": lambda: Around(nn.GroupNorm(2, D), D * L, _channels),
+    "BatchNorm1d": lambda: Around(nn.BatchNorm1d(D), D * L, _channels),
+    "BatchNorm2d": lambda: Around(nn.BatchNorm2d(2), D * L, _image),
+    "BatchNorm3d": lambda: Around(nn.BatchNorm3d(1), D * L, _volume),
+    "LSTM": lambda: Around(nn.LSTM(D, 4, batch_first=True), 4 * L),
+    "GRU": lambda: Around(nn.GRU(D, 4, batch_first=True), 4 * L),
+    "RNN": lambda: Around(nn.RNN(D, 4, batch_first=True), 4 * L),
+    "LSTMCell": lambda: Around(nn.LSTMCell(D, 4), 4, lambda x: x[:, 0]),
+    "GRUCell": lambda: Around(nn.GRUCell(D, 4), 4, lambda x: x[:, 0]),
+    "RNNCell": lambda: Around(nn.RNNCell(D, 4), 4, lambda x: x[:, 0]),
+    "MultiheadAttention": lambda: Attending(nn.MultiheadAttention(D, 2, batch_first=True), D * L),
+}
+make = torch.optim
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "SGD": lambda m: [make.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)],
+    "Adam": lambda m: [make.Adam(m.parameters(), lr=1e-2, weight_decay=1e-3, amsgrad=True)],
+    "AdamW": lambda m: [make.AdamW(m.parameters(), lr=1e-2)],
+    "NAdam": lambda m: [make.NAdam(m.parameters(), lr=1e-2)],
+    "RAdam": lambda m: [make.RAdam(m.parameters(), lr=1e-2)],
+    "Adamax": lambda m: [make.Adamax(m.parameters(), lr=1e-2)],
+    "RMSprop": lambda m: [make.RMSprop(m.parameters(), lr=1e-3, momentum=0.5, centered=True)],
+    "Adagrad": lambda m: [make.Adagrad(m.parameters(), lr=1e-2)],
+    "Adadelta": lambda m: [make.Adadelta(m.parameters(), lr=0.3)],
+    "Muon": lambda m: [
+        make.Muon([p for p in m.parameters() if p.dim() == 2], lr=1e-2),
+        make.AdamW([p for p in m.parameters() if p.dim() != 2], lr=1e-2),
+    ],
+}
+
+
+def test_the_matrix_is_whole() -> None:
+    """A new layer or optimizer has to come here too."""
+    assert {name.partition(",")[0] for name in LAYERS} == {*registered(), *composites()}
+    assert OPTIMIZERS.keys() == set(supported())
+
+
+@dataclass
+class Trained:
+    """A recorded run and its live model."""
+
+    memory: dualform.Memory
+    model: nn.Module
+    inputs: Callable[[int], Tensor]
+    layer: str
+
+
+def fit(path: Path, layer: str, optimizers: Callable[[nn.Module], Sequence[Optimizer]], dtype: torch.dtype) -> Trained:
+    torch.manual_seed(0)
+    model = LAYERS[layer]().to(dtype)
+    chosen = optimizers(model)
+
+    def inputs(step: int) -> Tensor:
+        return torch.randn(B, L, D, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
+
+    with dualform.record(model, chosen, path, strict=True) as recorder:
+        for step in range(STEPS):
+            recorder.annotate(sample=torch.arange(B), half=step % 2)
+            for optimizer in chosen:
+                optimizer.zero_grad()
+            output = model(inputs(step))
+            (output * torch.linspace(-1, 2, output.numel()).to(output).reshape(output.shape)).sin().mean().backward()
+            for optimizer in chosen:
+                optimizer.step()
+    return Trained(dualform.open(path), model, inputs, layer)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        trained = fit(tmp_path / str(dtype), layer, OPTIMIZERS[optimizer], dtype)
+        found = trained.memory.verify(trained.model)
+        assert found.passed, found
+        if dtype == torch.float64:
+            assert all(check.relative <= 1e-10 for one in found.layers for check in one.parameters if check.change), (
+                found
+            )
+        run = Run(tmp_path / str(dtype))
+        names = replayed_parameters(run, run.layers)
+        again = replay(run, run.layers, horizon=STEPS, groups=0, codes=kept(everything))
+        assert bool(names) == (optimizer != "SGD")
+        for name in names:
+            live = trained.model.get_parameter(name).detach()
+            if name.startswith("layer.") and sums_in_own_order(layer.partition(",")[0]):
+                # The kernel sums gradients in an order of its own: rebuilt to rounding.
+                torch.testing.assert_close(again[name].parameter, live, rtol=1e-4, atol=1e-5)
+            else:
+                assert torch.equal(again[name].parameter, live), name
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Muon"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_contributions_are_gradients(tmp_path: Path, layer: str, optimizer: str) -> None:
+    """What every pattern adds to an output sums to what the start lacks of it, group by group and one by one."""
+    trained = fit(tmp_path / "run", layer, OPTIMIZERS[optimizer], torch.float64)
+    memory, model = trained.memory, trained.model
+    spotlight = memory.attend(model, trained.inputs(99)[:1])
+    for name in spotlight:
+        one = spotlight[name]
+        output = one.output()
+        totals = one.totals(by="half", of="contribution").values
+        start = memory.where("step < 0").attend(queries={name: one.queries})[name].output()
+        shared = {p for n, e in memory.layers.items() if n != name for p in e.parameters.values()}
+        if not shared & set(memory.layers[name].parameters.values()):
+            torch.testing.assert_close(
+                start.reshape(len(one), -1) + totals.sum(1), output.reshape(len(one), -1), rtol=1e-9, atol=1e-11
+            )
+        torch.testing.assert_close(one.contributions().sum(1), totals.sum(1), rtol=1e-8, atol=1e-11)
+        halves = [memory.where(half=half).shares() for half in (0, 1)]
+        whole = memory.shares()
+        for parameter in memory.layers[name].parameters.values():
+            torch.testing.assert_close(halves[0][parameter] + halves[1][parameter], whole[parameter])
