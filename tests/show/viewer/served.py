@@ -37,3 +37,4 @@ class Running:
         self.server.should_exit = True
         self.server.force_exit = True
         self.thread.join(10)
+        self.server.opened.close()

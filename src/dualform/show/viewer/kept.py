@@ -39,7 +39,7 @@ class Kept(Generic[V]):
                     self._values.popitem(last=False)
             return value
 
-    def peek(self, key: Hashable) -> V | None:
-        """Return the value of a key if it is there."""
+    def values(self) -> list[V]:
+        """Return what is kept now."""
         with self._lock:
-            return self._values.get(key)
+            return list(self._values.values())

@@ -29,10 +29,16 @@ class Opened:
             return session
         with self._lock:
             if self._session is None or stamp != self._stamp:
+                self.close()
                 memory = dualform.open(self.path)
                 self._session = Session(memory, load_model(memory, self._model), budget=self._budget)
                 self._stamp = stamp
             return self._session
+
+    def close(self) -> None:
+        """Stop what is going on in the background."""
+        if self._session is not None:
+            self._session.close()
 
     def _stamp_now(self) -> tuple[int, int] | None:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dualform.attend.memory import Memory
 from dualform.attend.weights import GroupWeights
 from dualform.progress import watching
-from dualform.show.viewer.job import Job
+from dualform.show.viewer.job import Cancelled, Job
 from dualform.store.audit import LayerCheck
 
 
@@ -28,5 +28,7 @@ class Preparation:
                 self._weights.prepare()
                 if self._weights.ready:
                     self.checks = self._memory.rebuild_errors(self._weights)
+        except Cancelled:
+            self.error = "stopped"
         except Exception as error:  # shown in the badge; masks take a pass each then
             self.error = f"{type(error).__name__}: {error}"

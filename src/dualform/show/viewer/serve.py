@@ -22,7 +22,10 @@ def make_server(
     budget: int = 512 << 20,
     token: str | None = None,
 ) -> tuple[Any, socket.socket, str]:
-    """Return a uvicorn server, the socket that it will listen on, and the address with its token."""
+    """Return a uvicorn server, the socket that it will listen on, and the address with its token.
+
+    The server's `opened` is the run behind it, to be closed when it has stopped.
+    """
     try:
         import uvicorn
     except ImportError as error:
@@ -35,12 +38,15 @@ def make_server(
     listening = _listen(host, port)
     bound = listening.getsockname()[1]
     hosts = {*LOCAL, host, socket.gethostname()} if host not in LOCAL else set(LOCAL)
-    app = make_app(Opened(run, model=model, budget=budget))
+    opened = Opened(run, model=model, budget=budget)
+    app = make_app(opened)
     # A cookie does not know ports: each viewer has a name of its own.
     guarded = Guard(app, token=token, cookie=f"dualform-{bound}", hosts=hosts)
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, lifespan="off", server_header=False)
     shown = host if host in LOCAL else socket.gethostname()
-    return uvicorn.Server(config), listening, f"http://{shown}:{bound}/?token={token}"
+    server = uvicorn.Server(config)
+    server.opened = opened  # type: ignore[attr-defined]
+    return server, listening, f"http://{shown}:{bound}/?token={token}"
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -79,4 +85,7 @@ def serve(run: Path, *, model: str | None, host: str, port: int, budget: int, ex
         f"Masks use at most {size_text(budget)} of memory (--memory-mb); the first time a run is viewed they are "
         "prepared in the background.\n"
     )
-    server.run(sockets=[listening])
+    try:
+        server.run(sockets=[listening])
+    finally:
+        server.opened.close()

@@ -183,6 +183,12 @@ class Session:
         """Begin to prepare the group weights by these columns, unless that has begun already."""
         return self._preparations.get(by, lambda: Preparation(self.memory, self.weights(by)))
 
+    def close(self) -> None:
+        """Stop what is being prepared, and wait for that."""
+        for preparation in self._preparations.values():
+            preparation.job.cancelled = True
+            preparation.thread.join(10)
+
     @cached_property
     def final(self) -> dict[str, Tensor]:
         """The trained parameters."""

@@ -17,11 +17,14 @@ def tests(session: Session, ask: Ask) -> dict[str, Any]:
     """Return every test's target and the model's output for it."""
     count = min(len(session.tests), MOST)
     targets = session.targets
+    predictions = session.predictions()[:count].tolist()
+    wanted = None if targets is None else targets[:count].tolist()
     return {
+        "names": {unit: session.name(unit) for unit in sorted({*predictions, *(wanted or ())})},
         "count": count,
         "left_out": len(session.tests) - count,
-        "targets": None if targets is None else targets[:count].tolist(),
-        "predictions": session.predictions()[:count].tolist(),
+        "targets": wanted,
+        "predictions": predictions,
     }
 
 

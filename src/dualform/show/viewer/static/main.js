@@ -43,7 +43,7 @@ async function open() {
 function start(run) {
   const app = {
     run, note: "removes recorded updates; the model is not retrained", prediction: null, badge: null, groups: [], pins: new Set(), past: [],
-    label: (unit) => run.labels?.[unit] ?? String(unit),
+    names: {}, label: (unit) => run.labels?.[unit] ?? app.names[unit] ?? String(unit),
     choose: (test) => state.set({ test: String(test), drawn: "", prompt: "", row: "" }),
     step: (turn) => parts.tests.move(turn),
     predicted: (answer) => { app.prediction = answer; parts.layers.redraw(); },

@@ -8,7 +8,7 @@ import { describeMask } from "./prediction.js";
 import * as state from "../state.js";
 
 const WAIT = 250; // after the last change, before all tests are asked about
-const CHIPS = 60;
+const CHIPS = 40;
 
 export function create(app) {
   const panel = new Panel("mask", "E · Mask");

@@ -150,6 +150,7 @@ export function create(app) {
     load: () => app.run.tests
       ? panel.load("/api/tests", {}, (answer) => {
         data = answer;
+        app.names = answer.names;
         panel.body.replaceChildren(search, filters, count, list, matrix);
         apply();
         reveal(shown.indexOf(Number(state.get().test)));
