@@ -89,7 +89,7 @@ def _top(session: Session, facts: Facts, *, media: bool) -> str:
         for output in facts.prediction["outputs"]
     ]
     chart = bars(rows, title="probability of each output, percent", width=260)
-    figure = f"<figure>{chart}<figcaption>percent</figcaption></figure>"
+    figure = f"<figure><figcaption>probability, percent</figcaption>{chart}</figure>"
     return f'<div class="top">{picture(pixels, f"test {facts.test}")}{passage}{figure}</div>'
 
 

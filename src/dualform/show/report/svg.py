@@ -27,17 +27,19 @@ class Bar:
 def figures(value: float) -> str:
     """Return a number with four significant digits, as people read it.
 
-    >>> figures(12345.6), figures(-0.0001234), figures(1.5e8)
-    ('12,350', '−0.0001234', '1.5e+08')
+    >>> figures(12345.6), figures(-0.0001234), figures(11510744.0), figures(1e-7)
+    ('12,350', '−0.0001234', '11.51 M', '1e-07')
     """
     size = abs(value)
-    if size and (size >= 1e6 or size < 1e-4):
-        text = f"{value:.4g}"
-    else:
-        digits = 4 - 1 - math.floor(math.log10(size)) if size else 0
-        text = f"{round(value, digits):,.{max(digits, 0)}f}"
-        text = text.rstrip("0").rstrip(".") if "." in text else text
-    return text.replace("-", "−", 1) if text.startswith("-") else text
+    sign = "−" if value < 0 else ""
+    for least, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if size >= least:
+            return f"{sign}{size / least:.4g} {letter}"
+    if size and size < 1e-4:
+        return f"{sign}{size:.4g}"
+    digits = 3 - math.floor(math.log10(size)) if size else 0
+    text = f"{round(size, digits):,.{max(digits, 0)}f}"
+    return sign + (text.rstrip("0").rstrip(".") if "." in text else text)
 
 
 def bars(rows: Sequence[Bar], *, title: str, width: int = 220) -> str:

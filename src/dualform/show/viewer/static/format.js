@@ -1,11 +1,20 @@
 // Numbers and groups as people read them.
 
+/** A measured number, with four digits that matter at most. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
-  if (size >= 1e6 || (size < 1e-3 && size > 0)) return value.toExponential(2).replace("-", "−").replace("e+", "e").replace("e−", "e-");
-  return value.toLocaleString("en", { maximumSignificantDigits: 4 }).replace("-", "−");
+  const sign = value < 0 ? "−" : "";
+  for (const [least, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]]) {
+    if (size >= least) return `${sign}${(size / least).toPrecision(4)} ${letter}`;
+  }
+  if (size < 1e-3 && size > 0) return `${sign}${size.toExponential(2)}`;
+  return sign + size.toLocaleString("en", { maximumSignificantDigits: 4 });
+}
+
+/** How many there are, to the last one. */
+export function count(value) {
+  return value.toLocaleString("en");
 }
 
 export function percent(share, digits = 1) {

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { button, choice, h } from "./dom.js";
-import { number } from "./format.js";
+import { count } from "./format.js";
 import { HELP } from "./keys.js";
 import * as state from "./state.js";
 import { switchTheme } from "./theme.js";
@@ -26,11 +26,11 @@ export function create(app, element) {
     const widths = run.arguments?.widths ? ` ${run.arguments.widths.join("-")}` : "";
     element.replaceChildren(
       h("div", { class: "brand" }, h("h1", {}, "dualform"), h("span", { class: "run-name", title: run.path }, run.name)),
-      h("div", { class: "muted facts" }, `${model}${widths} · ${number(run.patterns)} patterns · ${number(run.steps)} steps of ${run.optimizers.join(", ")}`,
+      h("div", { class: "muted facts" }, `${model}${widths} · ${count(run.patterns)} patterns · ${count(run.steps)} steps of ${run.optimizers.join(", ")}`,
         run.closed ? "" : h("strong", { class: "amber" }, " · still being recorded, or cut off: shown up to its last published step ", button("Look again", () => location.reload(), { class: "small" }))),
       badge,
       h("div", { class: "header-tools" },
-        choice("group by", run.groupings.map(({ by, groups }) => [by, `${by} (${number(groups)})`]), now.by, (by) => app.regroup(by)),
+        choice("group by", run.groupings.map(({ by, groups }) => [by, `${by} (${count(groups)})`]), now.by, (by) => app.regroup(by)),
         button("Tests", () => document.body.classList.toggle("drawer"), { class: "drawer-button", "aria-controls": "tests" }),
         button("Theme", switchTheme),
         button("Help", () => box.showModal(), { "aria-keyshortcuts": "?" }),

@@ -1,7 +1,7 @@
 // A strip of cells, steps × group, signed: hue says the sign, strength the size; above it the errors, below it the steps.
 
 import { s } from "../dom.js";
-import { number } from "../format.js";
+import { count, number } from "../format.js";
 
 const WIDTH = 620;
 const LEFT = 84;
@@ -45,7 +45,7 @@ export function heat(answer, names, keys) {
   }
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const step = Math.round(part * last);
-    drawing.append(s("text", { class: "tick", x: x(step), y: height - 8, "text-anchor": part === 1 ? "end" : part ? "middle" : "start" }, part === 1 ? `step ${number(step)}` : number(step)));
+    drawing.append(s("text", { class: "tick", x: x(step), y: height - 8, "text-anchor": part === 1 ? "end" : part ? "middle" : "start" }, part === 1 ? `step ${count(step)}` : count(step)));
   }
   return { drawing, x, stepAt: (px) => Math.round(Math.min(Math.max((px - LEFT) / (WIDTH - LEFT - RIGHT), 0), 1) * last), top, bottom: top + rows * ROW, width: WIDTH };
 }

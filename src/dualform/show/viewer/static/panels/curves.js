@@ -4,7 +4,7 @@ import { h } from "../dom.js";
 import { brush, rangeForm } from "../charts/brush.js";
 import { figure } from "../charts/figure.js";
 import { lines } from "../charts/lines.js";
-import { groupClass, groupName, learnNames, number } from "../format.js";
+import { count, groupClass, groupName, learnNames, number } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -37,7 +37,7 @@ export function create(app) {
         `The strongest pattern is of ${best.label} (${number(best.values[0] ?? 0)}); up to ${longest} patterns a group, strongest first.${tasks.length > 1 ? ` Dashed: ${tasks.slice(1).join(", ")}.` : ""}`,
         () => ({ head: ["group", "1st", "10th", "100th", "last shown"], rows: series.map((one) => [one.label, ...[0, 9, 99, one.values.length - 1].map((i) => one.values[i] ?? "–")]) })),
       form.element, h("p", { class: "muted" }, "Drag over the chart, or give ranks, to list those patterns below.",
-        answer.left_out ? ` ${number(answer.left_out)} more groups are weaker.` : ""));
+        answer.left_out ? ` ${count(answer.left_out)} more groups are weaker.` : ""));
   }
 
   return {

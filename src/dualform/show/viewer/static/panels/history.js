@@ -1,7 +1,7 @@
 // The masks that were tried in this visit, with what came of them; each can be taken up again.
 
 import { button, h } from "../dom.js";
-import { number, percent } from "../format.js";
+import { count, percent } from "../format.js";
 import { Panel } from "../panel.js";
 
 const LONGEST = 20;
@@ -14,7 +14,7 @@ export function create(app) {
     panel.body.replaceChildren(entries.length
       ? h("ol", { class: "history" }, entries.map((entry) => h("li", {},
         button(entry.words, () => app.takeUp(entry), { class: "link" }),
-        h("div", { class: "muted" }, `${number(entry.answer.changed)} change`,
+        h("div", { class: "muted" }, `${count(entry.answer.changed)} change`,
           entry.answer.accuracy_after === null ? "" : `, accuracy ${percent(entry.answer.accuracy_after)}`))))
       : h("p", { class: "muted" }, "Masks that you try are listed here."));
   }

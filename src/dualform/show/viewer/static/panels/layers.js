@@ -3,7 +3,7 @@
 import { choice, h, toggle } from "../dom.js";
 import { figure } from "../charts/figure.js";
 import { bars } from "../charts/bars.js";
-import { groupClass, groupName, learnNames, number } from "../format.js";
+import { count, groupClass, groupName, learnNames, number } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -57,7 +57,7 @@ export function create(app) {
     panel.body.replaceChildren(
       h("p", { class: "muted" }, explain(last, now)),
       h("div", { class: "layer-grid" }, boxes),
-      last.left_out ? h("p", { class: "muted" }, `${number(last.left_out)} more groups have smaller totals.`) : "",
+      last.left_out ? h("p", { class: "muted" }, `${count(last.left_out)} more groups have smaller totals.`) : "",
       wide ? choice("query row", [["", "default"], ...[...Array(Math.min(Math.max(...last.layers.map((layer) => layer.rows)), 400)).keys()].map((row) => [String(row), String(row)])], now.row, (row) => state.set({ row })) : "",
     );
   }

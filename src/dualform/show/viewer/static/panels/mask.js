@@ -1,7 +1,7 @@
 // E MASK: what to leave out; what comes of it for this input (in the prediction) and for all tests (here).
 
 import { button, h, toggle } from "../dom.js";
-import { groupName, number, percent } from "../format.js";
+import { count, groupName, percent } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import { describeMask } from "./prediction.js";
@@ -31,7 +31,7 @@ export function create(app) {
         return button([i < 9 ? h("kbd", { "aria-hidden": "true" }, i + 1) : "", groupName(group, now.by)], () => app.toggleGroup(group),
           { class: "chip", "aria-pressed": String(now.g.includes(name)), "data-group": name, disabled: !app.run.exact });
       })),
-      app.groups.length > CHIPS ? h("p", { class: "muted" }, `The ${CHIPS} largest of ${number(app.groups.length)} groups.`) : "",
+      app.groups.length > CHIPS ? h("p", { class: "muted" }, `The ${CHIPS} largest of ${count(app.groups.length)} groups.`) : "",
       now.s.length || now.p.length || now.r !== "0" ? h("div", { class: "chips" },
         now.s.map((range) => removable(`steps ${range}`, () => app.changeMask({ s: now.s.filter((one) => one !== range) }))),
         now.p.map((sample) => removable(`sample ${sample}`, () => app.changeMask({ p: now.p.filter((one) => one !== sample) }))),
@@ -50,7 +50,7 @@ export function create(app) {
   function plan() {
     const kept = app.badge?.plan;
     if (!kept) return "";
-    const text = kept.bins ? `Kept for masks: ${kept.groups} groups × ${kept.bins} bins of ${number(kept.width)} steps (${kept.text}). Other masks take a pass.`
+    const text = kept.bins ? `Kept for masks: ${kept.groups} groups × ${kept.bins} bins of ${count(kept.width)} steps (${kept.text}). Other masks take a pass.`
       : `One weight per group would not fit into the memory for masks (${kept.text}); every mask takes a pass.`;
     return h("p", { class: "muted" }, text);
   }
@@ -67,8 +67,8 @@ export function create(app) {
     lastOutcome = answer;
     const words = describeMask(app, now);
     outcome.body.replaceChildren(
-      h("p", {}, h("strong", {}, words), ` · ${number(answer.removed)} of ${number(answer.patterns)} patterns out`),
-      h("p", {}, `${number(answer.changed)} of ${number(answer.tests)} predictions change`,
+      h("p", {}, h("strong", {}, words), ` · ${count(answer.removed)} of ${count(answer.patterns)} patterns out`),
+      h("p", {}, `${count(answer.changed)} of ${count(answer.tests)} predictions change`,
         answer.accuracy_before === null ? "" : [h("br"), "accuracy ", percent(answer.accuracy_before), " → ", h("strong", {}, percent(answer.accuracy_after))]),
       answer.flips.length ? h("details", {}, h("summary", {}, "Which"), h("p", { class: "flips" }, answer.flips.slice(0, 60).map((test) => button(test, () => app.choose(test), { class: "small" })))) : "");
     app.remember({ words, answer, mask: state.maskOf(now), by: now.by });

@@ -2,7 +2,7 @@
 
 import { button, h } from "../dom.js";
 import { makeTable } from "../charts/figure.js";
-import { number } from "../format.js";
+import { count, number } from "../format.js";
 import { ask } from "../api.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -29,7 +29,7 @@ export function create(app) {
       h("div", { class: "pins" }, found.map((one) => h("div", { class: "pin" },
         one.image ? h("img", { src: `/media/sample/${one.sample}.png`, alt: `training sample ${one.sample}, label ${one.label_name ?? "unknown"}` }) : h("div", { class: "no-image" }, `#${one.sample}`),
         h("div", {}, h("strong", {}, one.label_name ?? ""), ` #${one.sample}`),
-        h("div", { class: "muted" }, `${one.steps.length}×, steps ${number(one.steps[0])} to ${number(one.steps.at(-1))}`),
+        h("div", { class: "muted" }, `${one.steps.length}×, steps ${count(one.steps[0])} to ${count(one.steps.at(-1))}`),
         button(now.p.includes(String(one.sample)) ? "Unmask" : "Mask it", () => toggleMask(one.sample), { class: "small", disabled: !app.run.exact }),
         button("Unpin", () => app.pin(one.sample), { class: "small" })))),
       makeTable("Attention to the pinned samples", {

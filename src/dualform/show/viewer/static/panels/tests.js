@@ -2,7 +2,7 @@
 
 import { ask } from "../api.js";
 import { button, choice, h } from "../dom.js";
-import { number, percent } from "../format.js";
+import { count, percent } from "../format.js";
 import { Panel } from "../panel.js";
 import { confusion } from "./confusion.js";
 import * as state from "../state.js";
@@ -23,7 +23,7 @@ export function create(app) {
   const list = h("div", { class: `tests ${image ? "tests-grid" : "tests-lines"}`, role: "listbox", tabindex: "0", "aria-label": "test examples" });
   const inner = h("div", { class: "tests-inner", role: "presentation" });
   list.append(inner);
-  const count = h("p", { class: "muted", role: "presentation" });
+  const summary = h("p", { class: "muted", role: "presentation" });
   const filters = h("div", { class: "filters-box" });
   const matrix = h("div", {});
 
@@ -108,8 +108,8 @@ export function create(app) {
     filters.replaceChildren(
       ...(classes.length > 1 && classes.length <= 200 ? [choice("target", [["", "any"], ...classes.map((one) => [String(one), app.label(one)])], filter.target, (target) => narrow({ target, output: "" }))] : []),
       ...(data.targets ? [choice("verdict", [["", "any"], ["right", "right"], ["wrong", "wrong"]], filter.verdict, (verdict) => narrow({ verdict }))] : []));
-    count.replaceChildren(`${number(shown.length)} of ${number(data.count)}`, data.targets ? `, accuracy ${percent(accuracy(data))}` : "",
-      data.left_out ? `; ${number(data.left_out)} more are left out` : "", " ",
+    summary.replaceChildren(`${count(shown.length)} of ${count(data.count)}`, data.targets ? `, accuracy ${percent(accuracy(data))}` : "",
+      data.left_out ? `; ${count(data.left_out)} more are left out` : "", " ",
       narrowed ? button("Clear filters", () => { search.value = ""; filter = { text: "", target: "", output: "", verdict: "" }; found = null; apply(); }, { class: "small" }) : "");
     matrix.replaceChildren(confusion(app, data, filter, (target, output) => narrow({ target: String(target), output: String(output), verdict: "" })));
   }
@@ -151,7 +151,7 @@ export function create(app) {
       ? panel.load("/api/tests", {}, (answer) => {
         data = answer;
         app.names = answer.names;
-        panel.body.replaceChildren(search, filters, count, list, matrix);
+        panel.body.replaceChildren(search, filters, summary, list, matrix);
         apply();
         reveal(shown.indexOf(Number(state.get().test)));
       })

@@ -4,7 +4,7 @@ import { h } from "../dom.js";
 import { brush, rangeForm } from "../charts/brush.js";
 import { figure } from "../charts/figure.js";
 import { heat } from "../charts/heat.js";
-import { groupName, learnNames, number } from "../format.js";
+import { count, groupName, learnNames } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -28,11 +28,11 @@ export function create(app) {
     const peak = sums.reduce((best, value, b) => (Math.abs(value) > Math.abs(sums[best]) ? b : best), 0);
     panel.body.replaceChildren(
       figure(drawing, `${answer.layer}: total attention by step and ${now.by}`,
-        `Strongest at steps ${number(answer.edges[peak])} to ${number((answer.edges[peak + 1] ?? last) - 1)}; ${answer.epochs.length ? `${answer.epochs.length + 1} epochs (thin lines)` : "no repeated samples"}.`,
+        `Strongest at steps ${count(answer.edges[peak])} to ${count((answer.edges[peak + 1] ?? last) - 1)}; ${answer.epochs.length ? `${answer.epochs.length + 1} epochs (thin lines)` : "no repeated samples"}.`,
         () => ({ head: ["group", ...answer.edges.slice(0, -1).map((edge) => `from ${edge}`)], rows: answer.grid.map((row, i) => [names[i], ...row]) })),
       form.element,
       h("p", { class: "muted" }, "Drag over the strip to choose steps. The line above it is the mean size of the last layer's errors, which falls as the loss falls.",
-        answer.left_out ? ` ${number(answer.left_out)} more groups are weaker.` : ""));
+        answer.left_out ? ` ${count(answer.left_out)} more groups are weaker.` : ""));
   }
 
   return {

@@ -2,7 +2,7 @@
 
 import { button, h, toggle } from "../dom.js";
 import { ask } from "../api.js";
-import { number, percent } from "../format.js";
+import { count, number, percent } from "../format.js";
 import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
@@ -28,7 +28,7 @@ export function create(app) {
     const list = answer.tab === "group" ? grouped(answer, cards) : h("ol", { class: "cards", start: now.first }, cards);
     const measured = answer.of === "contribution" ? "contribution to the predicted output" : answer.of;
     panel.body.replaceChildren(
-      h("p", { class: "muted" }, `${answer.layer}, ${number(answer.patterns)} patterns, ranked by ${measured}${answer.per === "sample" ? ", summed over the occurrences of a sample" : ""}.`,
+      h("p", { class: "muted" }, `${answer.layer}, ${count(answer.patterns)} patterns, ranked by ${measured}${answer.per === "sample" ? ", summed over the occurrences of a sample" : ""}.`,
         now.of === "contribution" && answer.of !== "contribution" ? " Single contributions are to outputs of the layer itself, so only the last layer can be ranked by them." : ""),
       filters.length ? h("p", { class: "filters" }, `Only ${filters.join(" and ")}. `, button("Clear filters", () => state.set({ steps: [], first: "1", k: "12" }), { class: "small" })) : "",
       answer.cards.length ? list : h("p", {}, "No pattern fits. ", button("Clear filters", () => state.set({ steps: [], first: "1", k: "12" }), { class: "small" })),
@@ -82,7 +82,7 @@ function card(app, answer, one, now) {
     h("div", { class: "card-facts" },
       h("div", {}, label !== "" ? h("strong", {}, label) : "", h("span", { class: one.value < 0 ? "value negative-text" : "value positive-text", title: String(one.value) }, number(one.value))),
       h("div", { class: "muted" }, one.share === null ? "" : `${percent(one.share, 2)} of all`),
-      h("div", { class: "muted" }, one.occurrences ? `${one.occurrences}×` : `step ${number(one.step)}`, one.sample !== null && one.sample !== undefined ? ` · #${one.sample}` : ""),
+      h("div", { class: "muted" }, one.occurrences ? `${one.occurrences}×` : `step ${count(one.step)}`, one.sample !== null && one.sample !== undefined ? ` · #${one.sample}` : ""),
       one.sample !== null && one.sample !== undefined ? button(pinned ? "Unpin" : "Pin", () => app.pin(one.sample), { class: "small", "aria-pressed": String(pinned), "aria-label": `${pinned ? "unpin" : "pin"} sample ${one.sample}` }) : ""));
 }
 
