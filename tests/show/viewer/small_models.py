@@ -48,3 +48,42 @@ def record_letters(folder, steps: int = 30) -> Letters:
             loss.backward()
             optimizer.step()
     return model
+
+
+class Pictures(nn.Module):
+    """Two convolutions and a linear layer, on images of 6 × 6 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 3, 3)
+        self.second = nn.Conv2d(3, 4, 2)
+        self.last = nn.Linear(4 * 9, 3)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 1, 6, 6) -> (B, 3)
+        logits: Tensor = self.last(self.relu(self.second(self.relu(self.first(x)))).flatten(1))
+        return logits
+
+
+def pictures() -> Pictures:
+    return Pictures()
+
+
+def record_pictures(folder, *, annotate: bool = True, **options) -> Pictures:
+    """Record a convolutional network, with tests but without images."""
+    torch.manual_seed(0)
+    model = pictures()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(60, 1, 6, 6)
+    labels = inputs.flatten(1)[:, :3].argmax(dim=1)
+    with dualform.record(model, optimizer, folder, factory="small_models:pictures", **options) as recorder:
+        recorder.tests(inputs[:9], labels[:9])
+        for step in range(12):
+            rows = torch.arange(5) + 4 * step
+            if annotate:
+                recorder.annotate(sample=rows, label=labels[rows])
+            loss = nn.functional.cross_entropy(model(inputs[rows]), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model
