@@ -22,23 +22,33 @@ from typing import Any
 import httpx
 from playwright.sync_api import Page, sync_playwright
 
-GOALS = {"first view": 2000, "another test example": 300, "mask": 100}  # milliseconds, at the median
+GOALS = {  # milliseconds, at the median
+    "first view": 2000,
+    "another test: prediction": 300,
+    "another test: patterns": 300,
+    "mask": 100,
+}
 CLICK = """
 async ([selector, panels]) => {
   const shown = () => panels.map((id) => document.getElementById(id).dataset.shown ?? "");
   const old = shown();
+  const times = panels.map(() => null);
   const start = performance.now();
   document.querySelector(selector).click();
-  while (shown().some((text, i) => text === old[i])) {
+  while (times.includes(null)) {
     if (performance.now() - start > 60000) throw new Error("no answer in a minute");
     await new Promise((resolve) => {
       const turn = new MessageChannel();
       turn.port1.onmessage = resolve;
       turn.port2.postMessage(0);
     });
+    const fresh = shown().map((text, i) => times[i] === null && text !== old[i]);
+    if (fresh.includes(true)) {
+      await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));  // painted
+      fresh.forEach((is, i) => { if (is) times[i] = performance.now() - start; });
+    }
   }
-  await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
-  return performance.now() - start;
+  return times;
 }
 """
 
@@ -86,7 +96,8 @@ def measure(address: str, executable: str, repeat: int) -> dict[str, Any]:
     return {
         "cold": {"first view of this server, s": opening, "masks prepared after, s": preparing},
         "first view": _summary(first),
-        "another test example": _summary(tests),
+        "another test: prediction": _summary([prediction for prediction, _ in tests]),
+        "another test: patterns": _summary([max(both) for both in tests]),
         "mask": _summary(masks),
     }
 
@@ -105,18 +116,20 @@ def _first(browser: Any, address: str) -> float:
     return milliseconds
 
 
-def _another(page: Page, chance: random.Random) -> float:
+def _another(page: Page, chance: random.Random) -> tuple[float, float]:
     quiet(page)
     page.evaluate(f"document.querySelector('#browser [role=listbox]').scrollTop = {chance.randrange(0, 100_000)}")
     page.wait_for_timeout(60)
     ids: list[str] = page.eval_on_selector_all("#browser .test[aria-selected=false]", "e => e.map(x => x.id)")
-    return float(page.evaluate(CLICK, [f"#{chance.choice(ids)}", ["prediction", "top"]]))
+    prediction, patterns = page.evaluate(CLICK, [f"#{chance.choice(ids)}", ["prediction", "top"]])
+    return prediction, patterns
 
 
 def _mask(page: Page, chance: random.Random) -> float:
     quiet(page)
     count = page.locator("#mask .chip[data-group]").count()
-    return float(page.evaluate(CLICK, [f"#mask .chip:nth-child({1 + chance.randrange(count)})", ["prediction"]]))
+    chip = f"#mask .chip:nth-child({1 + chance.randrange(count)})"
+    return float(page.evaluate(CLICK, [chip, ["prediction"]])[0])
 
 
 def quiet(page: Page) -> None:

@@ -15,7 +15,7 @@ export function confusion(app, data, filter, choose) {
     counts.set(cell, (counts.get(cell) ?? 0) + 1);
   });
   const worst = Math.max(1, ...[...counts].filter(([cell]) => cell.split(",")[0] !== cell.split(",")[1]).map(([, count]) => count));
-  return h("details", { class: "confusion", open: true }, h("summary", {}, "Confusion matrix"),
+  return h("details", { class: "confusion", open: innerWidth >= 800 }, h("summary", {}, "Confusion matrix"),
     h("p", { class: "muted" }, "Rows are targets, columns what the model says. A cell lists its tests."),
     h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "confusion matrix" }, h("table", {},
       h("caption", { class: "visually-hidden" }, "Number of tests by target and output"),

@@ -6,12 +6,16 @@ import * as state from "../state.js";
 
 export function create(app) {
   const panel = new Panel("free", app.run.draw ? "Draw your own" : "Ask about a text");
-  if (app.run.draw) drawing(panel, app.run.shape);
-  else typing(panel);
+  const box = h("details", { open: innerWidth >= 800 || Boolean(state.get().drawn || state.get().prompt) }, h("summary", {}, app.run.draw ? "Canvas" : "Text"));
+  const body = h("div", { class: "free" });
+  panel.body.append(box);
+  box.append(body);
+  if (app.run.draw) drawing(body, app.run.shape);
+  else typing(body);
   return { panel, keys: [], load: () => null };
 }
 
-function drawing(panel, [rows, columns]) {
+function drawing(body, [rows, columns]) {
   const pixels = new Uint8Array(rows * columns);
   const scale = Math.max(Math.floor(224 / Math.max(rows, columns)), 1);
   const canvas = h("canvas", { class: "draw", width: columns * scale, height: rows * scale, role: "img", "aria-label": "drawing area; drop an image here, or choose a file below" });
@@ -64,14 +68,14 @@ function drawing(panel, [rows, columns]) {
   const put = () => state.set({ drawn: encode(pixels), prompt: "" });
   const file = h("input", { type: "file", accept: "image/*", "aria-label": "choose an image file", onchange: (event) => take(event.target.files[0]) });
   const note = h("p", { class: "muted" }, `${columns} × ${rows} pixels, light on dark. Draw, drop an image, or choose a file.`);
-  panel.body.append(canvas, h("div", { class: "row" }, button("Ask", put), button("Clear", () => { pixels.fill(0); paint(); state.set({ drawn: "" }); })), file, note);
+  body.append(canvas, h("div", { class: "row" }, button("Ask", put), button("Clear", () => { pixels.fill(0); paint(); state.set({ drawn: "" }); })), file, note);
   paint();
 }
 
-function typing(panel) {
+function typing(body) {
   const area = h("textarea", { rows: 3, "aria-label": "a text to ask about", placeholder: "Type a text; its last token asks." });
   area.value = state.get().prompt;
-  panel.body.append(area, h("div", { class: "row" }, button("Ask", () => state.set({ prompt: area.value.slice(-4000), drawn: "" })), button("Clear", () => { area.value = ""; state.set({ prompt: "" }); })));
+  body.append(area, h("div", { class: "row" }, button("Ask", () => state.set({ prompt: area.value.slice(-4000), drawn: "" })), button("Clear", () => { area.value = ""; state.set({ prompt: "" }); })));
 }
 
 function encode(pixels) {
