@@ -203,7 +203,7 @@ def gates(model: Net, key: Tensor) -> Tensor:
     if not isinstance(rnn, nn.GRU):
         return of_input + of_hidden
     both = of_input[..., : 2 * H] + of_hidden[..., : 2 * H]
-    return torch.cat([both, of_input[..., 2 * H :], of_hidden[..., 2 * H :]], dim=-1)
+    return torch.cat([both, of_hidden[..., 2 * H :], of_input[..., 2 * H :]], dim=-1)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

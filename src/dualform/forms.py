@@ -34,9 +34,16 @@ class Form(ABC):
             shape: the parameter's.
         """
 
-    def project(self, values: Tensor, keys: Tensor, shape: Sequence[int], columns: Tensor) -> Tensor:
-        """Return that sum, flattened to a matrix, times some columns, (shape[0], C)."""
-        return self.gradient(values, keys, shape).flatten(1) @ columns
+    def factors(self, keys: Tensor, columns: Tensor | None) -> Tensor | None:
+        """Return F, (T, C), such that the gradient times some columns is Eᵀ F, `placed`; nothing where it is no such.
+
+        Without columns the gradient itself is meant, of a parameter of one axis.
+        """
+        return None
+
+    def placed(self, found: Tensor, rows: int) -> Tensor:
+        """Return Eᵀ F, (d_out, C), in the rows of the parameter that it belongs to, (rows, C): here all."""
+        return found
 
     def part(self, values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return what of the values and keys this parameter meets: here all."""
@@ -90,9 +97,9 @@ class Outer(Form):
         """Return Eᵀ X."""
         return (values.t() @ keys).reshape(*shape)
 
-    def project(self, values: Tensor, keys: Tensor, shape: Sequence[int], columns: Tensor) -> Tensor:
-        """Return Eᵀ (X R), without the whole gradient."""
-        return values.t() @ (keys @ columns)
+    def factors(self, keys: Tensor, columns: Tensor | None) -> Tensor | None:
+        """Return X R."""
+        return None if columns is None else keys @ columns
 
     def respond(self, parameter: Tensor, queries: Tensor) -> Tensor:
         """Return W q."""
@@ -211,6 +218,10 @@ class Constant(Form):
 
     constant_key = True
 
+    def factors(self, keys: Tensor, columns: Tensor | None) -> Tensor | None:
+        """Return 1."""
+        return keys.new_ones(len(keys), 1) if columns is None else None
+
     def gradient(self, values: Tensor, keys: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the sum of values."""
         return values.sum(dim=0).reshape(*shape)
@@ -261,14 +272,17 @@ class Part(Form):
         met.copy_(self.whole.gradient(values, keys, met.shape))
         return whole
 
-    def project(self, values: Tensor, keys: Tensor, shape: Sequence[int], columns: Tensor) -> Tensor:
-        """Return the part's projection, zero in rows that are not met."""
-        values, keys = self.part(values, keys)
+    def factors(self, keys: Tensor, columns: Tensor | None) -> Tensor | None:
+        """Return what the form gives for its part of the keys."""
+        return self.whole.factors(self._of_key(keys), columns)
+
+    def placed(self, found: Tensor, rows: int) -> Tensor:
+        """Return the part's values, zero in rows that are not met."""
+        met = found if self._columns is None else found[self._columns.to(found.device)]
         if self._rows is None:
-            return self.whole.project(values, keys, shape, columns)
-        whole = values.new_zeros(shape[0], columns.shape[1])
-        met = whole[self._rows]
-        met.copy_(self.whole.project(values, keys, (len(met), *shape[1:]), columns))
+            return met
+        whole = found.new_zeros(rows, found.shape[1])
+        whole[self._rows] = met
         return whole
 
     def respond(self, parameter: Tensor, queries: Tensor) -> Tensor:

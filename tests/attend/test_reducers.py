@@ -172,10 +172,9 @@ def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(all_patterns=patterns())
-def test_places_are_sums_and_best_patterns_by_group(all_patterns: Patterns) -> None:
+def test_places_are_sums_and_best_scores_by_group(all_patterns: Patterns) -> None:
     p = all_patterns
     reducer = Places(3, p.groups, CPU)
-    p.codes[::5] = -1  # these are nowhere
     for part in torch.arange(len(p.keys)).split(7):
         p.feed(reducer, part, contributions=False)
     found = reducer.result()
@@ -184,13 +183,8 @@ def test_places_are_sums_and_best_patterns_by_group(all_patterns: Patterns) -> N
         mine = p.scores[:, members]
         torch.testing.assert_close(found.sums[:, group], mine.sum(dim=1), rtol=0, atol=0)
         assert int(found.counts[group]) == len(members)
-        if not len(members):
-            assert found.patterns[:, group].tolist() == [-1] * 3
-            continue
-        torch.testing.assert_close(found.best[:, group].double(), mine.amax(dim=1), rtol=0, atol=0)
-        winners = found.patterns[:, group]
-        assert set(winners.tolist()) <= set(members.tolist())
-        torch.testing.assert_close(p.scores[torch.arange(3), winners], mine.amax(dim=1), rtol=0, atol=0)
+        best = mine.amax(dim=1) if len(members) else torch.full((3,), -torch.inf)
+        torch.testing.assert_close(found.best[:, group].double(), best.double(), rtol=0, atol=0)
 
 
 def test_best_sums_rank_members_and_leave_out_those_of_no_group() -> None:

@@ -130,7 +130,7 @@ def test_places_beyond_the_text_are_an_error(tmp_path):
         optimizer.step()
     memory = dualform.open(tmp_path / "run")
     memory.add_corpus(tiny_corpus())
-    with pytest.raises(SelectionError, match="goes up to 10000"):
+    with pytest.raises(SelectionError, match="goes from 10000 to 10000; expected numbers from 0"):
         memory.attend_text(model, "the wolf")
 
 

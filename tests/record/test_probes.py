@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualform.record.probes import Accumulation, Probe, Resolution, Trail, predict, probe, resolve
+from dualform.record.probes import Accumulation, Probe, Resolution, Trail, Watching, predict, probe, resolve
 from dualform.record.probes import projection as columns_of
 
 CPU = torch.device("cpu")
@@ -24,9 +24,9 @@ def accumulate(gradient: Tensor | None, keys: Tensor, values: Tensor, micro: int
     columns = columns_of(keys.shape[1], dtype=keys.dtype, device=CPU)
     after = values.T @ keys if gradient is None else gradient + values.T @ keys
     taken = probe(after, columns)
-    predicted, size = predict([("weight", values, keys, 1.0)], columns, taken.columns, (values.shape[1], keys.shape[1]))
+    found = predict({"weight": Watching(columns, after.shape)}, values, keys, rounding=1.0)["weight"]
     before = None if gradient is None else probe(gradient, columns)
-    return after, Accumulation(micro, before, taken, predicted, size)
+    return after, Accumulation(micro, before, taken, found.columns, found.size)
 
 
 def seen(gradient: Tensor) -> Probe:
@@ -155,10 +155,8 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
         unseen_keys, unseen_values = patterns(16, 30, 8, dtype)
         columns = columns_of(30, dtype=dtype, device=CPU)
         after = probe(values.T @ keys + share * unseen_values.T @ unseen_keys, columns)
-        predicted, size = predict(
-            [("weight", values, keys, 1.0)], columns, after.columns, (values.shape[1], keys.shape[1])
-        )
-        resolution = resolve(Trail(30, [Accumulation(0, None, after, predicted, size)]), after)
+        found = predict({"weight": Watching(columns, (8, 30))}, values, keys, rounding=1.0)["weight"]
+        resolution = resolve(Trail(30, [Accumulation(0, None, after, found.columns, found.size)]), after)
         assert resolution.objection is not None
         assert "patterns do not explain" in resolution.objection
 
@@ -166,13 +164,13 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
 def test_an_unseen_use_of_a_bias_is_objected_to() -> None:
     values = torch.randn(16, 8)
     after = probe(values.sum(0) + 1e-3, None)
-    predicted, size = predict([("bias", values, values[:, :0], 1.0)], None, after.columns, after.columns.shape)
-    assert resolve(Trail(1, [Accumulation(0, None, after, predicted, size)]), after).objection is not None
+    found = predict({"bias": Watching(None, (8,))}, values, torch.randn(16, 3), rounding=1.0)["bias"]
+    assert resolve(Trail(1, [Accumulation(0, None, after, found.columns, found.size)]), after).objection is not None
 
 
 def test_a_gradient_without_any_pattern_is_objected_to() -> None:
     after = seen(torch.randn(4, 5))
-    predicted, size = predict([], columns_of(5, dtype=torch.float32, device=CPU), after.columns, ())
+    predicted, size = torch.zeros_like(after.columns), torch.zeros(())
     objection = resolve(Trail(5, [Accumulation(0, None, after, predicted, size)]), after).objection
     assert objection is not None
     assert "no recorded pattern explains" in objection

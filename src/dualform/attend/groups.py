@@ -235,20 +235,21 @@ class Table:
         return Grouping(tuple(parts), tuple(labels[i] for i in order), place[codes] if len(codes) else codes)
 
     def numbers(self, layer: str, groups: Numbered) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield a column of the kept patterns, shard by shard; -1 where it has no value."""
+        """Yield a column of the kept patterns, shard by shard; where it has no value, the number after the last."""
         self.require([groups.column])
         for shard in self.run.shards:
             kept = selected(shard, layer, self.horizon, self._mask)
             rows = shard.addresses(layer)["annotation"][kept]
             column = shard.annotation(groups.column)
-            found = np.full(len(kept), -1, dtype=np.int64)
+            found = np.full(len(kept), groups.size, dtype=np.int64)
             if column is not None:
-                values = np.asarray(column.fill_null(-1), dtype=np.int64)
+                values = np.asarray(column.fill_null(groups.size), dtype=np.int64)
+                if len(values) and (values.min() < 0 or values.max() > groups.size):
+                    raise SelectionError(
+                        f"Column {groups.column!r} goes from {values.min()} to {values.max()}; expected numbers from 0 "
+                        f"to {groups.size - 1}."
+                    )
                 found[rows >= 0] = values[rows[rows >= 0]]
-            if len(found) and found.max() >= groups.size:
-                raise SelectionError(
-                    f"Column {groups.column!r} goes up to {found.max()}; expected numbers below {groups.size}."
-                )
             yield found
 
     def _encode(self, layer: str, part: str | Bins) -> tuple[list[Any], npt.NDArray[np.int64]]:

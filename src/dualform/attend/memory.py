@@ -23,6 +23,7 @@ from dualform.attend.course import Course, follow
 from dualform.attend.groups import Bins, By, Condition, Table, condition
 from dualform.attend.queries import capture_queries, given_queries
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
+from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError, SelectionError
 from dualform.record.estimate import size_text
@@ -355,7 +356,7 @@ class Memory:
         top: int = 5,
         around: int = 20,
         goes_on: int | None = None,
-    ) -> text.TextSpotlight:
+    ) -> TextSpotlight:
         """Ask which passages of the training text the last token of a prompt attends to.
 
         Args:

@@ -138,45 +138,31 @@ class BestSums(Reducer[tuple[Tensor, Tensor]]):
 
 
 class Places(Reducer["Places"]):
-    """Per group (a place in a text) and query: the sum of scores, the best score and its pattern, and how many.
+    """Per group (a place in a text) and query: the sum of scores and the best score; and how many scores there are.
 
-    For groups by the million; patterns of group -1 are left out.
+    For groups by the million.
     """
 
     def __init__(self, queries: int, groups: int, device: torch.device) -> None:
         self.sums = torch.zeros(queries, groups, dtype=torch.float64, device=device)
         self.best = torch.full((queries, groups), -torch.inf, device=device)
-        self.patterns = torch.full((queries, groups), -1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(groups, dtype=torch.int64, device=device)
 
     def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
         """Add a chunk's scores, and let them compete, by group."""
-        numbers = torch.from_numpy(chunk.patterns).to(scores.device)
-        if bool((codes < 0).any()):
-            known = (codes >= 0).nonzero()[:, 0]
-            scores, codes, numbers = scores[:, known], codes[known], numbers[known]
         self.sums.index_add_(1, codes, scores.double())
+        self.best.scatter_reduce_(1, codes.expand_as(scores), scores.float(), "amax")
         self.counts.index_add_(0, codes, torch.ones_like(codes))
-        self._compete(scores.float(), codes, numbers.expand(len(scores), -1))
-
-    def _compete(self, scores: Tensor, codes: Tensor, numbers: Tensor) -> None:
-        """Let scores (Q, n) of patterns (Q, n) in groups (n,) compete with the best so far."""
-        self.best.scatter_reduce_(1, codes.expand_as(scores), scores, "amax")
-        won = scores == self.best[:, codes]
-        query, which = won.nonzero(as_tuple=True)
-        self.patterns[query, codes[which]] = numbers[query, which]
 
     def merge(self, other: Self) -> Self:
-        """Add the sums, and let the other's best compete with these."""
+        """Add the sums, and keep the better of the best."""
         self.sums += other.sums
         self.counts += other.counts
-        better = other.best > self.best
-        self.best = torch.where(better, other.best, self.best)
-        self.patterns = torch.where(better, other.patterns, self.patterns)
+        self.best = torch.maximum(self.best, other.best)
         return self
 
     def result(self) -> "Places":
-        """Return this: its sums (Q, G), best (Q, G), patterns (Q, G) and counts (G,)."""
+        """Return this: its sums (Q, G), best (Q, G) and counts (G,)."""
         return self
 
 

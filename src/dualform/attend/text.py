@@ -4,9 +4,7 @@ One pass over a layer's patterns gives everything: per place in the text the bes
 patterns, and how many those are. Totals of documents and tokens are sums of those.
 """
 
-import html
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -15,9 +13,10 @@ from torch import Tensor, nn
 from dualform.attend.engine import Score, score_patterns
 from dualform.attend.groups import Numbered, Table
 from dualform.attend.passages import Passage, Place, by_document, by_token, gather
-from dualform.attend.prompts import Guess, go_on, next_tokens, read_prompt
+from dualform.attend.prompts import go_on, next_tokens, read_prompt
 from dualform.attend.queries import capture_queries
 from dualform.attend.reducers import GroupSums, Places
+from dualform.attend.text_answers import TextLayer, TextSpotlight, Total
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.store.corpus import Corpus
 from dualform.store.format import LayerEntry
@@ -26,94 +25,6 @@ from dualform.tokens import Unit
 PLACE = "place"
 GOES_ON: Mapping[Unit, int] = {"chars": 40, "words": 10}  # tokens that a model goes on with
 CANDIDATES = 20  # places per passage asked for, since places that overlap are one passage
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """A document or a token: its name, the total attention to its patterns, and how many those are."""
-
-    name: str
-    attention: float
-    patterns: int
-
-
-@dataclass(frozen=True, slots=True)
-class TextLayer:
-    """What a prompt attends to in one layer.
-
-    Attributes:
-        layer: the layer's name.
-        patterns: how many there are.
-        by_pattern: the passages around the most attended single patterns.
-        by_total: the passages around the tokens with the largest total over all their occurrences in training.
-        documents: the documents with the largest totals.
-        tokens: the tokens with the largest totals.
-    """
-
-    layer: str
-    patterns: int
-    by_pattern: tuple[Passage, ...]
-    by_total: tuple[Passage, ...]
-    documents: tuple[Total, ...]
-    tokens: tuple[Total, ...]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class TextSpotlight:
-    """The spotlights of all layers on a prompt; `spotlight["softmax"]` is one layer's.
-
-    Attributes:
-        prompt: what was asked.
-        notes: what a person should know: unknown words, a prompt that was cut.
-        next: what the model finds most probable as the next token.
-        goes_on: the text that the model goes on with.
-        unit: whether tokens are chars or words.
-        layers: layer -> what the prompt attends to there.
-    """
-
-    prompt: str
-    notes: tuple[str, ...]
-    next: tuple[Guess, ...]
-    goes_on: str
-    unit: Unit
-    layers: Mapping[str, TextLayer]
-
-    def __getitem__(self, layer: str) -> TextLayer:
-        try:
-            return self.layers[layer]
-        except KeyError:
-            known = ", ".join(map(repr, self.layers))
-            raise UnknownLayerError(f"There is no spotlight on layer {layer!r}. There are: {known}.") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    @property
-    def space(self) -> str:
-        """What stands between the prompt and what the model goes on with."""
-        return "" if self.unit == "chars" else " "
-
-    def __repr__(self) -> str:
-        lines = [f"{self.prompt}{self.space}[{self.goes_on}]", *(f"note: {note}" for note in self.notes)]
-        for layer in self.layers.values():
-            for what, passages in rankings(layer):
-                lines.append(f"{layer.layer}, {what}")
-                lines += [f"  {p.attention:10.4g}  {p.document}: {p.text()}" for p in passages]
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """Return the spotlights as tables, for notebooks."""
-        notes = "".join(f"<p><i>{html.escape(note)}</i></p>" for note in self.notes)
-        guesses = ", ".join(f"{html.escape(guess.token)} ({guess.probability:.1%})" for guess in self.next)
-        head = (
-            f"<p>{html.escape(self.prompt)}{self.space}<b>{html.escape(self.goes_on)}</b><br>next: {guesses}</p>{notes}"
-        )
-        return head + "".join(_html_layer(layer) for layer in self.layers.values())
-
-
-def rankings(layer: TextLayer) -> list[tuple[str, tuple[Passage, ...]]]:
-    """Return a layer's passages with what they are ranked by."""
-    return [("by single pattern", layer.by_pattern), ("by total over a token's occurrences", layer.by_total)]
 
 
 def attend_text(
@@ -165,26 +76,26 @@ def last_queries(model: nn.Module, tokens: Tensor, layers: Mapping[str, LayerEnt
 
 
 def score_places(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Places:
-    """Score every pattern of a layer against queries (Q, d_in), by place in the text."""
+    """Score every pattern of a layer against queries (Q, d_in), by place in the text; the last group has no place."""
     rows, groups = _rows(table, layer, queries), _places(table, corpus)
-    reducer = Places(len(rows), groups.size, rows.device)
+    reducer = Places(len(rows), groups.size + 1, rows.device)
     return score_patterns(table, layer, rows, Score("attention"), groups, reducer)
 
 
 def place_totals(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Tensor:
     """Return the total attention of queries (Q, d_in) to each place of the text, (Q, N)."""
     rows, groups = _rows(table, layer, queries), _places(table, corpus)
-    reducer = GroupSums(len(rows), groups.size, rows.device)
-    return score_patterns(table, layer, rows, Score("attention"), groups, reducer)
+    reducer = GroupSums(len(rows), groups.size + 1, rows.device)
+    return score_patterns(table, layer, rows, Score("attention"), groups, reducer)[:, : groups.size]
 
 
 def place_counts(table: Table, layer: str, corpus: Corpus) -> Tensor:
     """Return how many patterns each place of the text has, (N,)."""
     groups = _places(table, corpus)
-    counts = torch.zeros(groups.size, dtype=torch.int64)
+    counts = torch.zeros(groups.size + 1, dtype=torch.int64)
     for codes in table.numbers(layer, groups):
-        counts += torch.bincount(torch.from_numpy(codes[codes >= 0]), minlength=groups.size)
-    return counts
+        counts += torch.bincount(torch.from_numpy(codes), minlength=groups.size + 1)
+    return counts[: groups.size]
 
 
 def _rows(table: Table, layer: str, queries: Tensor) -> Tensor:
@@ -198,7 +109,8 @@ def _places(table: Table, corpus: Corpus) -> Numbered:
 
 
 def _describe(name: str, places: Places, corpus: Corpus, *, top: int, around: int) -> TextLayer:
-    counts, sums = places.counts.cpu(), places.sums[0].cpu()
+    size = len(corpus.train)
+    counts, sums, highest = (found[:size].cpu() for found in (places.counts, places.sums[0], places.best[0]))
     if not int(counts.sum()):
         raise QueryError(
             f"This view of layer {name!r} holds no patterns: nothing was recorded, or the mask leaves nothing."
@@ -215,7 +127,7 @@ def _describe(name: str, places: Places, corpus: Corpus, *, top: int, around: in
     return TextLayer(
         layer=name,
         patterns=int(counts.sum()),
-        by_pattern=best(places.best[0].cpu().double()),
+        by_pattern=best(highest.double()),
         by_total=best(sums),
         documents=tuple(Total(*row) for row in by_document(*plain, corpus, count=top)),
         tokens=tuple(Total(*row) for row in by_token(*plain, corpus, count=top)),
@@ -228,26 +140,3 @@ def check_layers(wanted: Collection[str], known: Mapping[str, LayerEntry]) -> di
     if missing:
         raise UnknownLayerError(f"Layer {missing[0]!r} was not recorded. There are: {', '.join(map(repr, known))}.")
     return {name: known[name] for name in wanted}
-
-
-def _html_layer(layer: TextLayer) -> str:
-    parts = [f"<h4>{html.escape(layer.layer)} ({layer.patterns:,} patterns)</h4>"]
-    for what, passages in rankings(layer):
-        rows = "".join(
-            f"<tr><td>{passage.attention:.4g}</td><td>{passage.occurrences:,}</td>"
-            f"<td>{html.escape(passage.document)}</td><td style='text-align:left'>{_html_text(passage)}</td></tr>"
-            for passage in passages
-        )
-        head = "<tr><th>attention</th><th>occurrences</th><th>document</th><th>passage</th></tr>"
-        parts.append(f"<table><caption>{html.escape(what)}</caption>{head}{rows}</table>")
-    for what, totals in (("document", layer.documents), ("token", layer.tokens)):
-        rows = "".join(
-            f"<tr><td>{html.escape(total.name)}</td><td>{total.attention:.4g}</td><td>{total.patterns:,}</td></tr>"
-            for total in totals
-        )
-        parts.append(f"<table><tr><th>{what}</th><th>total attention</th><th>patterns</th></tr>{rows}</table>")
-    return "".join(parts)
-
-
-def _html_text(passage: Passage) -> str:
-    return "".join(f"<b>{html.escape(text)}</b>" if bold else html.escape(text) for text, bold in passage.pieces())

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.layers import Report
+from dualform.record.probes import Prediction
 from dualform.record.watch import Watched, covered
 
 
@@ -31,6 +32,7 @@ class Call:
     layer: Watched
     number: int  # in the order of forward calls
     inputs: Any  # as the layer's kind takes it
+    raw: bool  # whether the input owes nothing to the parameters
     binding: Binding | None
 
 
@@ -45,6 +47,7 @@ class Arrival:
     values: Tensor | None = None  # (T, d_out)
     layout: str | None = None  # of an only error in memory, where it is not row by row
     accumulated: bool = False
+    predictions: dict[str, Prediction] | None = None  # what its patterns predict for each parameter's probe, by role
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -52,10 +55,10 @@ class Arrival:
         layer = self.call.layer
         keys = layer.kind.keys(layer.module, self.call.inputs)
         self.leading = keys.shape[:-1]
-        self.keys = keys.reshape(-1, layer.d_in).clone()
+        self.keys = _own(keys.reshape(-1, layer.d_in), [self.call.inputs])
         if not layer.keys_only:
             values = layer.kind.errors(layer.module, self.call.inputs, self.errors)
-            self.values = values.reshape(-1, layer.d_out).clone()
+            self.values = _own(values.reshape(-1, layer.d_out), self.errors)
         self.accumulated = True
 
 
@@ -148,7 +151,7 @@ class Hooks:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
             if self.enabled and module is layer.module:
-                self._note(layer, lambda: layer.kind.inputs(args, kwargs).detach(), [output])
+                self._note(layer, lambda: layer.kind.inputs(args, kwargs), [output])
 
         return forward
 
@@ -171,11 +174,13 @@ class Hooks:
             if name not in self.watching:  # unfrozen since the recording began
                 self._watch_parameter(name, parameter)
         inputs = inputs_of()
+        raw = isinstance(inputs, Tensor) and not inputs.requires_grad and layer.composite is None
         if isinstance(inputs, Tensor):
+            inputs = inputs.detach()
             used = [p for role, (_, p) in layer.parameters.items() if not form(role).constant_key or role == "rows"]
             if not any(p.requires_grad for p in used) or torch.is_autocast_enabled(inputs.device.type):
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-        call = Call(layer, self.calls, inputs, self.listener.binding_for_forward())
+        call = Call(layer, self.calls, inputs, raw, self.listener.binding_for_forward())
         self.calls += 1
         for i, output in enumerate(outputs):
             if output.requires_grad:
@@ -214,6 +219,13 @@ class _Hook:
         return _Hook, ()
 
 
+def _own(rows: Tensor, others: Sequence[Any]) -> Tensor:
+    """Return rows that share no memory with others': themselves, or a copy."""
+    place = rows.untyped_storage().data_ptr()
+    shared = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
+    return rows.clone() if shared or not rows.is_contiguous() else rows
+
+
 def _hookable(output: Tensor) -> Tensor:
     """Return the tensor whose hook is sure to fire.
 
@@ -244,7 +256,7 @@ def trace(
     def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if called is not module:
             return
-        mode = composite.trace(module, args, kwargs, report) if wanted() else None
+        mode = composite.trace(module, args, kwargs, _disabled_in_compile(report)) if wanted() else None
         entered.append(mode)
         if mode is not None:
             mode.__enter__()

@@ -12,7 +12,7 @@ projection that happens to cancel is small, and its rounding is not. Pure apart 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -181,35 +181,67 @@ def _rounding(size: float, width: int, dtype: torch.dtype) -> float:
     return (16 + 2 * math.sqrt(width)) * limits.eps * size + limits.smallest_normal / limits.eps
 
 
-def predict(
-    uses: Sequence[tuple[str, Tensor, Tensor, float]], columns: Tensor | None, like: Tensor, shape: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return what patterns predict for a parameter's probe, and what its rounding is relative to, ().
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """How a parameter is watched: through random columns (d_in, COLUMNS), or whole where it has one axis."""
+
+    columns: Tensor | None
+    shape: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a call's patterns add to a parameter's probe, and what its rounding is relative to, ()."""
+
+    columns: Tensor
+    size: Tensor
+
+
+def predict(roles: Mapping[str, Watching], values: Tensor, keys: Tensor, *, rounding: float) -> dict[str, Prediction]:
+    """Return what the patterns of one call predict for each of its parameters, by role.
+
+    All parameters share two products with the values, which are read as rarely as possible: Eᵀ F with what each meets,
+    and |E|ᵀ ‖x‖ for the rounding, sum |e| ‖x‖ (or sum |e| where the key is 1).
 
     Args:
-        uses: role, values (T, d_out), keys (T, d_in) and how many times more rounding the values carry, of each call
-            that the parameter was used in.
-        columns: the random columns R, or nothing for a parameter that is watched whole.
-        like: a probe's columns, whose shape and dtype the prediction has.
-        shape: the parameter's shape.
+        roles: how each parameter is watched, by role.
+        values: (T, d_out)
+        keys: (T, d_in)
+        rounding: how many times more rounding the values carry than autograd's own.
     """
-    predicted, size = torch.zeros_like(like), torch.zeros((), dtype=torch.float64, device=like.device)
-    for role, e, x, rounding in uses:
-        e, x = e.to(like.dtype), x.to(like.dtype) if x.is_floating_point() else x
-        joins = form(role)
-        one = joins.gradient(e, x, shape) if columns is None else joins.project(e, x, shape, columns)
-        predicted = predicted + one
-        e, x = joins.part(e, x)
-        # sum |e| ‖x‖, or sum |e| where the key is 1
-        reach = e.abs().sum(0) if joins.constant_key else _norm(x) @ e.abs()
-        size = size + rounding * reach.double().norm()
-    return predicted, size * (1.0 if columns is None else math.sqrt(COLUMNS))
+    forms = {role: form(role) for role in roles}
+    keys = keys.to(values.dtype) if keys.is_floating_point() else keys
+    ones = values.new_ones(len(values))
+    reaches = [ones if one.constant_key else _norm(one.part(values, keys)[1]) for one in forms.values()]
+    reach = values.abs().T @ torch.stack(reaches, dim=1)  # (d_out, roles)
+    factors = {role: forms[role].factors(keys, watching.columns) for role, watching in roles.items()}
+    joined = [found for found in factors.values() if found is not None]
+    products = iter((values.T @ torch.cat(joined, dim=1)).split([f.shape[1] for f in joined], dim=1) if joined else ())
+    found = {}
+    for i, (role, watching) in enumerate(roles.items()):
+        rows = watching.shape[0]
+        if factors[role] is not None:
+            columns = forms[role].placed(next(products), rows)
+            columns = columns[:, 0] if watching.columns is None else columns
+        else:
+            gradient = forms[role].gradient(values, keys, watching.shape)
+            columns = gradient if watching.columns is None else gradient.flatten(1) @ watching.columns
+        size = forms[role].placed(reach[:, i : i + 1], rows).double().norm()
+        found[role] = Prediction(columns, size * rounding * (1.0 if watching.columns is None else math.sqrt(COLUMNS)))
+    return found
 
 
 def _norm(rows: Tensor) -> Tensor:
     """Return the norm of each row, (T, d) -> (T,), also where its squares underflow or overflow (then roughly)."""
     if not rows.numel():
         return rows.new_zeros(len(rows))
+    if rows.device.type == "cpu":  # sums of squares are many times faster there, where they are in range
+        flat = rows.reshape(-1)
+        squares = torch.dot(flat, flat)[None] if len(rows) == 1 else (rows * rows).sum(dim=1)
+        limits = torch.finfo(rows.dtype)
+        odd = ~((squares > limits.smallest_normal / limits.eps**2) & (squares < limits.max))
+        if not bool(odd.any()) or not bool(rows[odd].any()):
+            return squares.sqrt()
     norm = torch.linalg.vector_norm(rows, dim=1)
     largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
     return torch.where(norm.isinf(), largest * math.sqrt(rows.shape[1]), torch.maximum(norm, largest))

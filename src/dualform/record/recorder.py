@@ -22,7 +22,7 @@ from dualform.record.estimate import Estimate, estimate
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
-from dualform.record.probes import Accumulation, Probe, Trail, predict, probe, projection, resolve
+from dualform.record.probes import Accumulation, Prediction, Probe, Trail, Watching, predict, probe, projection, resolve
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.steps import OpenStep, Owned, own
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
@@ -207,13 +207,12 @@ class Recorder:
             self._annotator.spend(arrival.call.binding)
         after = self._probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
-        uses = [
-            (role, arrival.values, arrival.keys, arrival.call.layer.kind.rounding)
-            for arrival in arrivals
-            for role, (used, _) in arrival.call.layer.parameters.items()
-            if used == name and arrival.values is not None and arrival.keys is not None
-        ]
-        predicted, size = predict(uses, self._projection(name, parameter), after.columns, parameter.shape)
+        predicted, size = torch.zeros_like(after.columns), after.size.new_zeros((), dtype=torch.float64)
+        for arrival in arrivals:
+            for role, prediction in self._predictions(arrival).items():
+                if arrival.call.layer.parameters[role][0] == name:
+                    predicted = predicted + prediction.columns
+                    size = size + prediction.size
         trail = self._trail(name)
         trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, size))
         trail.waiting = None
@@ -358,6 +357,21 @@ class Recorder:
             return None
         gradient = parameter.grad if parameter.dim() == 1 else parameter.grad.flatten(1)
         return probe(gradient, self._projection(name, parameter))
+
+    def _predictions(self, arrival: Arrival) -> dict[str, Prediction]:
+        """Return what a call's patterns predict for its parameters, computed once for all of them."""
+        if arrival.predictions is None:
+            arrival.predictions = {}
+            if arrival.values is not None and arrival.keys is not None:
+                layer = arrival.call.layer
+                watching = {
+                    role: Watching(self._projection(name, parameter), parameter.shape)
+                    for role, (name, parameter) in layer.parameters.items()
+                }
+                dtype = next(iter(layer.parameters.values()))[1].dtype
+                values = arrival.values.to(dtype)
+                arrival.predictions = predict(watching, values, arrival.keys, rounding=layer.kind.rounding)
+        return arrival.predictions
 
     def _projection(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         if parameter.dim() == 1:

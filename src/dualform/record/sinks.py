@@ -56,6 +56,7 @@ class CallRecord:
     keys: Tensor  # (rows × positions, d_in)
     values: Tensor | None  # (rows × positions, d_out)
     binding: Binding | None
+    raw: bool = False  # whether its keys owe nothing to the parameters, so that the same may come again
     layout: str | None = None  # how its errors lay in memory, SHAPE:STRIDES; nothing where row by row
 
     @property

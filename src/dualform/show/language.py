@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dualform.attend.text import TextSpotlight, Total, rankings
+from dualform.attend.text_answers import TextSpotlight, Total, rankings
 from dualform.show.tables import console, percent, print_grid
 
 

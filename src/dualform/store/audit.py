@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dualform.errors import CorruptError
 from dualform.forms import form
-from dualform.record.estimate import row_bytes, size_text
+from dualform.record.estimate import size_text
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.rebuild import Parts, parts
@@ -240,7 +240,4 @@ def by_layer(run: Run, checks: Mapping[str, ParameterCheck]) -> dict[str, LayerC
 
 def stored_bytes(run: Run, layer: str) -> int:
     """Return the bytes of a layer's keys and values on disk."""
-    entry = run.layer(layer)
-    return run.count(layer) * row_bytes(
-        entry.d_in, entry.d_out, entry.dtype, entry.store, integer="rows" in entry.parameters
-    )
+    return sum(shard.stored_bytes(layer) for shard in run.shards)

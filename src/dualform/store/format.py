@@ -88,6 +88,7 @@ class ShardEntry:
     files: dict[str, FileEntry]
     key_range: dict[str, tuple[float, float]]  # layer -> (least, greatest) key element
     parameters: dict[str, str]  # parameter -> xxh3 of its bytes after the last step
+    pools: dict[str, tuple[int, int]] = field(default_factory=dict)  # layer with a pool -> (first number, keys here)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,7 @@ def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
         files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
         key_range={layer: (low, high) for layer, (low, high) in raw["key_range"].items()},
         parameters=raw["parameters"],
+        pools={layer: (base, count) for layer, (base, count) in raw.get("pools", {}).items()},
     )
 
 

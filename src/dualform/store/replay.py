@@ -25,7 +25,8 @@ from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
-from dualform.store.reader import Columns, Rows, Run, Shard
+from dualform.store.pool import PooledRows, Rows
+from dualform.store.reader import Columns, Run, Shard
 from dualform.store.stream import Keep, everything
 
 Codes = Callable[[Shard, str], npt.NDArray[np.int64] | None]
@@ -328,7 +329,9 @@ class _Reader:
         for layer in self._layers:
             run.require_values(layer)
         self._shard: Shard | None = None
-        self._sources: dict[str, tuple[Columns, Rows, Rows, npt.NDArray[np.int64] | None]] = {}
+        self._sources: dict[
+            str, tuple[Columns, Rows | PooledRows, Rows | PooledRows, npt.NDArray[np.int64] | None]
+        ] = {}
 
     def calls(self, step: int) -> list[_Call]:
         """Return a step's calls, in the order of layers and forward calls."""
@@ -355,10 +358,10 @@ class _Reader:
             yield _Call(
                 entry=entry,
                 micro=int(table["micro"][i]),
-                keys=decode(keys.stored[at], None if keys.scales is None else keys.scales[at], dtype),
-                values=decode(values.stored[at], None if values.scales is None else values.scales[at], dtype),
+                keys=decode(*keys.take(at), dtype),
+                values=decode(*values.take(at), dtype),
                 codes=None if groups is None else torch.from_numpy(np.ascontiguousarray(groups[at])),
                 layout=table["layout"][i],
                 whole=not sums_in_own_order(entry.kind)
-                and all(rows.stored.dtype in (dtype, torch.int64) for rows in (keys, values)),
+                and all(rows.dtype in (dtype, torch.int64) for rows in (keys, values)),
             )

@@ -6,7 +6,7 @@ from torch import nn
 
 from dualform.attend.memory import Memory
 from dualform.attend.passages import Passage
-from dualform.attend.text import TextSpotlight
+from dualform.attend.text_answers import TextSpotlight
 from dualform.experiments.language.measure import HeldOut
 from dualform.store.corpus import Corpus
 from dualform.tokens import END, UNKNOWN, visible

@@ -1,7 +1,7 @@
 """The language studies: which text, which model, how it is trained, and what of it is worth storing.
 
 A new text is one entry of `TEXTS`, a new model one entry of `MODELS`. Sizes are the paper's with `paper=True`, and
-otherwise such that two CPU cores are done in minutes (WikiText-2: in an hour).
+otherwise such that two CPU cores are done in minutes (WikiText-2: in about an hour).
 """
 
 from collections.abc import Callable, Mapping

@@ -44,12 +44,12 @@ def reproduce(study: Study, corpus: Corpus, folder: Path, *, seed: int, device: 
         device: where to train and attend.
         keep: keep the recorded patterns (gigabytes) after the findings are drawn from them.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise DataError(f"--device is {device}, but torch sees no GPU here. Leave it out, or use cpu.")
     study = replace(study, recipe=fit(study.recipe, corpus))
     found = make_room(folder, study, seed=seed, keep=keep)
     if found is not None:
         return found
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise DataError(f"--device is {device}, but torch sees no GPU here. Leave it out, or use cpu.")
     clock = Clock({})
     chosen = budget(study, corpus, folder)
     sys.stderr.write(f"{announce(study, chosen, trial(study, corpus, chosen, folder, device=device))}\n")

@@ -145,16 +145,16 @@ class GRU(Cell):
     """r, z; n = tanh(x_n + r h_n); h' = (1 - z) n + z h.
 
     The hidden weight's part of n is multiplied by r, so that its value there is r ⊙ the error at n: a value holds the
-    errors at r, z and n, and a fourth block for it.
+    errors at r and z, that one, and the error at n itself, which is the input weight's.
     """
 
     gates = 3
     blocks = 4
 
     def roles(self, d: int, units: int) -> dict[str, str]:
-        """The input weight meets the first three blocks of a value, the hidden weight all but the third."""
+        """The hidden weight meets the first three blocks of a value, the input weight all but the third."""
         width = 4 * units
-        inputs, hidden = f"0:{3 * units}/{width}", f"0:{2 * units}+{3 * units}:{width}/{width}"
+        hidden, inputs = f"0:{3 * units}/{width}", f"0:{2 * units}+{3 * units}:{width}/{width}"
         return {
             "weight_ih": f"weight(keys=0:{d};values={inputs})",
             "weight_hh": f"weight(keys={d}:{d + units};values={hidden})",
@@ -185,15 +185,14 @@ class GRU(Cell):
         into_r = behind * r * (1 - r)
         values = keys.new_empty(steps, rows, 4, units)
         at_hidden = outer.hidden
-        columns = torch.tensor([0, 1, 3], device=keys.device)
         for t in reversed(range(steps)):
             now = at_hidden + outer.outputs[t]
             mine = values[t]
-            torch.mul(now, into_n[t], out=mine[:, 2])
+            torch.mul(now, into_n[t], out=mine[:, 3])
             torch.mul(now, into_z[t], out=mine[:, 1])
-            torch.mul(mine[:, 2], into_r[t], out=mine[:, 0])
-            torch.mul(mine[:, 2], r[t], out=mine[:, 3])
-            before = torch.addmm(now * z[t], mine[:, columns].reshape(rows, -1), weights.hidden)
+            torch.mul(mine[:, 3], into_r[t], out=mine[:, 0])
+            torch.mul(mine[:, 3], r[t], out=mine[:, 2])
+            before = torch.addmm(now * z[t], mine.view(rows, -1)[:, : 3 * units], weights.hidden)
             if mask is None:
                 at_hidden = before
             else:
