@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -68,7 +69,7 @@ def main() -> None:
     try:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
-        found = measure(address, executable, arguments.repeat)
+        found = measure(address, executable, arguments.repeat, server.pid)
         found |= at_once(address, arguments.clients)
     finally:
         server.terminate()
@@ -77,7 +78,7 @@ def main() -> None:
     print(json.dumps(found, indent=1) if arguments.json else table(found))
 
 
-def measure(address: str, executable: str, repeat: int) -> dict[str, Any]:
+def measure(address: str, executable: str, repeat: int, server: int) -> dict[str, Any]:
     """Measure what one person sees."""
     chance = random.Random(0)
     with sync_playwright() as playwright:
@@ -90,8 +91,13 @@ def measure(address: str, executable: str, repeat: int) -> dict[str, Any]:
         page.wait_for_selector(".badge.good, .badge.amber-box", timeout=600_000)
         preparing = time.perf_counter() - start
         first = [_first(browser, address) for _ in range(5)]
+        before = cpu_seconds(server)
         tests = [_another(page, chance) for _ in range(repeat)]
+        quiet(page)
+        between = cpu_seconds(server)
         masks = [_mask(page, chance) for _ in range(repeat)]
+        quiet(page)
+        after = cpu_seconds(server)
         browser.close()
     return {
         "cold": {"first view of this server, s": opening, "masks prepared after, s": preparing},
@@ -99,6 +105,10 @@ def measure(address: str, executable: str, repeat: int) -> dict[str, Any]:
         "another test: prediction": _summary([prediction for prediction, _ in tests]),
         "another test: patterns": _summary([max(both) for both in tests]),
         "mask": _summary(masks),
+        "cpu": {  # what the server computes, whoever else keeps the machine busy
+            "another test, all panels, ms": 1000 * (between - before) / repeat,
+            "mask, and all tests under it, ms": 1000 * (after - between) / repeat,
+        },
     }
 
 
@@ -168,6 +178,12 @@ def at_once(address: str, clients: int) -> dict[str, Any]:
     }
 
 
+def cpu_seconds(process: int) -> float:
+    """Return the processor time that a process has used, on Linux."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _summary(milliseconds: list[float]) -> dict[str, float]:
     ordered = sorted(milliseconds)
     return {"median": statistics.median(ordered), "least": ordered[0], "worst": ordered[-1], "count": len(ordered)}
@@ -182,6 +198,7 @@ def table(found: dict[str, Any]) -> str:
     crowd = found["at once"]
     asked = f"{crowd['clients']} clients, {crowd['questions']} questions"
     lines.append(f"{asked}: {crowd['errors']} errors, median {crowd['median']:.0f} ms")
+    lines += [f"processor time, {name}: {value:.0f}" for name, value in found["cpu"].items()]
     lines += [f"{name}: {value:.1f}" for name, value in found["cold"].items()]
     lines.append(f"{found['machine']['cores']} cores, load {found['machine']['load'][0]:.1f} (others work here too)")
     return "\n".join(lines)
