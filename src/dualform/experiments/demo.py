@@ -21,7 +21,7 @@ from dualform.store.format import MANIFEST
 
 RECIPE = Recipe(hidden=(128, 128), learning_rate=0.02, momentum=0.9, clip=1.0, batch=64)
 STEPS = 600
-TESTS = 12  # in the report
+TESTS = 6  # in the report
 MASKED = 3  # the class that is masked away
 MARK = "dualform-demo"  # a file that says the folder is the demo's own, to be replaced at will
 
