@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from benchmarks.bench import Bench
 
 Unit = Literal["times", "percent", "seconds", "GB", "kB", "plain"]
-SUFFIX = {"times": " ×", "percent": " %", "seconds": " s", "GB": " GB", "kB": " kB", "plain": ""}  # noqa: RUF001
+SUFFIX = {"times": " ×", "percent": " %", "seconds": " s", "GB": " GB", "kB": " kB", "plain": ""}
 
 
 class Skip(Exception):

@@ -24,6 +24,10 @@ def keys_store(bench: Bench) -> tuple[str, torch.Tensor]:
     unit="percent",
     cpu=at_least(0.75),
     cuda=at_least(0.75),
+    why={
+        "cpu": "keys are read through maps of the files, page fault by page fault, in chunks whose products start two "
+        "threads each time.",
+    },
 )
 def attention(bench: Bench) -> Measured:
     folder, keys = keys_store(bench)

@@ -34,7 +34,9 @@ def startup(bench: Bench, ours: str, theirs: str) -> Measured:
     pairs = alternate(lambda: run(ours), lambda: run(theirs), budget=30, **times)
     differences = [a - b for a, b in zip(pairs.ours, pairs.theirs, strict=True)]
     least = min(pairs.ours) - min(pairs.theirs)
-    return Measured(least, (min(differences), max(differences)), pairs.detail("with", "without"))
+    return Measured(
+        least, (min(differences), max(differences)), {"with, s": min(pairs.ours), "without, s": min(pairs.theirs)}
+    )
 
 
 def run(code: str) -> None:

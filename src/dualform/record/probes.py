@@ -172,8 +172,9 @@ def _unexplained(event: Accumulation, width: int) -> str | None:
         )
     return (
         f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used where "
-        "it is not seen, such as a regulariser in the loss, a functional call, TF32, or a hook that "
-        "changes gradients"
+        "it is not seen, such as a regulariser in the loss, a functional call, or a hook that "
+        "changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
+        "torch.backends.cuda.matmul.allow_tf32 to False)"
     )
 
 

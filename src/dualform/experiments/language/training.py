@@ -80,6 +80,7 @@ class Trainer:
         self.recipe = study.recipe
         self.corpus = corpus
         self.device = device
+        torch.backends.cudnn.allow_tf32 = False  # its LSTM would round the gates to 10 bits, and errors with them
         self.model = make_model(study, corpus).to(device).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=study.recipe.learning_rate)
         self.tokens = torch.from_numpy(corpus.train)
