@@ -21,6 +21,7 @@ from torch import Tensor
 from dualform.forms import form
 
 COLUMNS = 4
+MANY = 256  # elements of a probe whose norm tells the gradient's
 COARSE = 2.0**-11  # of what a gradient's rounding is relative to, autocast to bfloat16 may take 16 times that
 NOT_FINITE = "its gradient is not finite"
 
@@ -81,10 +82,12 @@ def projection(width: int, *, dtype: torch.dtype, device: torch.device) -> Tenso
 def probe(gradient: Tensor, columns: Tensor | None) -> Probe:
     """Take a probe of a gradient: through random columns (d_in, COLUMNS), or of a 1-D one itself."""
     gradient = gradient.detach()
-    size = _norm(gradient.reshape(1, -1))[0]
     if columns is None:
-        return Probe(gradient.clone(), size)
-    return Probe(gradient @ columns, size * math.sqrt(COLUMNS))
+        return Probe(gradient.clone(), _norm(gradient))
+    taken = gradient @ columns
+    if taken.numel() >= MANY:  # its norm is that of the gradient, within a few percent, for a fraction of the reading
+        return Probe(taken, _norm(taken))
+    return Probe(taken, _norm(gradient) * math.sqrt(COLUMNS))
 
 
 def resolve(trail: Trail, final: Probe | None) -> Resolution:
@@ -215,8 +218,8 @@ class Prediction:
 def predict(roles: Mapping[str, Watching], values: Tensor, keys: Tensor, *, rounding: float) -> dict[str, Prediction]:
     """Return what the patterns of one call predict for each of its parameters, by role.
 
-    All parameters share two products with the values, which are read as rarely as possible: Eᵀ F with what each meets,
-    and |E|ᵀ ‖x‖ for the rounding, sum |e| ‖x‖ (or sum |e| where the key is 1).
+    All parameters share one product with the values, Eᵀ F with what each meets. Their rounding is relative to
+    sum |e| ‖x‖, which is at most ‖E‖ ‖X‖ (or sum |e|, at most ‖E‖ sqrt(T), where the key is 1).
 
     Args:
         roles: how each parameter is watched, by role.
@@ -226,14 +229,13 @@ def predict(roles: Mapping[str, Watching], values: Tensor, keys: Tensor, *, roun
     """
     forms = {role: form(role) for role in roles}
     keys = keys.to(values.dtype) if keys.is_floating_point() else keys
-    ones = values.new_ones(len(values))
-    reaches = [ones if one.constant_key else _norm(one.part(values, keys)[1]) for one in forms.values()]
-    reach = values.abs().T @ torch.stack(reaches, dim=1)  # (d_out, roles)
+    of_values = _norm(values).double()
+    of_keys = _norm(keys).double() if any(not one.constant_key for one in forms.values()) else of_values
     factors = {role: forms[role].factors(keys, watching.columns) for role, watching in roles.items()}
     joined = [found for found in factors.values() if found is not None]
     products = iter((values.T @ torch.cat(joined, dim=1)).split([f.shape[1] for f in joined], dim=1) if joined else ())
     found = {}
-    for i, (role, watching) in enumerate(roles.items()):
+    for role, watching in roles.items():
         rows = watching.shape[0]
         if factors[role] is not None:
             columns = forms[role].placed(next(products), rows)
@@ -241,22 +243,21 @@ def predict(roles: Mapping[str, Watching], values: Tensor, keys: Tensor, *, roun
         else:
             gradient = forms[role].gradient(values, keys, watching.shape)
             columns = gradient if watching.columns is None else gradient.flatten(1) @ watching.columns
-        size = forms[role].placed(reach[:, i : i + 1], rows).double().norm()
+        size = of_values * (math.sqrt(len(values)) if forms[role].constant_key else of_keys)
         found[role] = Prediction(columns, size * rounding * (1.0 if watching.columns is None else math.sqrt(COLUMNS)))
     return found
 
 
-def _norm(rows: Tensor) -> Tensor:
-    """Return the norm of each row, (T, d) -> (T,), also where its squares underflow or overflow (then roughly)."""
-    if not rows.numel():
-        return rows.new_zeros(len(rows))
-    if rows.device.type == "cpu":  # sums of squares are many times faster there, where they are in range
-        flat = rows.reshape(-1)
-        squares = torch.dot(flat, flat)[None] if len(rows) == 1 else (rows * rows).sum(dim=1)
-        limits = torch.finfo(rows.dtype)
-        odd = ~((squares > limits.smallest_normal / limits.eps**2) & (squares < limits.max))
-        if not bool(odd.any()) or not bool(rows[odd].any()):
-            return squares.sqrt()
-    norm = torch.linalg.vector_norm(rows, dim=1)
-    largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
-    return torch.where(norm.isinf(), largest * math.sqrt(rows.shape[1]), torch.maximum(norm, largest))
+def _norm(tensor: Tensor) -> Tensor:
+    """Return the norm of all elements, (), also where squares underflow or overflow (then roughly)."""
+    if not tensor.numel():
+        return tensor.new_zeros(())
+    if tensor.device.type == "cpu" and tensor.is_contiguous():  # a dot product is many times faster there
+        flat = tensor.view(-1)
+        square = torch.dot(flat, flat)
+        limits = torch.finfo(tensor.dtype)
+        if limits.smallest_normal / limits.eps**2 < float(square) < limits.max:
+            return square.sqrt()
+    norm = torch.linalg.vector_norm(tensor)
+    largest = torch.linalg.vector_norm(tensor, ord=torch.inf)
+    return torch.where(norm.isinf(), largest * math.sqrt(tensor.numel()), torch.maximum(norm, largest))

@@ -19,21 +19,11 @@ from dualform.errors import AnnotationError, DualformError, MediaError, RefusedE
 from dualform.record.annotations import Annotator, Binding
 from dualform.record.calls import Pending, gather_calls
 from dualform.record.estimate import Estimate, estimate
+from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
-from dualform.record.probes import (
-    COARSE,
-    Accumulation,
-    Prediction,
-    Probe,
-    Trail,
-    Watching,
-    predict,
-    probe,
-    projection,
-    resolve,
-)
+from dualform.record.probes import Accumulation, Trail, resolve
 from dualform.record.sinks import RESIDUAL, CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.steps import OpenStep, Owned, own
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
@@ -76,7 +66,7 @@ class Recorder:
         self._in_flight: tuple[list[ParameterFacts], list[CallRecord]] | None = None  # of the optimizer that steps now
         self._annotator = Annotator()
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
-        self._columns: dict[str, Tensor] = {}
+        self._gauge = Gauge()
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._warned: set[str] = set()
         self._step = 0
@@ -200,7 +190,7 @@ class Recorder:
             self._end_step()
         if self._state != "recording":
             return
-        self._trail(name).waiting = self._probe(name, parameter)
+        self._trail(name).waiting = self._gauge.probe(name, parameter)
 
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
@@ -216,12 +206,12 @@ class Recorder:
             if id(arrival) not in known:
                 patterns.append(arrival)
             self._annotator.spend(arrival.call.binding)
-        after = self._probe(name, parameter)
+        after = self._gauge.probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
         predicted, size = torch.zeros_like(after.columns), after.size.new_zeros((), dtype=torch.float64)
         coarse = False
         for arrival in arrivals:
-            for role, prediction in self._predictions(arrival).items():
+            for role, prediction in self._gauge.predictions(arrival).items():
                 if arrival.call.layer.parameters[role][0] == name:
                     predicted = predicted + prediction.columns
                     size = size + prediction.size
@@ -296,7 +286,7 @@ class Recorder:
             if owned.logger:
                 owned.logger.check_skipped(settings, name)
             return ParameterFacts(name, owned.name, updated, settings, [])
-        resolution = resolve(trail, self._probe(name, parameter))
+        resolution = resolve(trail, self._gauge.probe(name, parameter))
         attached = parameter.grad is not None and parameter.grad.requires_grad
         if self._graph_of is not None and (attached or resolution.objection is not None) and name in self._exact:
             layer, self._graph_of = self._graph_of, None
@@ -381,38 +371,6 @@ class Recorder:
         self._step += 1
 
     # Small things -------------------------------------------------------------------------------------------------
-
-    def _probe(self, name: str, parameter: nn.Parameter) -> Probe | None:
-        if parameter.grad is None:
-            return None
-        gradient = parameter.grad if parameter.dim() == 1 else parameter.grad.flatten(1)
-        return probe(gradient, self._projection(name, parameter))
-
-    def _predictions(self, arrival: Arrival) -> dict[str, Prediction]:
-        """Return what a call's patterns predict for its parameters, computed once for all of them."""
-        if arrival.predictions is None:
-            arrival.predictions = {}
-            if arrival.values is not None and arrival.keys is not None:
-                layer = arrival.call.layer
-                watching = {
-                    role: Watching(self._projection(name, parameter), parameter.shape)
-                    for role, (name, parameter) in layer.parameters.items()
-                }
-                dtype = next(iter(layer.parameters.values()))[1].dtype
-                values = arrival.values.to(dtype)
-                # Autograd rounds the whole gradient to what autocast computed in.
-                coarse = 1.0 if arrival.call.coarse is None else COARSE / torch.finfo(dtype).eps
-                arrival.predictions = predict(watching, values, arrival.keys, rounding=layer.kind.rounding * coarse)
-        return arrival.predictions
-
-    def _projection(self, name: str, parameter: nn.Parameter) -> Tensor | None:
-        if parameter.dim() == 1:
-            return None
-        columns = self._columns.get(name)
-        if columns is None or columns.device != parameter.device:
-            columns = projection(parameter[0].numel(), dtype=parameter.dtype, device=parameter.device)
-            self._columns[name] = columns
-        return columns
 
     def _axis(self, layer: Watched) -> int:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
