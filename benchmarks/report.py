@@ -56,6 +56,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "gpu": gpu,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -143,7 +144,7 @@ def _section(title: str, device: str, found: Mapping[str, Any], rows: Sequence[R
         f"## {title}: {where['gpu'] or where['processor']}",
         "",
         f"{where['threads']} threads, torch {where['torch']}, Python {where['python']}, {where['date']}; "
-        f"waiting threads: {where['waiting']}.",
+        f"waiting threads: {where['waiting']}; load average {where['load']} on {where['cores']} cores.",
         "",
         "| row | what | against | goal | measured | |",
         "|---|---|---|---|---|---|",

@@ -9,11 +9,12 @@ import dualform
 from benchmarks.bench import Bench
 from benchmarks.families.attention import WIDTH, keys_store
 from benchmarks.rows import REPORTED, Measured, Skip, at_least, row
+from dualform.attend.answers import Top
 
 K = 100
 WHY = (
-    "the product runs as queries by keys in chunks of 8192, at half of the rate of keys by queries in larger chunks "
-    "for 16 queries; for one query, half of the time goes into the addresses of all patterns, to annotate 100."
+    "the product is most of it (of the processor time 60 % for 1 query, 75 % for 16 and 128); for one query the addresses "
+    "of all patterns, to annotate 100, take a fifth; for 128, joining scores that are kept an eighth and topk a tenth."
 )
 AGAINST = "FAISS IndexFlatIP, same threads, same values (on a GPU: one product and topk, keys in its memory)"
 
@@ -24,10 +25,14 @@ AGAINST = "FAISS IndexFlatIP, same threads, same values (on a GPU: one product a
 def top(bench: Bench, queries: int) -> Measured:
     folder, keys = keys_store(bench)
     asked = torch.randn(queries, WIDTH, device=bench.device)
-    spotlight = dualform.open(folder).attend(queries={"layers.0": asked})["layers.0"]
+    memory = dualform.open(folder)
+
+    def ours() -> Top:  # a spotlight keeps what it has answered, so each time a new one
+        return memory.attend(queries={"layers.0": asked})["layers.0"].top(K)
+
     search = _faiss(bench, keys, asked) if bench.device.type == "cpu" else _product(keys, asked)
-    differences = compare(spotlight.top(K).patterns[:, 0], *search(), queries=asked, keys=keys)
-    pairs = bench.alternate(lambda: spotlight.top(K), search, budget=45)
+    differences = compare(ours().patterns[:, 0], *search(), queries=asked, keys=keys)
+    pairs = bench.alternate(ours, search, budget=45)
     low, high = pairs.spread
     detail = {**pairs.detail("top-100", "search"), "patterns that differ": differences}
     return Measured(1 / pairs.ratio, (1 / high, 1 / low), detail)

@@ -22,8 +22,8 @@ CHUNKS = (1024, 4096, 16_384, 49_152, 65_536)
     unit="percent",
     cpu=at_least(0.8),
     cuda=at_least(0.8),
-    why="the pass multiplies queries by keys in chunks of 8192; keys by queries is a quarter faster here. Magnitudes "
-    "and their sums by class are passes over the scores of their own.",
+    why="of 0.37 s of processor time for 96,000 patterns the product takes 0.26; joining scores that are kept for the "
+    "next question takes 0.05, their magnitudes 0.03, the sums by class 0.02.",
     queries=128,
     share=1,
 )
@@ -34,6 +34,8 @@ CHUNKS = (1024, 4096, 16_384, 49_152, 65_536)
     unit="percent",
     cpu=at_least(0.8),
     cuda=at_least(0.8),
+    why="the product itself: queries by keys in chunks of 655 patterns takes 1.5 times the processor time of keys by "
+    "queries, and 1.4 times that of chunks of 1024.",
     queries=10_000,
     share=16,
 )
@@ -44,10 +46,9 @@ def totals(bench: Bench, queries: int, share: int) -> Measured:
         keys = keys[: len(keys) // share // BATCH * BATCH]
         memory = memory.at(step=len(keys) // BATCH)
     asked = torch.randn(bench.size(queries, 16), WIDTH, device=bench.device)
-    spotlight = memory.attend(queries={"layers.0": asked})["layers.0"]
 
-    def ours() -> object:
-        return spotlight.totals("label", of="magnitude").values
+    def ours() -> object:  # a spotlight keeps what it has answered, so each time a new one
+        return memory.attend(queries={"layers.0": asked})["layers.0"].totals("label", of="magnitude").values
 
     product, chunk = best_product(bench, asked, keys)
     pairs = bench.alternate(ours, product, budget=60)
