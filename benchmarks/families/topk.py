@@ -13,8 +13,9 @@ from dualform.attend.answers import Top
 
 K = 100
 WHY = (
-    "the product is most of it (of the processor time 60 % for 1 query, 75 % for 16 and 128); for one query the addresses "
-    "of all patterns, to annotate 100, take a fifth; for 128, joining scores that are kept an eighth and topk a tenth."
+    "the product is most of it (of the processor time 60 % for 1 query, 75 % for 16 and 128); for one query the "
+    "addresses of all patterns, to annotate 100, take a fifth; for 128, joining scores that are kept takes an eighth "
+    "and topk a tenth."
 )
 AGAINST = "FAISS IndexFlatIP, same threads, same values (on a GPU: one product and topk, keys in its memory)"
 
