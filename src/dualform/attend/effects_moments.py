@@ -144,8 +144,8 @@ def find_moments(run: Run, layer: str, rates: Rates, losses: Losses) -> Moments:
     for what, moment in (("keys", total.keys), ("values", total.values)):
         if not bool(torch.isfinite(moment).all()):
             raise QueryError(
-                f"Layer {layer!r} holds {what} that are not finite: the training diverged or overflowed. There are no "
-                "effects; look at an earlier memory.at(step=...)."
+                f"Layer {layer!r} holds {what} that are not finite, or too large to be squared: the training diverged. "
+                "There are no effects; look at an earlier memory.at(step=...)."
             )
     return total
 

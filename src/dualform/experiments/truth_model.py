@@ -39,7 +39,8 @@ class Block(nn.Module):
         ahead = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         seen = scores.masked_fill(ahead, -torch.inf).softmax(dim=-1) @ v
         x = x + self.project(seen.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(functional.gelu(self.up(self.between(x))))
+        added: Tensor = self.down(functional.gelu(self.up(self.between(x))))
+        return x + added
 
 
 class Characters(nn.Module):

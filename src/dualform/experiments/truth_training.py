@@ -24,8 +24,9 @@ State = dict[str, Tensor]
 def make_optimizer(config: Truth, parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of a configuration."""
     if config.optimizer == "SGD":
-        settings = {"momentum": config.momentum, "weight_decay": config.weight_decay}
-        return torch.optim.SGD(parameters, lr=config.learning_rate, **settings)
+        return torch.optim.SGD(
+            parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+        )
     return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
 
 
