@@ -125,9 +125,6 @@ class LayerEffects:
     def require(self) -> None:
         """Raise unless this layer can have effects."""
         self.table.run.require_values(self.layer)
-        reason = outside(self.table.run, self.layer)
-        if reason is not None:
-            raise QueryError(f"Layer {self.layer!r} has no effects: {reason}.")
         if not self.table.run.count(self.layer) or not bool(self.rates().rate.any()):
             raise QueryError(
                 f"Layer {self.layer!r} was not trained within {self.table.horizon} steps: it has no effects. "

@@ -69,6 +69,11 @@ class LayerSpotlight:
     def __repr__(self) -> str:
         return f"Spotlight on layer {self.name!r}: {len(self)} queries over {self.count():,} patterns"
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of all columns that patterns have."""
+        return self._table.names
+
     def count(self) -> int:
         """Return the number of patterns in this view of the layer."""
         table = self._table
@@ -198,6 +203,8 @@ class LayerSpotlight:
         return self._table.group(self.name, by)
 
     def _require_asked(self) -> LayerEffects:
+        if (reason := outside(self._table.run, self.name)) is not None:
+            raise QueryError(f"Layer {self.name!r} has no effects: {reason}.")
         if self._effects is None:
             raise QueryError(
                 f"Effects of layer {self.name!r} are effects on something: attend with targets and a quantity, "

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dualform.experiments.summary import Grid, summarise
+from dualform.experiments.truth_page import kept_section
 
 Row = dict[str, Any]
 
@@ -57,7 +58,8 @@ def write_page(path: Path, findings: Mapping[str, Sequence[Row]], figures: Mappi
         for figure in runs[0]["figures"]:
             shutil.copy(figures[name] / figure, target / figure)
             lines.append(f"![{_caption(figure)}](figures/results/{figure})\n")
-    path.write_text("\n".join(lines).rstrip() + "\n")
+    kept = kept_section(path)  # on effects, which another command writes
+    path.write_text("\n".join([*lines, kept]).rstrip() + "\n")
 
 
 def _recipe(found: Row) -> str:

@@ -163,9 +163,11 @@ def scores(config: Truth, folder: Path) -> dict[str, list[float]]:
         shuffled = ours[0]["effects"][:, torch.randperm(config.train, generator=generator)]
         found.setdefault("shuffled", []).append(score(shuffled, members, actual))
         found.setdefault("ceiling", []).append(ceiling(margins))
+        single = [score(ours[0]["effects"], members, margins[seed]) for seed in range(config.seeds)]
+        found.setdefault("effects, against one retraining", []).append(mean(single))
         for path in sorted(here.glob("peer-*.safetensors")):
-            name = path.stem.removeprefix("peer-")
-            found.setdefault(name, []).append(score(load_file(path)["scores"].double(), members, actual))
+            for name, networks in load_file(path).items():
+                found.setdefault(name, []).append(mean(score(one.double(), members, actual) for one in networks))
     return found
 
 

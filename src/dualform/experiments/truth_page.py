@@ -1,0 +1,104 @@
+"""The section on effects of docs/results.md, and its table, written from evaluations. No number is typed by hand."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import mean
+
+from dualform.experiments.summary import Grid
+from dualform.experiments.truth import spread
+from dualform.experiments.truth_config import Truth
+
+BEGIN, END = "<!-- effects: made by benchmarks/truth.py -->", "<!-- end of effects -->"
+Found = Mapping[Truth, Mapping[str, list[float]]]
+
+ROWS = {
+    "effects": "effects",
+    "effects, mean of several recordings": "effects, mean of *",
+    "kronfluence EK-FAC, best damping": "EK-FAC*",
+    "traker TRAK, 1 network": "TRAK, 1 network,*",
+    "traker TRAK, 5 networks": "TRAK, 5 networks,*",
+    "traker TRAK, 10 networks": "TRAK, 10 networks,*",
+    "captum TracInCP": "TracInCP*",
+    "direct contributions (no filter)": "direct",
+    "absolute attention": "attention",
+    "effects, samples shuffled": "shuffled",
+    "random": "random",
+    "effects, against one retraining a half": "effects, against one retraining",
+    "ceiling": "ceiling",
+}
+"""Each row, and the pattern of its methods' names: of several, the best on average is shown."""
+
+TEXT = """## Do effects predict retraining? `python benchmarks/truth.py`
+
+For random halves of the training samples, networks are trained again on each half alone. A method is scored by the rank
+correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say (the
+linear datamodeling score; 1 is perfect). Of EK-FAC's dampings, TRAK's numbers of features and TracInCP's two test losses
+the best is shown, which favours the peers; effects have nothing to choose. The ceiling is what a perfect prediction
+could reach, given that each half was retrained with so many seeds only. Means ± standard errors over splits. These are
+small networks and small data; nothing here says how effects do on large ones.
+"""
+
+
+def table(found: Found) -> Grid:
+    """Return the table: a row per method, a column per evaluation."""
+    rows = []
+    for label, pattern in ROWS.items():
+        cells = [_cell(scores, pattern) for scores in found.values()]
+        if any(cell != "-" for cell in cells):
+            rows.append((label, *cells))
+    columns = ("score", *(config.name for config in found))
+    return Grid("Linear datamodeling score", columns, tuple(rows))
+
+
+def _cell(scores: Mapping[str, list[float]], pattern: str) -> str:
+    """Return the best of the methods with such a name."""
+    names = [name for name in scores if fnmatchcase(name, pattern)]
+    return spread(scores[max(names, key=lambda name: mean(scores[name]))]) if names else "-"
+
+
+def section(found: Found) -> str:
+    """Return the section as Markdown."""
+    grid = table(found)
+    lines = [
+        TEXT,
+        "| " + " | ".join(grid.columns) + " |",
+        "|" + "---|" * len(grid.columns),
+        *("| " + " | ".join(row) + " |" for row in grid.rows),
+        "",
+        *(f"- {config.name}: {_recipe(config)}" for config in found),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _recipe(config: Truth) -> str:
+    network = "a character Transformer, width" if config.data == "text" else "an MLP with hidden units"
+    return (
+        f"{config.train:,} samples of {config.text or config.data}, {network} {', '.join(map(str, config.hidden))}; "
+        f"{config.epochs} epochs of {config.optimizer}, learning rate {config.learning_rate:g}, batches of "
+        f"{config.batch}; {config.subsets} halves with {config.seeds} seeds each, {config.tests} test inputs, "
+        f"{config.recordings} recordings, {config.splits} splits."
+    )
+
+
+def put_section(page: Path, found: Found) -> None:
+    """Put the section in its place on a page, or at its end."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    page.write_text(placed(text, section(found)), encoding="utf-8")
+
+
+def placed(text: str, made: str) -> str:
+    """Return a page's text with a new section on effects."""
+    whole = f"{BEGIN}\n\n{made}\n{END}"
+    start, stop = text.find(BEGIN), text.find(END)
+    if start < 0 or stop < start:
+        return f"{text.rstrip()}\n\n{whole}\n".lstrip()
+    return text[:start] + whole + text[stop + len(END) :]
+
+
+def kept_section(page: Path) -> str:
+    """Return the section as a page has it, to be kept when the page is written anew; empty where there is none."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    start, stop = text.find(BEGIN), text.find(END)
+    return "" if start < 0 or stop < start else text[start : stop + len(END)]
