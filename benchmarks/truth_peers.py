@@ -24,7 +24,7 @@ from dualform.experiments.truth import CHECKPOINTS
 from dualform.experiments.truth_config import Split, Truth
 from dualform.experiments.truth_training import initial, loss_of
 
-DAMPINGS = (1e-8, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, None)  # None: kronfluence's own choice
+DAMPINGS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, None)  # None: kronfluence's own choice
 FEATURES = (64, 128, 256, 512)  # that TRAK projects gradients to
 
 
@@ -63,7 +63,7 @@ def kronfluence(config: Truth, split: Split, here: Path) -> dict[str, Tensor]:
 
     train, test = TensorDataset(split.train, split.train_targets), TensorDataset(split.test, split.test_targets)
     found: dict[str, list[Tensor]] = {}
-    for model in networks(config, here, CHECKPOINTS - 1, config.recordings):
+    for model in networks(config, here, CHECKPOINTS - 1, 1):
         task = Margins()
         prepared = prepare_model(model, task)
         with tempfile.TemporaryDirectory() as folder:

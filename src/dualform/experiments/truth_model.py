@@ -56,7 +56,8 @@ class Characters(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, L) -> (B, L, V)
         """Return the logits of the next character at each place."""
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        x = self.tokens(tokens) + self.places(places)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.last(x))
