@@ -81,7 +81,8 @@ def outside(run: Run, layer: str) -> str | None:
     for role in entry.parameters:
         known = form(role)
         whole = known.whole if isinstance(known, Part) else known
-        if not isinstance(whole, Outer | Transposed | Constant) or "values=" in role:
+        every = f"values=0:{entry.d_out}/{entry.d_out}"  # which meets all of a value after all
+        if not isinstance(whole, Outer | Transposed | Constant) or "values=" in role.replace(every, ""):
             return f"{entry.kind} is not of the linear family"
     if max(entry.d_in, entry.d_out) > WIDEST:
         return f"{entry.d_in} -> {entry.d_out} is wider than {WIDEST}"

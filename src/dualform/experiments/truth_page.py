@@ -31,12 +31,12 @@ ROWS = {
 
 TEXT = """## Do effects predict retraining? `python benchmarks/truth.py`
 
-For random halves of the training samples, networks are trained again on each half alone. A method is scored by the rank
-correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say (the
-linear datamodeling score; 1 is perfect). Of EK-FAC's dampings, TRAK's numbers of features and TracInCP's two test
-losses the best is shown, which favours the peers; effects have nothing to choose. The ceiling is what a perfect prediction
-could reach, given that each half was retrained with so many seeds only. Means ± standard errors over splits. These are
-small networks and small data; nothing here says how effects do on large ones.
+For random halves of the training samples, networks are trained again on each half alone. A method is scored by the
+rank correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say
+(the linear datamodeling score; 1 is perfect). Of EK-FAC's dampings, TRAK's numbers of features and TracInCP's two
+test losses the best is shown, which favours the peers; effects have nothing to choose. The ceiling is what a perfect
+prediction could reach, given that each half was retrained with so many seeds only. Means ± standard errors over
+splits. These are small networks and small data; nothing here says how effects do on large ones.
 """
 
 
