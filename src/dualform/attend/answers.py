@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,18 @@ class Effects(Answer):
         more += [] if len(self.values) <= 10 else [f"... {len(self.values) - 10} more inputs"]
         more += [f"layer {name!r} contributes nothing: {reason}" for name, reason in self.outside.items()]
         return "\n".join([title, *_grid(["input", *names], rows), *more, EFFECT_NOTE])
+
+
+def add_effects(found: Sequence[Effects], outside: Mapping[str, str]) -> Effects:
+    """Return the sum of several layers' effects; a group that a layer does not know has none there."""
+    first = found[0]
+    place = {group: i for i, group in enumerate(dict.fromkeys(g for each in found for g in each.groups))}
+    total = first.values.new_zeros(len(first.values), len(place))
+    for each in found:
+        columns = torch.tensor([place[group] for group in each.groups], device=total.device)
+        total.index_add_(1, columns, each.values.to(total.device))
+    names = tuple(name for each in found for name in each.layers)
+    return Effects(names, first.quantity, first.by, tuple(place), total, outside)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -9,7 +9,7 @@ filtered shares; everything else is a streaming pass over queries that were mapp
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from dualform.attend.cache import Cache
 from dualform.attend.effects_asked import Asked
 from dualform.attend.effects_filter import Filter, make_filter, no_filter
 from dualform.attend.effects_losses import Losses, find_losses
-from dualform.attend.effects_moments import Extended, extension, find_moments, outside, pattern_rates
+from dualform.attend.effects_moments import Extended, extension, find_moments, is_linear, pattern_rates
 from dualform.attend.effects_rates import Rates, find_rates
 from dualform.attend.engine import score_patterns, sum_patterns
 from dualform.attend.groups import Grouping, Table
@@ -45,6 +45,7 @@ class LayerEffects:
     asked: Asked
     dtype: torch.dtype
     unfiltered: bool = False  # for comparison: what the updates did themselves, all later steps held as they were
+    held: dict[bool, Filter] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.asked.inputs
@@ -72,8 +73,8 @@ class LayerEffects:
             place = torch.searchsorted(inputs, self.asked.of[rows])
             values, keys = self.filter().turn(self.asked.rows[rows].double(), self._extended[rows].double())
             score = _Effect(
-                values.to(self.queries.device, self.dtype),
-                keys.to(self.queries.device, self.dtype),
+                values.to(self.dtype),
+                keys.to(self.dtype),
                 self._extend,
                 rates,
                 place,
@@ -108,9 +109,13 @@ class LayerEffects:
             }
 
         self.require()
-        if self.unfiltered:
-            return no_filter(self._extend.width(self.queries.shape[1]), self.asked.rows.shape[1])
-        return Filter(**self.cache.get(("effect filter", self.layer, self.table.horizon), compute))
+        if self.unfiltered not in self.held:
+            if self.unfiltered:
+                made = no_filter(self._extend.width(self.queries.shape[1]), self.asked.rows.shape[1])
+            else:
+                made = Filter(**self.cache.get(("effect filter", self.layer, self.table.horizon), compute))
+            self.held[self.unfiltered] = made.to(self.queries.device)
+        return self.held[self.unfiltered]
 
     def rates(self) -> Rates:
         """Return the layer's rates."""
@@ -157,7 +162,7 @@ class LayerEffects:
             reducer = _Shares(shape, self._extend, self._pattern_rates())
             like = torch.empty(0, dtype=self.dtype, device=self.queries.device)
             found = sum_patterns(self.table, self.layer, grouping, reducer, values=True, like=like)
-            return {"shares": self.filter().apply(found.cpu())}
+            return {"shares": self.filter().apply(found)}
 
         what = ("effect shares", self.unfiltered, self.layer, self.table.conditions, self.table.horizon, grouping.parts)
         return self.cache.get(what, compute)["shares"].to(self.queries.device)
@@ -179,7 +184,7 @@ class LayerEffects:
 def losses(table: Table, cache: Cache) -> Losses:
     """Return what the values say about the loss, found once for the run."""
     run = table.run
-    layers = [n for n, e in run.layers.items() if e.store != "keys" and run.count(n) and outside(run, n) is None]
+    layers = [n for n, e in run.layers.items() if e.store != "keys" and run.count(n) and is_linear(run, n)]
     found: list[Losses] = []
 
     def compute() -> dict[str, Tensor]:

@@ -34,6 +34,10 @@ class Filter:
     left: Tensor
     right: Tensor
 
+    def to(self, device: torch.device) -> "Filter":
+        """Return it on a device."""
+        return Filter(*(part.to(device) for part in (self.keys, self.values, self.whole, self.left, self.right)))
+
     def apply(self, matrix: Tensor) -> Tensor:
         """Return U_G (F ∘ (U_Gᵀ M U_A)) U_Aᵀ for matrices (..., d_out, d_in): what training left of an update."""
         return self.values @ (self.whole * (self.values.T @ matrix @ self.keys)) @ self.keys.T

@@ -52,7 +52,7 @@ class Moments:
             decay: these patterns' part of what weight decay takes.
         """
         for total, rows, weight in ((self.keys, keys, on_keys), (self.values, values, on_values)):
-            scaled = rows.double() * weight.double().sqrt()[:, None]
+            scaled = rows * weight.sqrt().to(rows.dtype)[:, None]
             total += scaled.T @ scaled
         self.time += float(on_keys.double().sum())
         self.decay += decay
@@ -76,17 +76,25 @@ class Moments:
 
 
 def outside(run: Run, layer: str) -> str | None:
-    """Say why a layer is outside the linear family, z = W x (+ b), or nothing where it is inside."""
+    """Say why a layer has no effects: it is outside the linear family, or too wide. Nothing where it may have them."""
+    entry = run.layer(layer)
+    if not is_linear(run, layer):
+        return f"{entry.kind} is not of the linear family"
+    if max(entry.d_in, entry.d_out) > WIDEST:
+        return f"{entry.d_in} -> {entry.d_out} is wider than {WIDEST}"
+    return None
+
+
+def is_linear(run: Run, layer: str) -> bool:
+    """Say whether a layer is of the linear family, z = W x (+ b), with whole keys and values."""
     entry = run.layer(layer)
     for role in entry.parameters:
         known = form(role)
         whole = known.whole if isinstance(known, Part) else known
         every = f"values=0:{entry.d_out}/{entry.d_out}"  # which meets all of a value after all
         if not isinstance(whole, Outer | Transposed | Constant) or "values=" in role.replace(every, ""):
-            return f"{entry.kind} is not of the linear family"
-    if max(entry.d_in, entry.d_out) > WIDEST:
-        return f"{entry.d_in} -> {entry.d_out} is wider than {WIDEST}"
-    return None
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

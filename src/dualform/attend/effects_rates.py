@@ -97,7 +97,8 @@ def _measured(kind: Kind[Any], linear: Map, gradient: Tensor, age: float) -> tup
     share = float((left * average).sum()) / norm if norm else 0.0  # what a step leaves of the average
     total = now + later / (1 - share)
     along = -float((total * wide).sum())
-    if "betas" in getattr(kind, "settings", ()) and age and share:  # its average is corrected for starting at zero
+    settings = getattr(kind, "settings", ())
+    if "betas" in settings and "momentum_decay" not in settings and age:  # its average is divided by 1 - β₁ᵗ
         along *= 1 - share**age
     coupled = float(getattr(linear, "decay", 0.0))
     return along, square, coupled * abs(along) / square - math.log(linear.kappa)

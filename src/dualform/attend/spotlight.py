@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.attend.answers import Effects, Top, Totals, Vote
+from dualform.attend.answers import Effects, Top, Totals, Vote, add_effects
 from dualform.attend.backward import contribute_backward, score_backward
 from dualform.attend.cache import Cache
 from dualform.attend.effects import LayerEffects
@@ -394,13 +394,7 @@ class Spotlight:
         found = [layer.effects(by, per=per) for name, layer in self.layers.items() if name not in left]
         if not found:
             raise QueryError(f"No layer of the linear family is asked about. Outside it: {', '.join(left) or 'none'}.")
-        place = {group: i for i, group in enumerate(dict.fromkeys(g for each in found for g in each.groups))}
-        total = found[0].values.new_zeros(len(found[0].values), len(place))
-        for each in found:
-            columns = torch.tensor([place[group] for group in each.groups], device=total.device)
-            total.index_add_(1, columns, each.values.to(total.device))
-        names = tuple(name for each in found for name in each.layers)
-        return Effects(names, found[0].quantity, found[0].by, tuple(place), total, left)
+        return add_effects(found, left)
 
     def outside(self) -> dict[str, str]:
         """Return the layers that contribute nothing to effects, and why."""
