@@ -265,7 +265,7 @@ def test_attend_by_effect(trained, monkeypatch, capsys):
     status, out, err = call(monkeypatch, capsys, *question, "--json")
     assert (status, err) == (0, "")
     answers = json.loads(out)
-    assert [answer["layer"] for answer in answers] == ["all", "layers.0", "layers.1"]
+    assert [answer["layer"] for answer in answers] == ["*", "layers.0", "layers.1"]
     assert all("prediction of retraining, not a share of the output" in answer["note"] for answer in answers)
     memory = dualform.open(folder)
     spot = memory.attend(model, task.test[3:4], targets=task.test_labels[3:4], quantity="margin")
@@ -277,6 +277,7 @@ def test_attend_by_effect(trained, monkeypatch, capsys):
     assert [row["rank"] for row in answers[0]["top"]] == [1, 2]
     status, out, _ = call(monkeypatch, capsys, *question, "--quantity", "loss")
     assert status == 0
+    assert "input 3, all layers: top effect" in out
     assert "prediction of retraining" in " ".join(out.split())
     status, _, err = call(monkeypatch, capsys, *question, "--quantity", "logit")
     assert status == 1

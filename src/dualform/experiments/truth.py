@@ -197,7 +197,7 @@ def correlate(a: Tensor, b: Tensor) -> Tensor:
     """Return the rank correlation over the rows of (K, M), for each column.
 
     >>> correlate(torch.tensor([[1.0], [2.0], [9.0]]), torch.tensor([[0.1], [0.2], [0.3]]))
-    tensor([1.0000], dtype=torch.float64)
+    tensor([1.], dtype=torch.float64)
     """
     ranks = [_ranks(each.double()) for each in (a, b)]
     x, y = (each - each.mean(dim=0) for each in ranks)
@@ -209,7 +209,7 @@ def _ranks(values: Tensor) -> Tensor:
     """Return the rank of each entry in its column; ties share their mean rank."""
     below = (values[None] < values[:, None]).sum(dim=1)
     same = (values[None] == values[:, None]).sum(dim=1)
-    return below + (same - 1) / 2.0
+    return below + (same.double() - 1) / 2
 
 
 def spread(values: Sequence[float]) -> str:

@@ -18,6 +18,7 @@ from dualform.experiments.training import predict
 from dualform.show.models import load_inputs, load_model
 from dualform.show.tables import console, percent, print_grid
 
+ALL = "*"  # in place of a layer's name: all of them together
 MASK_NOTE = "A mask removes recorded updates from the sum; the model is not retrained."
 
 
@@ -104,7 +105,7 @@ def _all_layers(spotlight: Spotlight, test: int, by: By | None, top: int, *, lar
     if top and any("sample" in layer.columns for layer in spotlight.layers.values()):
         best = spotlight.effects().top(top, largest=largest).to_arrow().to_pylist()
         found = [{"query": row["query"], "rank": rank, **row} for rank, row in enumerate(best, start=1)]
-    return LayerAnswer(test, "all", count, "effect", totals, found, note)
+    return LayerAnswer(test, ALL, count, "effect", totals, found, note)
 
 
 def show_answers(answers: Sequence[LayerAnswer]) -> None:
@@ -114,9 +115,8 @@ def show_answers(answers: Sequence[LayerAnswer]) -> None:
         for what, rows in (("total", answer.totals), ("top", answer.top)):
             if rows:
                 head = [name for name in rows[0] if not (name == "query" and len({r["query"] for r in rows}) == 1)]
-                title = (
-                    f"input {answer.test}, layer {answer.layer}: {what} {answer.of} over {answer.patterns:,} patterns"
-                )
+                where = "all layers" if answer.layer == ALL else f"layer {answer.layer}"
+                title = f"input {answer.test}, {where}: {what} {answer.of} over {answer.patterns:,} patterns"
                 print_grid(screen, title, head, [[row[name] for name in head] for row in rows])
                 screen.print()
     for note in dict.fromkeys(answer.note for answer in answers if answer.note):
