@@ -7,7 +7,7 @@ from statistics import mean
 
 from dualform.experiments.summary import Grid
 from dualform.experiments.truth import spread
-from dualform.experiments.truth_config import Truth
+from dualform.experiments.truth_config import DATA, OPTIMIZERS, Truth
 
 BEGIN, END = "<!-- effects: made by benchmarks/truth.py -->", "<!-- end of effects -->"
 Found = Mapping[Truth, Mapping[str, list[float]]]
@@ -42,6 +42,7 @@ splits. These are small networks and small data; nothing here says how effects d
 
 def table(found: Found) -> Grid:
     """Return the table: a row per method, a column per evaluation."""
+    found = {config: found[config] for config in _ordered(found)}
     rows = []
     for label, pattern in ROWS.items():
         cells = [_cell(scores, pattern) for scores in found.values()]
@@ -49,6 +50,10 @@ def table(found: Found) -> Grid:
             rows.append((label, *cells))
     columns = ("score", *(config.name for config in found))
     return Grid("Linear datamodeling score", columns, tuple(rows))
+
+
+def _ordered(found: Found) -> list[Truth]:
+    return sorted(found, key=lambda c: (DATA.index(c.data), OPTIMIZERS.index(c.optimizer), c.epochs))
 
 
 def _cell(scores: Mapping[str, list[float]], pattern: str) -> str:
@@ -66,7 +71,7 @@ def section(found: Found) -> str:
         "|" + "---|" * len(grid.columns),
         *("| " + " | ".join(row) + " |" for row in grid.rows),
         "",
-        *(f"- {config.name}: {_recipe(config)}" for config in found),
+        *(f"- {config.name}: {_recipe(config)}" for config in _ordered(found)),
         "",
     ]
     return "\n".join(lines)
