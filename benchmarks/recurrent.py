@@ -65,7 +65,7 @@ def timed(layer: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, la
 
 def main() -> None:
     """Measure and print."""
-    table = Table("layer", "plain, ms", "keys and values", "keys only", title="one training step, relative to plain")
+    table = Table("layer", "plain, ms", "keys and values / plain", "keys only / plain")
     for name, (make, d_in, units, steps, rows) in SHAPES.items():
         torch.manual_seed(0)
         layer = make(d_in, units)
@@ -77,9 +77,9 @@ def main() -> None:
             for what, found in ratios.items():
                 plain.append(timed(layer, optimizer, inputs, None))
                 found.append(timed(layer, optimizer, inputs, {"*": what}) / plain[-1])
-        both, keys = (f"{statistics.median(found):.2f} ×" for found in ratios.values())
+        both, keys = (f"{statistics.median(found):.2f}" for found in ratios.values())
         table.add_row(name, f"{1e3 * statistics.median(plain):.0f}", both, keys)
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

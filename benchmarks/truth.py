@@ -14,9 +14,10 @@ from pathlib import Path
 from safetensors.torch import save_file
 from truth_peers import PEERS, installed
 
+from dualform.experiments.page import write_page
 from dualform.experiments.truth import evaluate, scores
 from dualform.experiments.truth_config import Truth, make_split, read_config
-from dualform.experiments.truth_page import put_section, table
+from dualform.experiments.truth_page import section, table
 from dualform.show.tables import console, print_grid
 
 
@@ -59,7 +60,7 @@ def main() -> None:
     grid = table(found)
     print_grid(console(), grid.title, grid.columns, grid.rows)
     if chosen.page is not None:
-        put_section(chosen.page, found)
+        write_page(chosen.page, [section(found)])
 
 
 if __name__ == "__main__":

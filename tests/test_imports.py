@@ -11,13 +11,14 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-PURE = {"algebra", "coefficients", "errors", "forms", "progress", "_version"}
+PURE = {"algebra", "coefficients", "errors", "forms", "progress", "tokens", "_version"}
 STAGES = ("record", "store", "attend", "show", "experiments")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "algebra": set(),
     "forms": {"errors"},
     "errors": set(),
     "progress": set(),
+    "tokens": set(),
     "_version": set(),
     "coefficients": {"errors", "algebra", "forms"},
     "record": PURE,
@@ -25,6 +26,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "attend": PURE | {"record", "store"},
     "experiments": PURE | {"record", "store", "attend", "show"},  # beside show: each uses the other
     "show": PURE | {"record", "store", "attend", "experiments"},
+    "__main__": {"show"},
     "__init__": PURE | {"record", "store", "attend"},  # by name, when asked for
 }
 

@@ -136,3 +136,31 @@ def test_top_samples_hold_a_block_of_sums_at_a_time(
     whole = dualform.open(path).attend(queries={"": queries})[""].top(2, per="sample")
     torch.testing.assert_close(top.values, whole.values, rtol=1e-6, atol=1e-5)
     assert model is wide[1]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_scales_multiply_attention_as_they_would_the_keys(tmp_path: Path, masked: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, tmp_path / "run", dtype="float16", shard_bytes=0) as recorder:
+        for step in range(3):
+            recorder.annotate(sample=torch.arange(50))
+            optimizer.zero_grad()
+            model(10.0 ** (step - 3) * torch.randn(50, WIDTH)).square().mean().backward()
+            optimizer.step()
+    memory = dualform.open(tmp_path / "run")
+    memory = memory.without(sample=[3, 7]) if masked else memory
+    queries = torch.randn(4, WIDTH)
+    found = memory.attend(queries={"": queries})[""].attention()
+    table = memory._table
+    keys = torch.cat([chunk.keys for chunk in stream.stream(table.run, "", horizon=3, keep=table.keep())])
+    assert found.shape == (4, 3 * (48 if masked else 50))
+    torch.testing.assert_close(found, queries @ keys.T, rtol=1e-6, atol=0)
+
+
+def test_chunks_fit_a_cpus_cache_and_memory() -> None:
+    assert engine._chunk_size(torch.empty(1, 8)) == stream.CHUNK
+    assert engine._chunk_size(torch.empty(1, 400)) == engine.KEYS // 400
+    assert engine._chunk_size(torch.empty(1, 1 << 20)) == 256
+    assert engine._chunk_size(torch.empty(1 << 14, 8)) == engine.SCORES >> 14

@@ -20,6 +20,7 @@ from dualform.attend.reducers import (
     GroupSums,
     KeySums,
     Outputs,
+    Places,
     Reducer,
 )
 from dualform.store.stream import Chunk
@@ -89,12 +90,15 @@ KINDS: dict[str, tuple[Callable[[Patterns], Reducer[Any]], bool]] = {
     "everything": (lambda p: Everything(), False),
     "outputs": (lambda p: Outputs(3, p.groups, 2, CPU), True),
     "key sums": (lambda p: KeySums(p.groups, 4, CPU), False),
+    "places": (lambda p: Places(3, p.groups, CPU), False),
     "shares": (lambda p: GroupShares(p.groups, {"weight": (2, 4), "bias": (2,)}, CPU), False),
 }
 
 
 def comparable(result: Any, kind: str) -> list[Tensor]:
     """Return what has to be the same; of the best, only the scores, because ties may go to any of the tied."""
+    if isinstance(result, Places):
+        return [result.sums.clone(), result.best.clone(), result.counts.clone()]
     parts = list(result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else [result])
     return parts[:1] if kind in ("best", "worst", "best sums") else parts
 
@@ -164,6 +168,23 @@ def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
                 assert len(set(chosen.tolist())) == count, "no pattern twice"
                 assert bool((p.codes[chosen] == group).all())
                 torch.testing.assert_close(p.scores[query, chosen], scores[query, group, :count], rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(all_patterns=patterns())
+def test_places_are_sums_and_best_scores_by_group(all_patterns: Patterns) -> None:
+    p = all_patterns
+    reducer = Places(3, p.groups, CPU)
+    for part in torch.arange(len(p.keys)).split(7):
+        p.feed(reducer, part, contributions=False)
+    found = reducer.result()
+    for group in range(p.groups):
+        members = (p.codes == group).nonzero()[:, 0]
+        mine = p.scores[:, members]
+        torch.testing.assert_close(found.sums[:, group], mine.sum(dim=1), rtol=0, atol=0)
+        assert int(found.counts[group]) == len(members)
+        best = mine.amax(dim=1) if len(members) else torch.full((3,), -torch.inf)
+        torch.testing.assert_close(found.best[:, group].double(), best.double(), rtol=0, atol=0)
 
 
 def test_best_sums_rank_members_and_leave_out_those_of_no_group() -> None:

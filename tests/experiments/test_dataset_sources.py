@@ -9,6 +9,7 @@ import socket
 import sys
 import tarfile
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +21,7 @@ from dualform.errors import DataError
 from dualform.experiments import datasets
 from dualform.experiments.datasets import cache, catalogue, download, packages, sources
 from dualform.experiments.datasets.catalogue import Dataset, Remote
-from dualform.experiments.datasets.download import ArchiveDownload, FileDownload
+from dualform.experiments.datasets.download import ArchiveDownload, BookDownload, FileDownload, ZipDownload
 from dualform.experiments.datasets.imageset import ImageSet
 from dualform.experiments.datasets.packages import AptPackage, NpmPackage
 
@@ -205,6 +206,22 @@ def test_downloaded_archive(register: Register, serve: Serve, tmp_path: Path) ->
     register(ArchiveDownload(serve({"/all.tar.gz": archive(CONTENTS)}) + "/all.tar.gz"))
     assert_loads()
     assert files_below(tmp_path / "cache") == sorted(CONTENTS)
+
+
+def test_downloaded_zip(register: Register, serve: Serve, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as zipped:
+        for file, content in CONTENTS.items():
+            zipped.writestr(f"below/{file}", content)
+    register(ZipDownload(serve({"/all.zip": stream.getvalue()}) + "/all.zip"))
+    assert_loads()
+    assert files_below(tmp_path / "cache") == sorted(CONTENTS)
+
+
+def test_downloaded_book(serve: Serve) -> None:
+    address = serve({"/book.txt": b"header\r\n\r\nCHAPTER 1\r\ntext\r\n*** END OF THE EBOOK ***\r\nlicence"})
+    found = BookDownload(f"{address}/book.txt", first="CHAPTER").fetch(["book.txt"], progress=False)
+    assert found == {"book.txt": b"CHAPTER 1\ntext\n"}
 
 
 def test_unsound_file_in_the_cache_is_replaced(register: Register, serve: Serve, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_idx_files_make_an_image_set() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"no data set 'mnits'; there are cifar-10, .* Did you mean 'mnist'\?"):
+    with pytest.raises(DataError, match=r"no data set 'mnits'; there are aesop, .* Did you mean 'mnist'\?"):
         datasets.load("mnits")
 
 

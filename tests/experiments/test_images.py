@@ -1,6 +1,7 @@
 """The image studies on digits: small, whole, and everything that they promise."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from dualform.attend.answers import Vote
 from dualform.errors import DataError
 from dualform.experiments import images
 from dualform.experiments.agreement import agreement
+from dualform.experiments.image_page import image_section
 from dualform.experiments.images import reproduce
 from dualform.experiments.page import write_page
 from dualform.experiments.studies import ACCURACY, NAMES, TABLE_1, study
 from dualform.experiments.summary import spread, summarise
 from dualform.experiments.training import _batches, make_tasks
 from dualform.show import studies
+from dualform.show.studies import Options, reproduce_studies
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,8 @@ def test_an_interrupt_leaves_a_readable_memory(tmp_path, monkeypatch):
 def test_page_and_tables(found, tmp_path):
     findings = {name: [f] for name, (f, _) in found.items()}
     figures = {name: folder / "figures" for name, (_, folder) in found.items()}
-    write_page(tmp_path / "results.md", findings, figures, command="a command")
+    sections = [image_section(name, findings[name], figures[name], command="a command") for name in NAMES]
+    write_page(tmp_path / "results.md", sections)
     page = (tmp_path / "results.md").read_text()
     assert "`a command`" in page
     for name in NAMES:
@@ -147,10 +151,37 @@ def test_spread_of_nothing():
 @pytest.mark.parametrize(("data", "page"), [("mnist", "docs/results.md"), ("digits", "runs/results.md")])
 def test_only_the_papers_data_writes_the_published_page(found, monkeypatch, capsys, data, page):
     written = []
-    monkeypatch.setattr(studies, "reproduce", lambda plan, *a, **k: found[plan.name][0])
+    monkeypatch.setattr(images, "reproduce", lambda plan, *a, **k: found[plan.name][0])
+    monkeypatch.setattr(studies, "_language_job", lambda name, options: studies._image_job("single", options))
     monkeypatch.setattr(studies, "write_page", lambda target, *a, **k: written.append(str(target)))
-    options = {"keep": "none", "device": "cpu", "json": True}
-    studies.reproduce_studies("all", data, 1, Path("runs"), page=None, **options)
-    studies.reproduce_studies("all", data, 1, Path("runs"), page=Path("mine.md"), **options)
-    studies.reproduce_studies("joint", data, 1, Path("runs"), page=None, **options)
+    options = Options("all", data=data, folder=Path("runs"), keep="none")
+    reproduce_studies(options, json=True)
+    reproduce_studies(replace(options, page=Path("mine.md")), json=True)
+    reproduce_studies(replace(options, which="joint"), json=True)
     assert written == [page, "mine.md"]
+
+
+def test_all_are_the_papers_studies_where_the_data_is_the_papers(monkeypatch):
+    monkeypatch.setattr(studies, "_language_job", lambda name, options: name)
+    monkeypatch.setattr(studies, "_image_job", lambda name, options: name)
+    assert studies._jobs(Options("all")) == [*NAMES, "aesop", "wikitext2"]
+    assert studies._jobs(Options("all", data="digits")) == list(NAMES)
+
+
+def test_writing_a_section_leaves_the_others(found, tmp_path):
+    findings, _ = found["single"]
+    page = tmp_path / "results.md"
+    sections = {
+        name: image_section(name, [found[name][0]], found[name][1] / "figures", command=f"make {name}")
+        for name in ("continual", "single")
+    }
+    write_page(page, [sections["continual"]])
+    before = page.read_text()
+    write_page(page, [sections["single"]])
+    both = page.read_text()
+    assert both.index("make single") < both.index("make continual")  # in the paper's order
+    assert before.partition("<!-- section continual -->")[2] in both
+    write_page(page, [sections["single"]])
+    assert page.read_text() == both
+    names = {path.name for path in (tmp_path / "figures" / "results").iterdir()}
+    assert names == {*findings["figures"], *found["continual"][0]["figures"]}

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dualform.errors import DataError
 from dualform.experiments import truth
+from dualform.experiments.page import Section, write_page
 from dualform.experiments.truth import ceiling, correlate, evaluate, score, scores, spread
 from dualform.experiments.truth_config import Truth, make_split, read_config
-from dualform.experiments.truth_page import BEGIN, END, kept_section, placed, put_section, table
+from dualform.experiments.truth_page import section, table
 from dualform.experiments.truth_training import (
     initial,
     loss_of,
@@ -194,17 +195,14 @@ def test_ties_share_a_rank() -> None:
 def test_the_page_has_a_section_that_can_be_replaced(evaluated: Path, tmp_path: Path) -> None:
     found = {SMALL: scores(SMALL, evaluated)}
     page = tmp_path / "results.md"
-    page.write_text("# Results\n\nOther things.\n")
-    put_section(page, found)
+    write_page(page, [Section("single", "One task", ("Other things.",), [])])
+    write_page(page, [section(found)])
     first = page.read_text()
-    assert first.startswith("# Results\n\nOther things.\n\n" + BEGIN)
+    assert "Other things." in first
     assert f"| effects | {spread(found[SMALL]['effects'])} |" in first
-    put_section(page, found)
+    assert "- small: 120 samples of digits, an MLP with hidden units 24; 6 epochs of SGD" in first
+    write_page(page, [section(found)])
     assert page.read_text() == first
-    assert placed(f"a {BEGIN} old {END} b", "new") == f"a {BEGIN}\n\nnew\n{END} b"
-    assert kept_section(page).startswith(BEGIN)
-    assert kept_section(page).endswith(END)
-    assert kept_section(tmp_path / "none.md") == ""
 
 
 def test_peers_are_shown_at_their_best(evaluated: Path, tmp_path: Path) -> None:

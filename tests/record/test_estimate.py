@@ -25,7 +25,7 @@ def stored(run: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("stored_dtype", [None, "float16"])
+@pytest.mark.parametrize("stored_dtype", [None, "float16", {"2": "float16"}, {"0": None, "*": "float16"}], ids=str)
 @pytest.mark.parametrize("layers", [None, {"0": "keys", "2": "keys+values"}, {"*": "keys"}, "2"], ids=str)
 @pytest.mark.filterwarnings("ignore:.*are not recorded")
 def test_estimate_is_what_is_stored(run: Path, dtype: torch.dtype, stored_dtype: Any, layers: Any) -> None:

@@ -162,13 +162,6 @@ def gradient_penalty(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: 
     optimizer.step()
 
 
-def autocast(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_of(model(x))
-    loss.backward()
-    optimizer.step()
-
-
 def overflow(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     (loss_of(model(x)) * torch.inf).backward()
     optimizer.step()
@@ -198,7 +191,6 @@ REFUSED: dict[Sabotage, tuple[str, str]] = {  # -> (what the message says, the p
     step_without_backward: (TWICE, "0.weight"),
     create_graph: (r"create_graph=True", "0.weight"),
     gradient_penalty: (r"create_graph=True", "0.weight"),
-    autocast: (EXPLAIN, "0.weight"),
     overflow: ("not finite", "0.weight"),
 }
 CHANGES_THE_MODEL_FIRST = (uncleared_gradient, step_without_backward)  # by a sound step
@@ -471,7 +463,8 @@ def test_keys_under_autocast_are_those_of_the_forward(run: Path) -> None:
             loss.backward()
             optimizer.step()
     attention = dualform.open(run).attend(queries={"0": torch.eye(5)})["0"].attention()
-    torch.testing.assert_close(attention.T, torch.cat(batches(3)), rtol=0, atol=0)
+    seen = torch.cat(batches(3)).bfloat16().float()  # as the layer saw them
+    torch.testing.assert_close(attention.T, seen, rtol=0, atol=0)
 
 
 # No false alarm -----------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_the_manifest_has_these_entries(whole: Path) -> None:
         (2, 6, 7),
     ]
     for shard in manifest["shards"]:
-        assert set(shard) == {"index", "start", "stop", "files", "key_range", "parameters"}
+        assert set(shard) == {"index", "start", "stop", "files", "key_range", "parameters", "pools"}
         assert set(shard["parameters"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
         assert shard["key_range"]["2"][0] == 0.0  # behind a ReLU
     for name in files(whole) - {"manifest.json"}:

@@ -263,6 +263,19 @@ def test_parameters_that_no_optimizer_has_never_move(run: Path) -> None:
     assert memory.patterns("0").num_rows == 0
 
 
+def test_layers_can_be_stored_in_different_dtypes(run: Path) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run, dtype={"2": "float16"}) as recorder:
+        train(model, optimizer, range(6), recorder)
+    memory = dualform.open(run)
+    assert {name: entry.dtype for name, entry in memory.layers.items()} == {"0": "float32", "2": "float16"}
+    exact, rounded = memory.verify(model).layers
+    assert exact.error < 1e-5 < rounded.error < 2e-3
+    with pytest.raises(ValueError, match="dtype is 'float8'"):
+        dualform.record(model, sgd(model), run / "other", dtype={"*": "float8"})
+
+
 def test_keys_of_a_bfloat16_layer_can_be_stored(run: Path) -> None:
     model = network().bfloat16()
     optimizer = sgd(model)

@@ -4,15 +4,17 @@ Memory is bounded by the chunk and by what the reducer holds. Shortcuts live wit
 is the plain pass that they are compared with.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dualform.algebra import attend, scale
-from dualform.attend.groups import Grouping, Table
+from dualform.attend.groups import Grouping, Numbered, Table
 from dualform.attend.reducers import Reducer
 from dualform.forms import form
 from dualform.progress import bar
@@ -21,6 +23,7 @@ from dualform.store.stream import CHUNK, Chunk, stream
 R = TypeVar("R")
 Of = Literal["attention", "magnitude", "contribution", "effect"]
 SCORES = 1 << 24  # elements of a chunk's score matrix at most
+KEYS = 1 << 19  # elements of a chunk's keys at most, on a CPU: larger ones leave its cache, and are much slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class Score:
         if self.of == "contribution":
             return self._contribution(queries, chunk)
         attention = attend(queries, chunk.keys)
+        if chunk.scales is not None:
+            attention *= chunk.scales
         return attention if self.of == "attention" else attention.abs_()
 
     def _contribution(self, queries: Tensor, chunk: Chunk) -> Tensor:
@@ -79,16 +84,24 @@ def score_patterns(
     layer: str,
     queries: Tensor,
     score: Scores,
-    grouping: Grouping | None,
+    grouping: Grouping | Numbered | None,
     reducer: Reducer[R],
     *,
     chunk_size: int | None = None,
 ) -> R:
     """Score every kept pattern of a layer against the queries, (Q, d_in), and reduce."""
-    size = chunk_size or max(256, min(CHUNK, SCORES // max(len(queries), 1)))
-    for chunk, codes in _chunks(table, layer, grouping, values=score.needs_values, size=size, like=queries):
+    size = chunk_size or _chunk_size(queries)
+    values = score.needs_values
+    for chunk, codes in _chunks(table, layer, grouping, values=values, size=size, like=queries, scaled=values):
         reducer.update(chunk, score(queries, chunk), codes)
     return reducer.result()
+
+
+def _chunk_size(queries: Tensor) -> int:
+    """Return how many patterns to score at once: no more than memory allows, and on a CPU no more than its cache."""
+    count, width = queries.shape
+    most = CHUNK if queries.device.type != "cpu" else min(CHUNK, KEYS // max(width, 1))
+    return max(256, min(most, SCORES // max(count, 1)))
 
 
 def sum_patterns(
@@ -102,16 +115,26 @@ def sum_patterns(
 ) -> R:
     """Reduce every kept pattern of a layer without any query."""
     nothing = like.new_zeros(0)
-    for chunk, codes in _chunks(table, layer, grouping, values=values, size=CHUNK, like=like):
+    for chunk, codes in _chunks(table, layer, grouping, values=values, size=CHUNK, like=like, scaled=True):
         reducer.update(chunk, nothing, codes)
     return reducer.result()
 
 
 def _chunks(
-    table: Table, layer: str, grouping: Grouping | None, *, values: bool, size: int, like: Tensor
+    table: Table,
+    layer: str,
+    grouping: Grouping | Numbered | None,
+    *,
+    values: bool,
+    size: int,
+    like: Tensor,
+    scaled: bool,
 ) -> Iterator[tuple[Chunk, Tensor]]:
-    """Yield the kept patterns of a layer in chunks, each with its patterns' groups (n,)."""
-    taken = 0
+    """Yield the kept patterns of a layer in chunks, each with its patterns' groups (n,).
+
+    With `scaled=False` row-scaled keys still lack their scales, which saves a pass over them.
+    """
+    codes = _codes(table, layer, grouping)
     chunks = stream(
         table.run,
         layer,
@@ -121,14 +144,27 @@ def _chunks(
         size=size,
         device=like.device,
         dtype=like.dtype if like.is_floating_point() else None,
+        scaled=scaled,
     )
     with bar(f"attending {layer}", total=table.run.count(layer)) as advance:
         for chunk in chunks:
             count = len(chunk.patterns)
-            if grouping is None:
-                codes = torch.zeros(count, dtype=torch.int64, device=like.device)
-            else:
-                codes = torch.from_numpy(grouping.codes[taken : taken + count]).to(like.device)
-            taken += count
-            yield chunk, codes
+            yield chunk, torch.from_numpy(codes(count)).to(like.device)
             advance(count)
+
+
+def _codes(table: Table, layer: str, grouping: Grouping | Numbered | None) -> Callable[[int], npt.NDArray[np.int64]]:
+    """Return what gives the groups of the next so many patterns."""
+    if grouping is None:
+        return lambda count: np.zeros(count, dtype=np.int64)
+    pieces = iter([grouping.codes]) if isinstance(grouping, Grouping) else table.numbers(layer, grouping)
+    waiting = np.zeros(0, dtype=np.int64)
+
+    def take(count: int) -> npt.NDArray[np.int64]:
+        nonlocal waiting
+        while len(waiting) < count:
+            waiting = np.concatenate([waiting, next(pieces)])
+        taken, waiting = waiting[:count], waiting[count:]
+        return taken
+
+    return take

@@ -6,7 +6,7 @@ Both see a pattern's address (pattern, step, micro, call, row, position) and the
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,17 @@ class Grouping:
     def by(self) -> tuple[str, ...]:
         """The names of the columns."""
         return tuple(str(part) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A column of whole numbers 0 <= n < size that are groups as they stand, read shard by shard as a pass goes on.
+
+    For columns of millions of values, of which `Grouping` would make a list.
+    """
+
+    column: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +200,24 @@ class Table:
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
         return Grouping(tuple(parts), tuple(labels[i] for i in order), place[codes] if len(codes) else codes)
+
+    def numbers(self, layer: str, groups: Numbered) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield a column of the kept patterns, shard by shard; where it has no value, the number after the last."""
+        self.require([groups.column])
+        for shard in self.run.shards:
+            kept = selected(shard, layer, self.horizon, self._mask)
+            rows = shard.addresses(layer)["annotation"][kept]
+            column = shard.annotation(groups.column)
+            found = np.full(len(kept), groups.size, dtype=np.int64)
+            if column is not None:
+                values = np.asarray(column.fill_null(groups.size), dtype=np.int64)
+                if len(values) and (values.min() < 0 or values.max() > groups.size):
+                    raise SelectionError(
+                        f"Column {groups.column!r} goes from {values.min()} to {values.max()}; expected numbers from 0 "
+                        f"to {groups.size - 1}."
+                    )
+                found[rows >= 0] = values[rows[rows >= 0]]
+            yield found
 
     def _encode(self, layer: str, part: str | Bins) -> tuple[list[Any], npt.NDArray[np.int64]]:
         """Return a column's distinct values over the kept patterns, and each pattern's place among them."""

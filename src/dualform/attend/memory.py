@@ -17,16 +17,19 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
 
+from dualform.attend import text
 from dualform.attend.cache import Cache
 from dualform.attend.effects_asked import Asked, Quantity, ask
 from dualform.attend.effects_moments import outside
 from dualform.attend.groups import Condition, Table, condition
 from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
+from dualform.attend.text_answers import TextSpotlight
 from dualform.errors import QueryError, SelectionError
 from dualform.record.estimate import size_text
 from dualform.record.watch import plain_name
 from dualform.store import audit, examples, rebuild
+from dualform.store.corpus import Corpus, add_corpus, read_corpus
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
 
@@ -152,6 +155,14 @@ class Memory:
     def tests(self) -> tuple[Tensor, Tensor | None]:
         """Return the test inputs that the run keeps and, where they are known, their targets."""
         return examples.read_tests(self._run)
+
+    def add_corpus(self, corpus: Corpus) -> None:
+        """Keep the text that a language model was trained on in the run; patterns are annotated with its places."""
+        add_corpus(self._run, corpus)
+
+    def corpus(self) -> Corpus:
+        """Return the text that the run keeps."""
+        return read_corpus(self._run)
 
     # Views --------------------------------------------------------------------------------------------------------
 
@@ -293,6 +304,39 @@ class Memory:
                 for name, rows in captured.items()
             }
         )
+
+    def attend_text(
+        self,
+        model: nn.Module,
+        prompt: str,
+        *,
+        layers: str | Collection[str] | None = None,
+        top: int = 5,
+        around: int = 20,
+        goes_on: int | None = None,
+    ) -> TextSpotlight:
+        """Ask which passages of the training text the last token of a prompt attends to.
+
+        Args:
+            model: the trained language model: tokens (B, L) in, logits (B, L, V) out, alone or first of a tuple.
+            prompt: what to ask about.
+            layers: the layers to look at; by default all that were recorded.
+            top: how many passages, documents, tokens and guesses.
+            around: how many tokens of a passage to show on either side of the attended one.
+            goes_on: how many tokens the model goes on with; by default ten words, or forty characters.
+        """
+        chosen = text.check_layers(self.layers if layers is None else _names(layers), self.layers)
+        return text.attend_text(
+            self._table, chosen, self.corpus(), model, prompt, top=top, around=around, goes_on=goes_on
+        )
+
+    def place_totals(self, layer: str, queries: Tensor) -> Tensor:
+        """Return the total attention of queries (Q, d_in) to each token of the training text, (Q, N)."""
+        return text.place_totals(self._table, layer, queries, self.corpus())
+
+    def place_counts(self, layer: str) -> Tensor:
+        """Return how many patterns each token of the training text has in this view, (N,)."""
+        return text.place_counts(self._table, layer, self.corpus())
 
     def __repr__(self) -> str:
         view = self._describe()

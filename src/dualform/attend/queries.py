@@ -22,10 +22,12 @@ class Captured:
         rows: (Q, d_in)
         leading: the shape of the layer's input without the last axis, if all batches agree on all but the first axis;
             `rows.reshape(*leading, d_in)` is the input then. Otherwise just (Q,).
+        batch_axis: which of these axes is the batch, where the layer's kind decides that (a recurrent layer's is 1).
     """
 
     rows: Tensor
     leading: tuple[int, ...]
+    batch_axis: int = 0
 
 
 def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEntry]) -> dict[str, Captured]:
@@ -49,7 +51,7 @@ def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEnt
         rows = torch.cat([call.reshape(-1, call.shape[-1]) for call in calls])
         agree = len(tails) == 1 and all(call.dim() > 1 for call in calls)
         leading = (sum(call.shape[0] for call in calls), *tails.pop()) if agree else (len(rows),)
-        queries[name] = check(name, layers[name], Captured(rows, leading))
+        queries[name] = check(name, layers[name], Captured(rows, leading, watched[name].kind.batch_axis or 0))
     return queries
 
 

@@ -137,6 +137,35 @@ class BestSums(Reducer[tuple[Tensor, Tensor]]):
         return best.result()
 
 
+class Places(Reducer["Places"]):
+    """Per group (a place in a text) and query: the sum of scores and the best score; and how many scores there are.
+
+    For groups by the million.
+    """
+
+    def __init__(self, queries: int, groups: int, device: torch.device) -> None:
+        self.sums = torch.zeros(queries, groups, dtype=torch.float64, device=device)
+        self.best = torch.full((queries, groups), -torch.inf, device=device)
+        self.counts = torch.zeros(groups, dtype=torch.int64, device=device)
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Add a chunk's scores, and let them compete, by group."""
+        self.sums.index_add_(1, codes, scores.double())
+        self.best.scatter_reduce_(1, codes.expand_as(scores), scores.float(), "amax")
+        self.counts.index_add_(0, codes, torch.ones_like(codes))
+
+    def merge(self, other: Self) -> Self:
+        """Add the sums, and keep the better of the best."""
+        self.sums += other.sums
+        self.counts += other.counts
+        self.best = torch.maximum(self.best, other.best)
+        return self
+
+    def result(self) -> "Places":
+        """Return this: its sums (Q, G), best (Q, G) and counts (G,)."""
+        return self
+
+
 class Everything(Reducer[Tensor]):
     """Every score, (Q, T): for small memories and few queries."""
 

@@ -1,46 +1,23 @@
 """Run an image study, from data to numbers and figures; its findings are stored as JSON beside the run."""
 
-import json
-import os
-import platform
-import resource
 import shutil
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform._version import __version__
 from dualform.attend.memory import Memory
 from dualform.experiments.agreement import agreement
 from dualform.experiments.examples import choose, draw_figures, look
+from dualform.experiments.findings import Clock, Row, exactness, machine, make_room, store
 from dualform.experiments.studies import Study, load_sets
 from dualform.experiments.training import Task, make_tasks, predict, train
 from dualform.show.tables import plain
 
-FINDINGS = "findings.json"
 CLOSE = 1000  # test examples per task for which attention is compared between tasks
-T = TypeVar("T")
-Row = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds spent, by what they were spent on."""
-
-    seconds: dict[str, float]
-
-    def __call__(self, what: str, action: Callable[[], T]) -> T:
-        """Run something and note how long it took."""
-        start = time.perf_counter()
-        result = action()
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
-        return result
 
 
 def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
@@ -53,13 +30,9 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
         device: where to train and attend.
         keep: keep the recorded patterns (gigabytes) after the findings are drawn from them.
     """
-    stored = folder / FINDINGS
-    if stored.is_file():
-        found: Row = json.loads(stored.read_text())
-        if found["study"] == plain(study) and found["seed"] == seed and (not keep or (folder / "run").is_dir()):
-            return found
-    if folder.exists():
-        shutil.rmtree(folder)
+    found = make_room(folder, study, seed=seed, keep=keep)
+    if found is not None:
+        return found
     clock = Clock({})
     tasks = clock("data", lambda: make_tasks(load_sets(study.tasks)))
     run = folder / "run"
@@ -70,10 +43,7 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
         "study": plain(study),
         "seed": seed,
         "verified": verification.passed,
-        "layers": [
-            {"layer": c.layer, "patterns": c.patterns, "bytes": c.bytes, "relative_error": c.error}
-            for c in verification.layers
-        ],
+        "layers": exactness(verification),
         "accuracy": {task.name: _accuracy(model, task) for task in tasks},
         "table_1": clock("table 1", lambda: _table_1(memory, model, tasks[0])) if len(tasks) == 1 else None,
         "sharing": clock("sharing", lambda: _sharing(memory, model, tasks)) if len(tasks) > 1 else None,
@@ -86,22 +56,10 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
     memory.add_tests(torch.cat([t.test for t in tasks]), torch.cat([t.test_labels for t in tasks]))
     findings["seconds"] = clock.seconds
     findings["machine"] = machine(device)
-    stored.write_text(json.dumps(plain(findings), indent=1) + "\n")
+    result = store(folder, findings)
     if not keep:
         shutil.rmtree(run)
-    result: Row = json.loads(stored.read_text())
     return result
-
-
-def machine(device: str) -> Row:
-    """Describe what the numbers were measured on."""
-    gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
-    return {
-        "processor": gpu or f"{platform.machine()}, {os.cpu_count()} cores",
-        "threads": torch.get_num_threads(),
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "versions": {"dualform": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
 
 
 def _accuracy(model: nn.Module, task: Task) -> float:

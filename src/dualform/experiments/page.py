@@ -1,93 +1,102 @@
-"""docs/results.md, written from findings. No number in it is typed by hand."""
+"""docs/results.md: sections made from findings. No number in it is typed by hand.
 
+A study has a section of its own, between two marks, and writing one leaves the others as they are.
+"""
+
+import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from dualform.experiments.summary import Grid, summarise
-from dualform.experiments.truth_page import kept_section
-
-Row = dict[str, Any]
+from dualform.experiments.summary import Grid
 
 HEAD = """# Results
 
-This page is made by `{command}`, from the runs themselves; no number in it is
-typed by hand. The paper is Irie, Csordás and Schmidhuber, "The Dual Form of Neural Networks Revisited" (ICML 2022).
-Numbers are means ± standard deviations over {seeds} seeds. {recipe}
+Every section of this page is made by the command that stands in it, from the runs themselves; no number is typed by
+hand. The paper is Irie, Csordás and Schmidhuber, "The Dual Form of Neural Networks Revisited" (ICML 2022).
 """
 
-INTRODUCTION = {
-    "single": (
-        "One task",
-        "Which class has the largest total attention: the true one, or the one the model says? Even where the model is "
-        "wrong, attention agrees with its output far more often than with the truth.",
-    ),
-    "joint": ("Two tasks together", "Both tasks in the same batches, ten shared outputs."),
-    "continual": (
-        "Two tasks in sequence",
-        "First one task, then the other, ten shared outputs. The network forgets the first, but its memory does not: "
-        "masking the second task's patterns gives the first network back.",
-    ),
-}
+ORDER = ("single", "joint", "continual", "aesop", "wikitext2")
+"""The paper's studies come first, in the paper's order; others follow as they come."""
 
 
-def write_page(path: Path, findings: Mapping[str, Sequence[Row]], figures: Mapping[str, Path], *, command: str) -> None:
-    """Write the page and copy its figures beside it.
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A study's section.
 
-    Args:
-        path: the page.
-        findings: study name → the findings of its seeds.
-        figures: study name → the folder with its figures, of the first seed.
-        command: what made all this.
+    Attributes:
+        name: the study's, and the section's.
+        title: its heading.
+        text: what was done and how, one paragraph each.
+        grids: its tables.
+        more: Markdown that follows the tables.
+        figures: file name -> where it lies; copied beside the page.
+        captions: file name -> what it shows.
     """
-    seeds = len(next(iter(findings.values())))
-    lines = [HEAD.format(command=command, seeds=seeds, recipe=_recipe(next(iter(findings.values()))[0]))]
-    target = path.parent / "figures" / "results"
-    if target.exists():
-        shutil.rmtree(target)
-    target.mkdir(parents=True)
-    for name, runs in findings.items():
-        title, text = INTRODUCTION[name]
-        phases = ", then ".join(
-            f"{phase['steps']:,} updates on {' and '.join(phase['tasks'])}" for phase in runs[0]["study"]["phases"]
-        )
-        lines += [f"## {title}: `dualform reproduce {name}`\n", f"{phases}. {text}\n"]
-        lines += [_markdown(grid) for grid in summarise(runs)]
-        lines += ["### Single test examples\n"]
-        for figure in runs[0]["figures"]:
-            shutil.copy(figures[name] / figure, target / figure)
-            lines.append(f"![{_caption(figure)}](figures/results/{figure})\n")
-    kept = kept_section(path)  # on effects, which another command writes
-    path.write_text("\n".join([*lines, kept]).rstrip() + "\n")
+
+    name: str
+    title: str
+    text: tuple[str, ...]
+    grids: Sequence[Grid]
+    more: str = ""
+    figures: Mapping[str, Path] = field(default_factory=dict)
+    captions: Mapping[str, str] = field(default_factory=dict)
 
 
-def _recipe(found: Row) -> str:
-    recipe = found["study"]["recipe"]
-    return (
-        f"Networks have hidden layers of {' and '.join(map(str, recipe['hidden']))} ReLU units; SGD with momentum "
-        f"{recipe['momentum']}, learning rate {recipe['learning_rate']:g}, gradient norm clipped at "
-        f"{recipe['clip']:g}, batches of {recipe['batch']}."
-    )
+def write_page(path: Path, sections: Sequence[Section]) -> None:
+    """Write sections into the page, replacing those of the same names, and copy their figures beside it."""
+    there = _read(path.read_text("utf-8")) if path.is_file() else {}
+    for section in sections:
+        _copy_figures(section, path.parent / "figures" / "results")
+        there[section.name] = _render(section)
+    names = sorted(there, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    parts = [f"{_mark(name)}\n{there[name].strip()}\n{_mark(name, end=True)}\n" for name in names]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([HEAD, *parts]), "utf-8")
 
 
-def _markdown(grid: Grid) -> str:
+def _mark(name: str, *, end: bool = False) -> str:
+    return f"<!-- {'end' if end else 'section'} {name} -->"
+
+
+def _read(page: str) -> dict[str, str]:
+    """Return the sections of a page, by name."""
+    found = re.finditer(r"<!-- section (\S+) -->\n(.*?)\n<!-- end \1 -->", page, re.DOTALL)
+    return {match[1]: match[2] for match in found}
+
+
+def _copy_figures(section: Section, folder: Path) -> None:
+    for old in folder.glob(f"{section.name}-*.png"):
+        old.unlink()
+    for name, source in section.figures.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, folder / name)
+
+
+def _render(section: Section) -> str:
+    lines = [f"## {section.title}\n", *(f"{paragraph}\n" for paragraph in section.text)]
+    lines += [markdown(grid) for grid in section.grids]
+    lines += [section.more] if section.more else []
+    if section.figures:
+        lines.append("### Single test examples\n")
+        lines += [f"![{section.captions[name]}](figures/results/{name})\n" for name in section.figures]
+    return "\n".join(lines)
+
+
+def markdown(grid: Grid) -> str:
+    """Return a table as Markdown."""
     table = [
         f"### {grid.title}\n",
         "| " + " | ".join(grid.columns) + " |",
         "|" + "---|" * len(grid.columns),
-        *("| " + " | ".join(row) + " |" for row in grid.rows),
+        *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in grid.rows),
         "",
     ]
     return "\n".join([*table, f"{grid.note}\n"] if grid.note else table)
 
 
-def _caption(figure: str) -> str:
-    """Return words for a figure's file name, such as `continual-mnist-wrong-1-curves.png`."""
-    *name, verdict, _, what = figure.removesuffix(".png").split("-")
-    words = {
-        "curves": "the strongest training patterns of each class",
-        "totals": "total attention per class",
-        "top": "the training images it attends to most",
-    }
-    return f"{' '.join(name)}, a test image the model gets {verdict}: {words[what]}"
+def made_by(command: str, seeds: int) -> str:
+    """Return the sentence that says where a section's numbers come from."""
+    spread = f" Numbers are means ± standard deviations over {seeds} seeds." if seeds > 1 else " One seed."
+    return f"Made by `{command}`.{spread}"

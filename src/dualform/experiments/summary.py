@@ -36,10 +36,10 @@ def summarise(findings: Sequence[Row]) -> list[Grid]:
         grids.append(_sharing(findings))
     if findings[0]["forgotten"]:
         grids.append(_forgotten(findings))
-    return [*grids, _exactness(findings), _costs(findings)]
+    return [*grids, _exactness(findings), costs(findings)]
 
 
-def spread(values: Sequence[float], *, scale: float = 100.0) -> str:
+def spread(values: Sequence[float], *, scale: float = 100.0, digits: int = 1) -> str:
     """Return mean ± deviation of shares in percent.
 
     >>> spread([0.97, 0.972])
@@ -48,7 +48,8 @@ def spread(values: Sequence[float], *, scale: float = 100.0) -> str:
     known = [scale * value for value in values if value is not None and not math.isnan(value)]
     if not known:
         return "-"
-    return f"{mean(known):.1f} ± {stdev(known):.1f}" if len(known) > 1 else f"{known[0]:.1f}"
+    centre = f"{mean(known):.{digits}f}"
+    return f"{centre} ± {stdev(known):.{digits}f}" if len(known) > 1 else centre
 
 
 def _paper(findings: Sequence[Row]) -> bool:
@@ -135,7 +136,8 @@ def _exactness(findings: Sequence[Row]) -> Grid:
     return Grid("Is it exact? Weights rebuilt from the patterns", columns, tuple(rows), verdict)
 
 
-def _costs(findings: Sequence[Row]) -> Grid:
+def costs(findings: Sequence[Row]) -> Grid:
+    """Return what the parts of a study took, in seconds, and on which machine."""
     steps = list(findings[0]["seconds"])
     rows = [(what, spread([f["seconds"][what] for f in findings], scale=1.0)) for what in steps]
     rows.append(("all", spread([sum(f["seconds"].values()) for f in findings], scale=1.0)))

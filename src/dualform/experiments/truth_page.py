@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from statistics import mean
 
+from dualform.experiments.page import Section
 from dualform.experiments.summary import Grid
 from dualform.experiments.truth import spread
 from dualform.experiments.truth_config import DATA, OPTIMIZERS, Truth
 
-BEGIN, END = "<!-- effects: made by benchmarks/truth.py -->", "<!-- end of effects -->"
 Found = Mapping[Truth, Mapping[str, list[float]]]
 
 ROWS = {
@@ -29,15 +28,17 @@ ROWS = {
 }
 """Each row, and the pattern of its methods' names: of several, the best on average is shown."""
 
-TEXT = """## Do effects predict retraining? `python benchmarks/truth.py`
-
+COMMAND = "Made by `python benchmarks/truth.py benchmarks/truth/*.toml --page docs/results.md`."
+TEXT = """\
 For random halves of the training samples, networks are trained again on each half alone. A method is scored by the
 rank correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say
-(the linear datamodeling score; 1 is perfect). Of EK-FAC's dampings, TRAK's numbers of features and TracInCP's two
-test losses the best is shown, which favours the peers; effects have nothing to choose. The ceiling is what a perfect
-prediction could reach, given that each half was retrained with so many seeds only. Means ± standard errors over
-splits. These are small networks and small data; nothing here says how effects do on large ones.
-"""
+on average over their seeds (the linear datamodeling score; 1 is perfect). Effects come from one recorded training
+each; the row below it averages them over several. EK-FAC sees one trained network, TracInCP five checkpoints of each
+of the recorded trainings. Of EK-FAC's dampings, TRAK's numbers of features and TracInCP's two test losses the best is
+shown, which favours the peers; effects have nothing to choose. The ceiling is what a perfect prediction could reach,
+given that each half was retrained with so many seeds only; against a single retraining of each half every score is
+lower, as the last row but one says. Means ± standard errors over splits. These are small networks and small data;
+nothing here says how effects do on large ones."""
 
 
 def table(found: Found) -> Grid:
@@ -62,19 +63,10 @@ def _cell(scores: Mapping[str, list[float]], pattern: str) -> str:
     return spread(scores[max(names, key=lambda name: mean(scores[name]))]) if names else "-"
 
 
-def section(found: Found) -> str:
-    """Return the section as Markdown."""
-    grid = table(found)
-    lines = [
-        TEXT,
-        "| " + " | ".join(grid.columns) + " |",
-        "|" + "---|" * len(grid.columns),
-        *("| " + " | ".join(row) + " |" for row in grid.rows),
-        "",
-        *(f"- {config.name}: {_recipe(config)}" for config in _ordered(found)),
-        "",
-    ]
-    return "\n".join(lines)
+def section(found: Found) -> Section:
+    """Return the section on effects."""
+    recipes = "\n".join(f"- {config.name}: {_recipe(config)}" for config in _ordered(found))
+    return Section("effects", "Do effects predict retraining?", (COMMAND, TEXT), [table(found)], more=f"{recipes}\n")
 
 
 def _recipe(config: Truth) -> str:
@@ -85,25 +77,3 @@ def _recipe(config: Truth) -> str:
         f"{config.batch}; {config.subsets} halves with {config.seeds} seeds each, {config.tests} test inputs, "
         f"{config.recordings} recordings, {config.splits} splits."
     )
-
-
-def put_section(page: Path, found: Found) -> None:
-    """Put the section in its place on a page, or at its end."""
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    page.write_text(placed(text, section(found)), encoding="utf-8")
-
-
-def placed(text: str, made: str) -> str:
-    """Return a page's text with a new section on effects."""
-    whole = f"{BEGIN}\n\n{made}\n{END}"
-    start, stop = text.find(BEGIN), text.find(END)
-    if start < 0 or stop < start:
-        return f"{text.rstrip()}\n\n{whole}\n".lstrip()
-    return text[:start] + whole + text[stop + len(END) :]
-
-
-def kept_section(page: Path) -> str:
-    """Return the section as a page has it, to be kept when the page is written anew; empty where there is none."""
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    start, stop = text.find(BEGIN), text.find(END)
-    return "" if start < 0 or stop < start else text[start : stop + len(END)]

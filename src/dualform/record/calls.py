@@ -79,7 +79,19 @@ def gather_calls(
             values = None if layer.keys_only or arrival.values is None else arrival.values.cpu()
             keys = arrival.keys.cpu()
             calls.append(
-                CallRecord(layer.name, micro, number, rows, positions, inner, keys, values, binding, arrival.layout)
+                CallRecord(
+                    layer=layer.name,
+                    micro=micro,
+                    call=number,
+                    rows=rows,
+                    positions=positions,
+                    inner=inner,
+                    keys=keys,
+                    values=values,
+                    binding=binding,
+                    raw=arrival.call.raw,
+                    layout=arrival.layout,
+                )
             )
     return calls, [Misfit(b, layer, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
 

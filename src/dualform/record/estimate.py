@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dualform.record.hooks import capture
-from dualform.record.watch import Layers, What, watch
+from dualform.record.watch import Dtype, Layers, What, stored_dtype, watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def estimate(
     *,
     steps: int,
     layers: Layers = None,
-    dtype: str | None = None,
+    dtype: Dtype = None,
 ) -> Estimate:
     """Say how many bytes a recording will take, per layer, if every step sees a batch like this one.
 
@@ -52,7 +52,7 @@ def estimate(
         patterns = sum(keys.numel() // layer.d_in for keys in captured[layer.name])
         trained = next(iter(layer.parameters.values()))[1].dtype
         what: What = "keys" if layer.keys_only else "keys+values"
-        stored = dtype or str(trained).removeprefix("torch.")
+        stored = stored_dtype(dtype, layer.name) or str(trained).removeprefix("torch.")
         size = row_bytes(layer.d_in, layer.d_out, stored, what, integer="rows" in layer.parameters)
         sizes[layer.name] = steps * patterns * size
     return Estimate(steps, sizes)

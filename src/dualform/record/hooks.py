@@ -32,6 +32,8 @@ class Call:
     layer: Watched
     number: int  # in the order of forward calls
     inputs: Any  # as the layer's kind takes it
+    raw: bool  # whether the input owes nothing to the parameters
+    coarse: torch.dtype | None  # what autocast computed it in, where that is coarser than the parameters
     binding: Binding | None
 
 
@@ -54,11 +56,20 @@ class Arrival:
         layer = self.call.layer
         keys = layer.kind.keys(layer.module, self.call.inputs)
         self.leading = keys.shape[:-1]
-        self.keys = _own(keys.reshape(-1, layer.d_in), [self.call.inputs])
+        if self.call.coarse is not None and keys.is_floating_point():
+            keys = keys.to(self.call.coarse)  # as the layer saw them
+        self.keys = _own(
+            keys.reshape(-1, layer.d_in).to(self.dtype if keys.is_floating_point() else keys.dtype), [self.call.inputs]
+        )
         if not layer.keys_only:
             values = layer.kind.errors(layer.module, self.call.inputs, self.errors)
-            self.values = _own(values.reshape(-1, layer.d_out), self.errors)
+            self.values = _own(values.reshape(-1, layer.d_out).to(self.dtype), self.errors)
         self.accumulated = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype, which keys and values are kept in."""
+        return next(iter(self.call.layer.parameters.values()))[1].dtype
 
 
 class Listener(Protocol):
@@ -75,6 +86,9 @@ class Listener(Protocol):
 
     def create_graph_seen(self, layer: str) -> None:
         """Note that a backward built a graph of itself."""
+
+    def coarse_seen(self, layer: str) -> None:
+        """Note that autocast computed a layer whose values cannot be computed again in its dtype."""
 
 
 @dataclass(slots=True)
@@ -150,7 +164,7 @@ class Hooks:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
             if self.enabled and module is layer.module:
-                self._note(layer, lambda: layer.kind.inputs(args, kwargs).detach(), [output])
+                self._note(layer, lambda: layer.kind.inputs(args, kwargs), [output])
 
         return forward
 
@@ -173,11 +187,17 @@ class Hooks:
             if name not in self.watching:  # unfrozen since the recording began
                 self._watch_parameter(name, parameter)
         inputs = inputs_of()
+        raw = isinstance(inputs, Tensor) and not inputs.requires_grad and layer.composite is None
         if isinstance(inputs, Tensor):
+            inputs = inputs.detach()
             used = [p for role, (_, p) in layer.parameters.items() if not form(role).constant_key or role == "rows"]
             if not any(p.requires_grad for p in used) or torch.is_autocast_enabled(inputs.device.type):
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-        call = Call(layer, self.calls, inputs, self.listener.binding_for_forward())
+        coarse = outputs[0].dtype if outputs[0].dtype != trained[0][1].dtype else None
+        if coarse is not None and not isinstance(inputs, Tensor):
+            self.listener.coarse_seen(layer.name)
+            return
+        call = Call(layer, self.calls, inputs, raw, coarse, self.listener.binding_for_forward())
         self.calls += 1
         for i, output in enumerate(outputs):
             if output.requires_grad:
@@ -195,7 +215,7 @@ class Hooks:
                 # What was not accumulated by the end of this backward never will be.
                 Variable._execution_engine.queue_callback(lambda: self._end(task))
             arrival = self.arrivals[task].setdefault(id(call), Arrival(call, [None] * len(shapes)))
-            if len(shapes) == 1 and not error.is_contiguous():
+            if len(shapes) == 1 and not call.layer.kind.own_order and not error.is_contiguous():
                 arrival.layout = f"{','.join(map(str, error.shape))}:{','.join(map(str, error.stride()))}"
             arrival.errors[output] = error.detach().reshape(shapes[output])
 
@@ -253,7 +273,7 @@ def trace(
     def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if called is not module:
             return
-        mode = composite.trace(module, args, kwargs, report) if wanted() else None
+        mode = composite.trace(module, args, kwargs, _disabled_in_compile(report)) if wanted() else None
         entered.append(mode)
         if mode is not None:
             mode.__enter__()

@@ -19,6 +19,8 @@ from dualform.errors import RefusedError
 class FactLogger(ABC):
     """Reads the settings that one step applies to one parameter."""
 
+    rounds = False  # whether the optimizer itself rounds more coarsely than the parameter's dtype
+
     @abstractmethod
     def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Setting]:
         """Return the settings, before the step."""
@@ -110,6 +112,7 @@ class Replayed(FactLogger):
 
     def __init__(self, kind: Kind[Any]) -> None:
         self._kind = kind
+        self.rounds = kind.rounds
 
     def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Setting]:
         """Return the settings that the replay needs."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from dualform.forms import form
 
 COLUMNS = 4
+COARSE = 2.0**-11  # of what a gradient's rounding is relative to, autocast to bfloat16 may take 16 times that
 NOT_FINITE = "its gradient is not finite"
 
 
@@ -46,6 +47,7 @@ class Accumulation:
     after: Probe
     predicted: Tensor  # the increment of the columns, as the patterns have it
     size: Tensor  # (): what the prediction's rounding is relative to
+    coarse: bool = False  # whether autograd rounded it to a coarser dtype than the parameter's
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class Resolution:
 
     factors: dict[int, float]
     objection: str | None
+    residual: float | None = None  # ‖gradient − its patterns' sum‖ at the step, where autograd rounded coarsely
 
 
 def projection(width: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -93,6 +96,7 @@ def resolve(trail: Trail, final: Probe | None) -> Resolution:
     """
     factors: dict[int, float] = {}
     objections: dict[int | None, str] = {}  # None: a gradient that no recorded accumulation explains
+    residuals: dict[int, float] = {}
     last: Probe | None = None
     for event in trail.accumulations:
         _follow(factors, objections, last, event.before, trail.width)
@@ -100,10 +104,15 @@ def resolve(trail: Trail, final: Probe | None) -> Resolution:
         unexplained = _unexplained(event, trail.width)
         if unexplained is not None:
             objections[event.micro] = unexplained
+        if event.coarse:
+            residuals[event.micro] = _difference(event) / (
+                1.0 if event.after.columns.dim() == 1 else math.sqrt(COLUMNS)
+            )
         last = event.after
     _follow(factors, objections, last, final, trail.width)
     standing = [text for micro, text in objections.items() if micro is None or factors[micro] != 0.0]
-    return Resolution(factors, standing[0] if standing else None)
+    residual = math.hypot(*(factors[m] * found for m, found in residuals.items())) if residuals else None
+    return Resolution(factors, standing[0] if standing else None, residual)
 
 
 def _follow(
@@ -150,11 +159,8 @@ def _factor(last: Probe, now: Probe) -> tuple[float, float]:
 
 def _unexplained(event: Accumulation, width: int) -> str | None:
     """Say how the increment of a gradient differs from what its patterns predict, if it does."""
-    increment, size = event.after.columns.double(), float(event.size)
-    if event.before is not None:
-        increment = increment - event.before.columns.double()
-        size += float(event.before.size)
-    difference = float((increment - event.predicted.double()).norm())
+    size = float(event.size) + (0.0 if event.before is None else float(event.before.size))
+    difference = _difference(event)
     if not math.isfinite(difference):
         return NOT_FINITE
     if difference <= _rounding(size, width, event.after.columns.dtype):
@@ -166,9 +172,18 @@ def _unexplained(event: Accumulation, width: int) -> str | None:
         )
     return (
         f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used where "
-        "it is not seen, such as a regulariser in the loss, a functional call, autocast or TF32, or a hook that "
-        "changes gradients"
+        "it is not seen, such as a regulariser in the loss, a functional call, or a hook that "
+        "changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
+        "torch.backends.cuda.matmul.allow_tf32 to False)"
     )
+
+
+def _difference(event: Accumulation) -> float:
+    """Return ‖increment − prediction‖ of the columns."""
+    increment = event.after.columns.double()
+    if event.before is not None:
+        increment = increment - event.before.columns.double()
+    return float((increment - event.predicted.double()).norm())
 
 
 def _rounding(size: float, width: int, dtype: torch.dtype) -> float:
@@ -235,6 +250,13 @@ def _norm(rows: Tensor) -> Tensor:
     """Return the norm of each row, (T, d) -> (T,), also where its squares underflow or overflow (then roughly)."""
     if not rows.numel():
         return rows.new_zeros(len(rows))
+    if rows.device.type == "cpu":  # sums of squares are many times faster there, where they are in range
+        flat = rows.reshape(-1)
+        squares = torch.dot(flat, flat)[None] if len(rows) == 1 else (rows * rows).sum(dim=1)
+        limits = torch.finfo(rows.dtype)
+        odd = ~((squares > limits.smallest_normal / limits.eps**2) & (squares < limits.max))
+        if not bool(odd.any()) or not bool(rows[odd].any()):
+            return squares.sqrt()
     norm = torch.linalg.vector_norm(rows, dim=1)
     largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
     return torch.where(norm.isinf(), largest * math.sqrt(rows.shape[1]), torch.maximum(norm, largest))

@@ -21,8 +21,19 @@ from dualform.record.calls import Pending, gather_calls
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.optimizers import pending_scale
-from dualform.record.probes import Accumulation, Prediction, Probe, Trail, Watching, predict, probe, projection, resolve
-from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
+from dualform.record.probes import (
+    COARSE,
+    Accumulation,
+    Prediction,
+    Probe,
+    Trail,
+    Watching,
+    predict,
+    probe,
+    projection,
+    resolve,
+)
+from dualform.record.sinks import RESIDUAL, CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.steps import OpenStep, Owned, own
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
 
@@ -186,14 +197,25 @@ class Recorder:
         after = self._probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
         predicted, size = torch.zeros_like(after.columns), after.size.new_zeros((), dtype=torch.float64)
+        coarse = False
         for arrival in arrivals:
             for role, prediction in self._predictions(arrival).items():
                 if arrival.call.layer.parameters[role][0] == name:
                     predicted = predicted + prediction.columns
                     size = size + prediction.size
+                    coarse = coarse or arrival.call.coarse is not None
         trail = self._trail(name)
-        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, size))
+        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, size, coarse))
         trail.waiting = None
+
+    def coarse_seen(self, layer: str) -> None:
+        """Refuse a layer whose values cannot be computed again as autocast computed them."""
+        with self._guarding():
+            raise RefusedError(
+                f"Layer {layer!r} ran under autocast, and the errors at a recurrent layer's gates cannot be computed "
+                "again in its dtype. Run it outside autocast (torch.autocast(..., enabled=False) around it), or leave "
+                "it out of layers=[...]."
+            )
 
     def create_graph_seen(self, layer: str) -> None:
         """Remember that a backward built a graph of itself; what is done with it may not be seen."""
@@ -268,6 +290,14 @@ class Recorder:
             )
         micros = len(self._pending.tasks)
         factors = [resolution.factors.get(micro, 0.0) / scale for micro in range(micros)]
+        if resolution.residual is not None:
+            if owned.logger is not None and owned.logger.rounds:
+                raise RefusedError(
+                    f"Parameter {name!r} is trained by {owned.name} under autocast: its orthogonalisation makes "
+                    "as much of the rounding of a gradient as of the gradient. Train it outside autocast, or "
+                    'record the layer\'s keys only (layers={...: "keys"}).'
+                )
+            settings = {**settings, RESIDUAL: resolution.residual}
         return ParameterFacts(name, owned.name, updated, settings, factors)
 
     def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
@@ -348,7 +378,9 @@ class Recorder:
                 }
                 dtype = next(iter(layer.parameters.values()))[1].dtype
                 values = arrival.values.to(dtype)
-                arrival.predictions = predict(watching, values, arrival.keys, rounding=layer.kind.rounding)
+                # Autograd rounds the whole gradient to what autocast computed in.
+                coarse = 1.0 if arrival.call.coarse is None else COARSE / torch.finfo(dtype).eps
+                arrival.predictions = predict(watching, values, arrival.keys, rounding=layer.kind.rounding * coarse)
         return arrival.predictions
 
     def _projection(self, name: str, parameter: nn.Parameter) -> Tensor | None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from dualform.record.annotations import Binding
 from dualform.record.layers import Role
 
+RESIDUAL = "residual"
+"""A fact beside an optimizer's settings: how far patterns are from a gradient that autograd rounded coarsely."""
 SAMPLE = 256  # elements of each parameter that fingerprint a step
 
 
@@ -55,6 +57,7 @@ class CallRecord:
     keys: Tensor  # (rows × positions, d_in)
     values: Tensor | None  # (rows × positions, d_out)
     binding: Binding | None
+    raw: bool = False  # whether its keys owe nothing to the parameters, so that the same may come again
     layout: str | None = None  # how its errors lay in memory, SHAPE:STRIDES; nothing where row by row
 
     @property

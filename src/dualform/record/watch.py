@@ -19,6 +19,7 @@ from dualform.record.layers import Composite, LayerKind, Role, composites, find_
 
 What = Literal["keys+values", "keys"]
 Layers = str | Sequence[str] | Mapping[str, What] | None
+Dtype = Literal["float16"] | Mapping[str, Literal["float16"] | None] | None
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
@@ -112,6 +113,17 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
         )
     _check_shared(watched)
     return tuple(watched)
+
+
+def stored_dtype(dtype: Dtype, layer: str) -> str | None:
+    """Return the dtype that a layer's patterns are stored in; nothing for the one that is trained.
+
+    >>> stored_dtype({"lstm*": "float16"}, "lstm.l0"), stored_dtype({"lstm*": "float16"}, "softmax")
+    ('float16', None)
+    """
+    if not isinstance(dtype, Mapping):
+        return dtype
+    return next((found for pattern, found in dtype.items() if fnmatchcase(layer, pattern)), None)
 
 
 def _check_shared(watched: Sequence[Watched]) -> None:

@@ -72,24 +72,38 @@ def demo(
 
 @app.command()
 def reproduce(
-    study: Annotated[str, typer.Argument(help="single, joint, continual, or all.", show_default=False)],
-    data_set: Annotated[str, typer.Option("--data", help="mnist, digits, or for single cifar-10.")] = "mnist",
+    study: Annotated[
+        str, typer.Argument(help="single, joint, continual, aesop, wikitext2, text, or all.", show_default=False)
+    ],
+    data_set: Annotated[
+        Optional[str],  # noqa: UP045 (typer)
+        typer.Option("--data", help="mnist, digits, for single cifar-10; for text one of `dualform data ls`."),
+    ] = None,
+    file: Annotated[Optional[Path], typer.Option(help="For text: a file of your own, in UTF-8.")] = None,  # noqa: UP045
+    tokens: Annotated[Optional[str], typer.Option(help="For text: chars or words.")] = None,  # noqa: UP045
+    model: Annotated[str, typer.Option(help="Of a language model: lstm or transformer.")] = "lstm",
+    paper: Annotated[bool, typer.Option("--paper", help="Language models of the paper's size.")] = False,
+    updates: Annotated[Optional[int], typer.Option(help="Of a language model.", min=1)] = None,  # noqa: UP045
+    units: Annotated[Optional[int], typer.Option(help="LSTM units, or width of the Transformer.", min=1)] = None,  # noqa: UP045
     seeds: Annotated[int, typer.Option(help="How many runs, with seeds 0, 1, ...", min=1)] = 1,
     folder: Annotated[Path, typer.Option(help="Where to put runs, findings and figures.")] = Path("runs/reproduce"),
     keep: Annotated[
         str, typer.Option(help="Keep the recorded patterns of: first, all or none of the seeds.")
     ] = "first",
     page: Annotated[
-        Path | None,
-        typer.Option(help="With all: the page; default docs/results.md, for other data than mnist FOLDER/results.md."),
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write sections to this page; with all: docs/results.md, other data: FOLDER/results.md."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to train and attend, for example cuda.")] = "cpu",
     json: Json = False,
 ) -> None:
-    """Run the paper's image studies and put our numbers beside the paper's."""
-    from dualform.show.studies import reproduce_studies
+    """Run the paper's studies, images and language models, and put our numbers beside the paper's."""
+    from dualform.show.studies import Options, reproduce_studies
 
-    reproduce_studies(study, data_set, seeds, folder, keep=keep, page=page, device=device, json=json)
+    options = Options(
+        study, data_set, seeds, folder, keep, page, device, file, tokens, model, paper, updates, units
+    )  # fmt: skip
+    reproduce_studies(options, json=json)
 
 
 @app.command()
@@ -136,6 +150,7 @@ def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> 
 def attend(
     run: Run,
     model: Model = None,
+    text: Annotated[Optional[str], typer.Option("--text", help="A prompt, for a language model.")] = None,  # noqa: UP045
     inputs: Inputs = None,
     test: Annotated[list[int], typer.Option("--test", "-t", help="Which inputs to ask about; repeatable.")] = [0],  # noqa: B006
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Only these layers; repeatable.")] = [],  # noqa: B006
@@ -150,11 +165,14 @@ def attend(
     at: At = None,
     json: Json = False,
 ) -> None:
-    """Ask what inputs attend to: totals by group, and the top training patterns."""
+    """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
     from dualform.show.ask import ask, show_answers
     from dualform.show.tables import print_json
 
     memory = _open(run, where=where, without=without, at=at)
+    if text is not None:
+        _attend_text(memory, text, model=model, layers=layer, top=top, json=json)
+        return
     answers = ask(
         memory,
         model=model,
@@ -255,6 +273,18 @@ def _open(run: Path, *, where: str | None = None, without: str | None = None, at
     if where is not None:
         memory = memory.where(where)
     return memory if without is None else memory.without(without)
+
+
+def _attend_text(memory: "Memory", text: str, *, model: str | None, layers: list[str], top: int, json: bool) -> None:
+    from dualform.show.language import show_text
+    from dualform.show.models import load_model
+    from dualform.show.tables import print_json
+
+    found = memory.attend_text(load_model(memory, model), text, layers=layers or None, top=top)
+    if json:
+        print_json(found)
+    else:
+        show_text(found)
 
 
 def _columns(text: str) -> "list[str | Bins]":

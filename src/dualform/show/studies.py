@@ -1,49 +1,188 @@
-"""`dualform reproduce`: run studies over seeds, print their tables, and with `all` write the page."""
+"""`dualform reproduce`: run studies over seeds, print their tables, and write their sections of the results page."""
 
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from dualform.errors import QueryError
-from dualform.experiments.images import reproduce
-from dualform.experiments.page import write_page
-from dualform.experiments.studies import NAMES, Name, study
-from dualform.experiments.summary import summarise
+from dualform.experiments import images
+from dualform.experiments import studies as image_studies
+from dualform.experiments.image_page import image_section
+from dualform.experiments.language import plans
+from dualform.experiments.language import study as language
+from dualform.experiments.language.summary import language_section
+from dualform.experiments.language.summary import summarise as summarise_language
+from dualform.experiments.page import Section, write_page
+from dualform.experiments.summary import Grid, summarise
 from dualform.show.tables import console, print_grid, print_json
+from dualform.tokens import UNITS
 
 KEEP = ("first", "all", "none")
+PAGE = Path("docs/results.md")
+Row = dict[str, Any]
 
 
-def reproduce_studies(
-    which: str, data: str, seeds: int, folder: Path, *, keep: str, page: Path | None, device: str, json: bool
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        which: a study's name, or all.
+        data: the data set; nothing for the paper's.
+        seeds: how many runs.
+        folder: where to put them.
+        keep: of which seeds to keep the recorded patterns.
+        page: the page to write sections to; nothing for none, or with all for the published one.
+        device: where to train and attend.
+        file: for text, the user's own.
+        tokens: for text, chars or words.
+        model: of the language studies.
+        paper: the language studies at the paper's size.
+        updates: of the language studies, instead of the planned number.
+        units: likewise.
+    """
+
+    which: str
+    data: str | None = None
+    seeds: int = 1
+    folder: Path = Path("runs/reproduce")
+    keep: str = "first"
+    page: Path | None = None
+    device: str = "cpu"
+    file: Path | None = None
+    tokens: str | None = None
+    model: str = "lstm"
+    paper: bool = False
+    updates: int | None = None
+    units: int | None = None
+
+    def command(self, study: str) -> str:
+        """Return the command line that makes one study's findings again."""
+        plain = Options(study)
+        given = {
+            "data": self.data, "file": self.file, "tokens": self.tokens, "model": self.model, "updates": self.updates,
+            "units": self.units, "seeds": self.seeds, "device": self.device,
+        }  # fmt: skip
+        parts = [f"--{name} {value}" for name, value in given.items() if value != getattr(plain, name)]
+        return " ".join(["dualform reproduce", study, *parts, *(["--paper"] if self.paper else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One study, ready to be run.
+
+    Attributes:
+        name: of its section and its folders.
+        run: runs one seed: folder, seed, whether to keep the patterns.
+        summarise: makes tables of the findings of all seeds.
+        section: makes its section of the page.
+    """
+
+    name: str
+    run: Callable[[Path, int, bool], Row]
+    summarise: Callable[[Sequence[Row]], list[Grid]]
+    section: Callable[[Sequence[Row]], Section]
+
+
+def reproduce_studies(options: Options, *, json: bool) -> None:
     """Run one study or all of them, and show what was found."""
-    if which != "all" and which not in get_args(Name):
-        raise QueryError(f"There is no study {which!r}; expected {', '.join(NAMES)} or all.")
-    if keep not in KEEP:
-        raise QueryError(f"--keep is {keep!r}; expected one of {', '.join(KEEP)}.")
-    chosen = {name: study(name, data) for name in NAMES if which in (name, "all")}
-    findings: dict[str, list[dict[str, Any]]] = {}
-    for name, plan in chosen.items():
-        findings[name] = []
-        for seed in range(seeds):
-            sys.stderr.write(f"{name} on {data}, seed {seed} ({seed + 1} of {seeds})\n")
-            place = folder / f"{name}-{data}-{seed}"
-            kept = keep == "all" or (keep == "first" and seed == 0)
-            findings[name].append(reproduce(plan, place, seed=seed, device=device, keep=kept))
+    if options.keep not in KEEP:
+        raise QueryError(f"--keep is {options.keep!r}; expected one of {', '.join(KEEP)}.")
+    found: dict[str, list[Row]] = {}
+    sections = []
+    for job in _jobs(options):
+        found[job.name] = []
+        for seed in range(options.seeds):
+            sys.stderr.write(f"{job.name}, seed {seed} ({seed + 1} of {options.seeds})\n")
+            kept = options.keep == "all" or (options.keep == "first" and seed == 0)
+            found[job.name].append(job.run(options.folder / f"{job.name}-{seed}", seed, kept))
+        sections.append(job.section(found[job.name]))
         if not json:
-            screen = console()
-            for grid in summarise(findings[name]):
-                print_grid(screen, grid.title, grid.columns, grid.rows)
-                screen.print(grid.note + "\n" if grid.note else "")
-            screen.print(f"Figures: {folder / f'{name}-{data}-0' / 'figures'}\n", soft_wrap=True)
-    if which == "all":
-        figures: dict[str, Path] = {name: folder / f"{name}-{data}-0" / "figures" for name in chosen}
-        elsewhere = "" if device == "cpu" else f" --device {device}"
-        command = f"dualform reproduce all --data {data} --seeds {seeds}{elsewhere}"
-        # The published page is that of the paper's data; anything else stays with its runs.
-        target = page or (Path("docs/results.md") if data == "mnist" else folder / "results.md")
-        write_page(target, findings, figures, command=command)
+            _print(job, found[job.name], options.folder)
+    target = options.page or _page(options)
+    if target is not None:
+        write_page(target, sections)
         sys.stderr.write(f"Wrote {target}\n")
     if json:
-        print_json(findings)
+        print_json(found)
+
+
+def _page(options: Options) -> Path | None:
+    """Return the page to write to: with all, and the paper's data, the published one; anything else with its runs."""
+    if options.which != "all":
+        return None
+    return PAGE if options.data in (None, "mnist") else options.folder / "results.md"
+
+
+def _print(job: Job, findings: Sequence[Row], folder: Path) -> None:
+    screen = console()
+    for grid in job.summarise(findings):
+        print_grid(screen, grid.title, grid.columns, grid.rows)
+        screen.print(grid.note + "\n" if grid.note else "")
+    screen.print(f"Runs and figures: {folder / f'{job.name}-0'}\n", soft_wrap=True)
+
+
+def _jobs(options: Options) -> list[Job]:
+    """Return the studies asked for; all are the image studies and, on the paper's data, the language ones."""
+    known = [*image_studies.NAMES, *plans.NAMES]
+    which = options.which
+    if which == "all":
+        wanted = [*image_studies.NAMES, *([*plans.PAPER] if options.data in (None, "mnist") else [])]
+    elif which in known:
+        wanted = [which]
+    else:
+        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)} or all.")
+    return [
+        _image_job(cast("image_studies.Name", name), options)
+        if name in get_args(image_studies.Name)
+        else _language_job(cast("plans.Name", name), options)
+        for name in wanted
+    ]
+
+
+def _image_job(name: image_studies.Name, options: Options) -> Job:
+    data = options.data or "mnist"
+    plan = image_studies.study(name, data)
+    return Job(
+        name=f"{name}-{data}",
+        run=lambda folder, seed, keep: images.reproduce(plan, folder, seed=seed, device=options.device, keep=keep),
+        summarise=summarise,
+        section=lambda findings: image_section(
+            name,
+            findings,
+            options.folder / f"{name}-{data}-0" / "figures",
+            command=options.command(name),
+        ),
+    )
+
+
+def _language_job(name: plans.Name, options: Options) -> Job:
+    if options.model not in plans.MODEL_NAMES:
+        raise QueryError(f"--model is {options.model!r}; expected {' or '.join(plans.MODEL_NAMES)}.")
+    if options.tokens is not None and options.tokens not in UNITS:
+        raise QueryError(f"--tokens is {options.tokens!r}; expected {' or '.join(UNITS)}.")
+    if name != "text" and (options.file or options.tokens):
+        raise QueryError(f"--file and --tokens go with the study text; {name} has a text of its own.")
+    data = (str(options.file) if options.file else options.data) if name == "text" else None
+    corpus = language.load_corpus(data or plans.TEXTS[name], options.tokens)
+    plan = plans.plan(
+        name,
+        model=options.model,
+        data=data,
+        wide=len(corpus.vocabulary) > plans.WIDE_FROM,
+        paper=options.paper,
+        updates=options.updates,
+        units=options.units,
+    )
+    parts = [name, corpus.name if name == "text" else "", "" if plan.model == "lstm" else plan.model]
+    title = "-".join([part for part in parts if part] + (["paper"] if plan.paper else []))
+    return Job(
+        name=title,
+        run=lambda folder, seed, keep: language.reproduce(
+            plan, corpus, folder, seed=seed, device=options.device, keep=keep
+        ),
+        summarise=summarise_language,
+        section=lambda findings: language_section(title, findings, command=options.command(name)),
+    )

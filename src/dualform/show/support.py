@@ -2,13 +2,14 @@
 
 from dualform.coefficients import kinds
 from dualform.coefficients import optimizers as scalar
-from dualform.record.layers import registered
+from dualform.record.layers import composites, registered
 from dualform.record.optimizers import supported
 
 KEYS = {
     "Linear": "input",
     "transformers.Conv1D": "input; the weight is stored transposed",
     "Embedding": "token, an integer; attention is 1 where tokens are equal, else 0",
+    "MultiheadAttention": "the input of each projection: `in_proj` (or its slices `.q .k .v .kv`), `out_proj`",
 }
 
 
@@ -24,7 +25,7 @@ def support_page() -> str:
         "",
         "| layer | key |",
         "|---|---|",
-        *(f"| `{name}` | {KEYS.get(name) or _key(name)} |" for name in sorted(registered())),
+        *(f"| `{name}` | {KEYS.get(name) or _key(name)} |" for name in sorted([*registered(), *composites()])),
         "",
         "One parameter may be used by several of these (a tied embedding and output layer): every use is recorded,",
         "and the identity holds for their sum.",
@@ -40,7 +41,12 @@ def support_page() -> str:
 
 
 def _key(name: str) -> str:
-    return "unfolded patch; position = output location" if name.startswith("Conv") else "normalised input, elementwise"
+    if name.startswith("Conv"):
+        return "unfolded patch; position = output location"
+    if name.startswith(("LSTM", "GRU", "RNN")):
+        parts = "" if name.endswith("Cell") else ", per layer and direction (`l0`, `l0_reverse`, ...)"
+        return f"[x_t ; h_{{t-1}}]{parts}"
+    return "normalised input, elementwise"
 
 
 def _family(name: str) -> str:

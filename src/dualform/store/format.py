@@ -28,6 +28,8 @@ MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
 TESTS = "media/tests.safetensors"
+CORPUS = "media/corpus.safetensors"
+VOCABULARY = "media/vocabulary.json"
 PARTIAL = ".partial-"
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
@@ -87,6 +89,7 @@ class ShardEntry:
     files: dict[str, FileEntry]
     key_range: dict[str, tuple[float, float]]  # layer -> (least, greatest) key element
     parameters: dict[str, str]  # parameter -> xxh3 of its bytes after the last step
+    pools: dict[str, tuple[int, int]] = field(default_factory=dict)  # layer with a pool -> (first number, keys here)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,7 @@ def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
         files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
         key_range={layer: (low, high) for layer, (low, high) in raw["key_range"].items()},
         parameters=raw["parameters"],
+        pools={layer: (base, count) for layer, (base, count) in raw.get("pools", {}).items()},
     )
 
 

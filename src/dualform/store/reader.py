@@ -4,7 +4,7 @@ Everything is read where it lies (tensors are memory maps) and when it is asked 
 cut short is an error at opening; changed bytes are found by `dualform.store.audit`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,19 @@ from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.store.encoding import SCALE
 from dualform.store.format import FINAL, INITIAL, STATE, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
+from dualform.store.pool import DIGESTS, REFERENCES, PooledRows, Rows
 from dualform.store.tables import CALLS, addresses
 
 Columns = dict[str, npt.NDArray[Any]]
 Factors = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Stored rows of one layer in one shard, (n, d), with their scales where they are row-scaled."""
-
-    stored: Tensor
-    scales: Tensor | None
-
-
 class Shard:
     """One published shard, of which only steps before `stop` belong to the memory."""
 
-    def __init__(self, folder: Path, entry: ShardEntry, batch_axis: int) -> None:
+    def __init__(self, folder: Path, entry: ShardEntry, batch_axis: int, before: Sequence["Shard"] = ()) -> None:
         self.folder = folder
+        self._before = before  # where the keys of a pool may lie
         self.entry = entry
         self._batch_axis = batch_axis
         self._names = shard_files(entry.index)
@@ -66,10 +60,27 @@ class Shard:
         """Return each pattern's step, micro, call, row, position, and its row in the annotation table."""
         return addresses(self.calls(layer))
 
-    def rows(self, layer: str, what: str) -> Rows:
+    def rows(self, layer: str, what: str) -> Rows | PooledRows:
         """Return the keys or values of a layer, as they are stored."""
-        name = f"{layer}/{what}"
         count = self.count(layer)
+        if what != "keys" or layer not in self.entry.pools:
+            return self._stored(f"{layer}/{what}", count)
+        shards = [shard for shard in (*self._before, self) if layer in shard.entry.pools]
+        return PooledRows(
+            references=self._stored(f"{layer}/{REFERENCES}", count).stored,
+            bases=[shard.entry.pools[layer][0] for shard in shards],
+            sources=[shard.pool(layer) for shard in shards],
+        )
+
+    def pool(self, layer: str) -> Rows:
+        """Return the keys of a layer's pool that lie in this shard."""
+        return self._stored(f"{layer}/keys", self.entry.pools[layer][1])
+
+    def digests(self, layer: str) -> Tensor:
+        """Return the digests of those keys, (n, 2)."""
+        return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).stored
+
+    def _stored(self, name: str, count: int) -> Rows:
         with opened_tensors(self.path("patterns")) as file:
             names = set(file.keys())
             if name not in names:
@@ -77,10 +88,22 @@ class Shard:
             scales = file.get_tensor(name + SCALE)[:count] if name + SCALE in names else None
             return Rows(file.get_tensor(name)[:count], scales)
 
+    def stored_bytes(self, layer: str) -> int:
+        """Return the bytes of a layer's patterns in this shard's file, those that were cut off included."""
+        with opened_tensors(self.path("patterns")) as file:
+            names = [name for name in file.keys() if name.startswith(f"{layer}/")]  # noqa: SIM118 (not a mapping)
+            return sum(file.get_tensor(name).nbytes for name in names if "/" not in name.removeprefix(f"{layer}/"))
+
     @cached_property
     def annotations(self) -> pa.Table:
         """The user's columns in this shard."""
         return self._read("annotations")
+
+    def annotation(self, name: str) -> pa.ChunkedArray | None:
+        """Read one of the user's columns alone, without keeping it; nothing where this shard does not have it."""
+        if name not in pq.read_schema(self.path("annotations")).names:
+            return None
+        return self._read("annotations", [name])[name]
 
     @cached_property
     def steps(self) -> pa.Table:
@@ -98,9 +121,9 @@ class Shard:
     def _kept(self, table: pa.Table) -> pa.Table:
         return table.filter(pc.field("step") < self.entry.stop)
 
-    def _read(self, what: str) -> pa.Table:
+    def _read(self, what: str, columns: list[str] | None = None) -> pa.Table:
         try:
-            return pq.read_table(self.path(what))
+            return pq.read_table(self.path(what), columns=columns)
         except (OSError, pa.ArrowException) as error:
             raise CorruptError(f"{self.path(what)} cannot be read: {error}. Restore the file from a copy.") from error
 
@@ -112,9 +135,11 @@ class Run:
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self._check_sizes()
-        self.shards = tuple(
-            Shard(folder, entry, self.manifest.batch_axis) for entry in self.manifest.shards if entry.stop > entry.start
-        )
+        shards: list[Shard] = []
+        for entry in self.manifest.shards:
+            if entry.stop > entry.start:
+                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards)))
+        self.shards = tuple(shards)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 
     @property

@@ -8,12 +8,14 @@ others are replayed step by step.
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.coefficients.family import Of
 from dualform.forms import form
 from dualform.progress import bar
+from dualform.record.sinks import RESIDUAL
 from dualform.store.reader import Run
 from dualform.store.replay import Rounding, kept, replay, replayed_parameters
 from dualform.store.stream import Keep, everything, stream
@@ -26,6 +28,7 @@ class Parts:
     start: Tensor  # what decay and momentum left of the start
     share: Tensor  # what the kept patterns added
     rounding: Rounding | None = None
+    noise: float = 0.0  # the size of what coarsely rounded gradients did beyond their patterns, at random
 
     @property
     def whole(self) -> Tensor:
@@ -48,11 +51,25 @@ def parts(
     if layers is None:
         layers = [name for name, entry in run.layers.items() if entry.store != "keys"]
     scalar = shares(run, horizon=horizon, keep=keep, layers=layers)
-    found = {name: Parts(start(run, name, horizon=horizon), share) for name, share in scalar.items()}
+    found = {
+        name: Parts(start(run, name, horizon=horizon), share, noise=_noise(run, name, horizon))
+        for name, share in scalar.items()
+    }
     if replayed_parameters(run, layers):
         for name, outcome in replay(run, layers, horizon=horizon, groups=1, codes=kept(keep)).items():
-            found[name] = Parts(outcome.start, outcome.shares[0], outcome.rounding)
+            found[name] = Parts(outcome.start, outcome.shares[0], outcome.rounding, outcome.noise)
     return found
+
+
+def _noise(run: Run, parameter: str, horizon: int) -> float:
+    """Return the root of the sum of squares of what each step's residual did to a parameter with coefficients."""
+    facts, _ = run.facts(parameter)
+    if RESIDUAL not in facts.settings:
+        return 0.0
+    residual = np.nan_to_num(np.asarray(facts.settings[RESIDUAL], dtype=np.float64))
+    within = facts.step < horizon
+    coefficients = run.coefficients(parameter, horizon)[0].step[facts.step[within]]
+    return float(np.linalg.norm(coefficients * residual[within]))
 
 
 def start(run: Run, parameter: str, *, horizon: int, of: Of = "parameter") -> Tensor:

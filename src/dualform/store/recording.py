@@ -4,15 +4,17 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RunFactoryError
 from dualform.record.recorder import OnFailure, Recorder
-from dualform.record.watch import Layers
+from dualform.record.watch import Dtype, Layers
 from dualform.store.writer import DiskWriter
+
+_DTYPES = (None, "float16")
 
 
 def record(
@@ -21,7 +23,7 @@ def record(
     path: str | os.PathLike[str],
     *,
     layers: Layers = None,
-    dtype: Literal["float16"] | None = None,
+    dtype: Dtype = None,
     strict: bool = False,
     batch_axis: int = 0,
     resume: bool | int = False,
@@ -48,7 +50,8 @@ def record(
         path: the run folder to make.
         layers: nothing for every supported layer; a name or pattern such as `"encoder.*"`, or several; or a mapping
             from names or patterns to `"keys+values"` or `"keys"` (attention only), of which the first match decides.
-        dtype: store in the dtype that is trained, or in row-scaled `"float16"`.
+        dtype: store in the dtype that is trained, or in row-scaled `"float16"`; or a mapping from names or patterns of
+            layers to `"float16"`, of which the first match decides.
         strict: raise, instead of warning, when trained parameters are not covered.
         batch_axis: which leading axis of an input is the batch: 0 for (B, L, d), 1 for (L, B, d).
         resume: continue the run in `path` at the step where the model's own checkpoint stands (found from its weights,
@@ -60,8 +63,9 @@ def record(
         factory: `"package.module:function"` that makes the model, so that the command line can.
         factory_arguments: its keyword arguments, of JSON types.
     """
-    if dtype not in (None, "float16"):
-        raise ValueError(f'dtype is {dtype!r}; expected None (the dtype that is trained) or "float16".')
+    unknown = [found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _DTYPES]
+    if unknown:
+        raise ValueError(f'dtype is {unknown[0]!r}; expected None (the dtype that is trained) or "float16".')
     if on_failure not in ("raise", "detach"):
         raise ValueError(f'on_failure is {on_failure!r}; expected "raise" or "detach".')
     if factory is not None and (not isinstance(factory, str) or ":" not in factory):

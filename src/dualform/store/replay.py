@@ -23,9 +23,11 @@ from dualform.coefficients.replayed import Map, Multiplier, Replay, Share, machi
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
+from dualform.record.sinks import RESIDUAL
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
-from dualform.store.reader import Columns, Rows, Run, Shard
+from dualform.store.pool import PooledRows, Rows
+from dualform.store.reader import Columns, Run, Shard
 from dualform.store.stream import Keep, everything
 
 Codes = Callable[[Shard, str], npt.NDArray[np.int64] | None]
@@ -60,6 +62,7 @@ class Replayed:
         rounding: the third term, where there is one.
         parameter: the parameter itself, as torch's own steps on the rebuilt gradients left it.
         state: the optimizer's state.
+        noise: the size of what coarsely rounded gradients did beyond their patterns, at random.
     """
 
     start: Tensor
@@ -67,6 +70,7 @@ class Replayed:
     rounding: Rounding | None
     parameter: Tensor
     state: Mapping[str, Any]
+    noise: float = 0.0
 
     @property
     def fixed(self) -> Tensor:
@@ -217,6 +221,7 @@ class _Parameter:
         followed = kind.rounds and groups is not None
         self._rounding = Share(torch.zeros(initial.shape, dtype=torch.float64)) if followed else None
         self._expected = 0.0
+        self._noise = 0.0
         self._repeatable = True
         self._at = {int(step): i for i, step in enumerate(facts.step)}
         self._settings = facts.settings
@@ -232,7 +237,11 @@ class _Parameter:
         gradient, parts, exact = self._gradients(mine, {m: float(self._factors[step, m]) for m in micros})
         row = self._row(step)
         before = None if self._rounding is None else self.replay.share()
+        was = self.replay.parameter.detach().clone() if RESIDUAL in row else None
         linear: Map = self.replay.step(self.replay.kind.decode(row), gradient)
+        if was is not None and (size := float(gradient.double().norm())):
+            moved = float((self.replay.parameter.detach() - was).double().norm())
+            self._noise = math.hypot(self._noise, moved * row[RESIDUAL] / size)
         if self._start is not None:
             self._start.step(linear, None)
         for share, part in zip(self._shares, parts, strict=True):
@@ -322,6 +331,7 @@ class _Parameter:
             rounding=rounding,
             parameter=parameter,
             state=self.replay.state,
+            noise=4 * self._noise,  # a moment of gradients is smaller than they are
         )
 
 
@@ -347,7 +357,9 @@ class _Reader:
         for layer in self._layers:
             run.require_values(layer)
         self._shard: Shard | None = None
-        self._sources: dict[str, tuple[Columns, Rows, Rows, npt.NDArray[np.int64] | None]] = {}
+        self._sources: dict[
+            str, tuple[Columns, Rows | PooledRows, Rows | PooledRows, npt.NDArray[np.int64] | None]
+        ] = {}
 
     def calls(self, step: int) -> list[_Call]:
         """Return a step's calls, in the order of layers and forward calls."""
@@ -374,10 +386,10 @@ class _Reader:
             yield _Call(
                 entry=entry,
                 micro=int(table["micro"][i]),
-                keys=decode(keys.stored[at], None if keys.scales is None else keys.scales[at], dtype),
-                values=decode(values.stored[at], None if values.scales is None else values.scales[at], dtype),
+                keys=decode(*keys.take(at), dtype),
+                values=decode(*values.take(at), dtype),
                 codes=None if groups is None else torch.from_numpy(np.ascontiguousarray(groups[at])),
                 layout=table["layout"][i],
                 whole=not sums_in_own_order(entry.kind)
-                and all(rows.stored.dtype in (dtype, torch.int64) for rows in (keys, values)),
+                and all(rows.dtype in (dtype, torch.int64) for rows in (keys, values)),
             )

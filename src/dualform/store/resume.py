@@ -16,6 +16,7 @@ from dualform.errors import ResumeError
 from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
 from dualform.store.format import FINAL, Manifest, remove_partial, shard_files
+from dualform.store.pool import Pool
 from dualform.store.reader import Run
 from dualform.store.rebuild import parts, states
 from dualform.store.tables import fingerprint
@@ -38,6 +39,16 @@ def resume_at(folder: Path, wanted: Manifest, start: Start, step: int | None) ->
     manifest.publish(folder)
     _sweep(folder, manifest)
     return manifest
+
+
+def read_pools(run: Run) -> tuple[set[str], dict[str, Pool]]:
+    """Return the layers that have patterns, and the pools of those that have one, as the run left them."""
+    seen = {name for name in run.manifest.layers if run.count(name)}
+    pools: dict[str, Pool] = {}
+    for shard in run.shards:
+        for layer, (base, _) in shard.entry.pools.items():
+            pools.setdefault(layer, Pool()).remember(base, shard.digests(layer))
+    return seen, pools
 
 
 def _same_shape(old: Manifest, new: Manifest) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dualform.coefficients.family import Of
 from dualform.store.encoding import decode
-from dualform.store.reader import Rows, Run, Shard
+from dualform.store.pool import PooledRows, Rows
+from dualform.store.reader import Run, Shard
 
 CHUNK = 8192
 Keep = Callable[[Shard, str], npt.NDArray[np.bool_] | None]
@@ -29,12 +30,14 @@ class Chunk:
         keys: (n, d_in)
         values: (n, d_out), where asked for.
         coefficients: role -> (n,) of each of the layer's parameters whose optimizer has them, where asked for.
+        scales: (n,) what each key has still to be multiplied with; nothing where keys are whole.
     """
 
     patterns: npt.NDArray[np.int64]
     keys: Tensor
     values: Tensor | None = None
     coefficients: Mapping[str, Tensor] = field(default_factory=dict)
+    scales: Tensor | None = None
 
 
 def everything(shard: Shard, layer: str) -> None:
@@ -52,6 +55,7 @@ def stream(
     size: int = CHUNK,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    scaled: bool = True,
 ) -> Iterator[Chunk]:
     """Yield a layer's patterns of the first `horizon` steps in order.
 
@@ -65,6 +69,8 @@ def stream(
         size: patterns per chunk at most.
         device: where chunks are put.
         dtype: what chunks are computed in; by default float64 where that is stored, else float32.
+        scaled: multiply row-scaled keys with their scales. A scale is a power of two, so it may as well multiply what
+            becomes of the key later, which is cheaper.
     """
     entry = run.require_values(layer) if values else run.layer(layer)
     coefficients = {
@@ -85,15 +91,17 @@ def stream(
             for start in range(0, len(kept), size):
                 rows = kept[start : start + size]
                 steps = _repeat(shard, layer, rows) if values else None
+                stored, scales = _taken(keys, rows, device)
                 yield Chunk(
                     patterns=rows + before,
-                    keys=take(keys, rows, dtype, device),
+                    keys=decode(stored, scales if scaled else None, dtype),
                     values=take(errors, rows, dtype, device) if errors is not None else None,
                     coefficients={
                         role: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(device, dtype)
                         for role, (found, factors) in coefficients.items()
                         if steps is not None
                     },
+                    scales=None if scaled or scales is None else scales.to(dtype),
                 )
         before += count
 
@@ -116,9 +124,18 @@ def _repeat(
     return calls["step"][at], calls["micro"][at]
 
 
-def take(source: Rows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def take(
+    source: Rows | PooledRows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """Return stored rows, decoded, on a device."""
+    return decode(*_taken(source, rows, device), dtype)
+
+
+def _taken(
+    source: Rows | PooledRows, rows: npt.NDArray[np.int64], device: torch.device | str
+) -> tuple[Tensor, Tensor | None]:
+    """Return rows as they are stored, and their scales where they have some, on a device."""
     contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
     index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
-    scales = None if source.scales is None else source.scales[index].to(device)
-    return decode(source.stored[index].to(device), scales, dtype)
+    stored, scales = source.take(index)
+    return stored.to(device), None if scales is None else scales.to(device)

@@ -25,6 +25,7 @@ from dualform.errors import ResumeError, RunExistsError, StoreError
 from dualform.record.annotations import Binding
 from dualform.record.estimate import size_text
 from dualform.record.sinks import Start, StepRecord
+from dualform.record.watch import Dtype, stored_dtype
 from dualform.store.encoding import SCALE, encode
 from dualform.store.format import (
     FINAL,
@@ -44,8 +45,10 @@ from dualform.store.format import (
     remove_partial,
     shard_files,
 )
+from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.queue import ByteQueue
-from dualform.store.resume import resume_at
+from dualform.store.reader import Run
+from dualform.store.resume import read_pools, resume_at
 from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
 
 Snapshot = dict[str, Tensor]
@@ -65,7 +68,7 @@ class DiskWriter:
         self,
         path: Path,
         *,
-        dtype: str | None,
+        dtype: Dtype,
         shard_bytes: int,
         queue_bytes: int,
         resume: bool | int,
@@ -87,6 +90,8 @@ class DiskWriter:
         self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
         self._columns: dict[str, str] = {}
         self._taken: list[StepRecord] = []
+        self._seen: set[str] = set()  # layers that have patterns
+        self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
         self._manifest = Manifest({}, {}, (), {})
         self._stack = ExitStack()
 
@@ -181,7 +186,8 @@ class DiskWriter:
                     d_out=layer.d_out,
                     parameters={str(role): parameter for role, parameter in layer.parameters.items()},
                     store="keys" if layer.keys_only else "keys+values",
-                    dtype=self.dtype or _name(start.parameters[next(iter(layer.parameters.values()))].dtype),
+                    dtype=stored_dtype(self.dtype, name)
+                    or _name(start.parameters[next(iter(layer.parameters.values()))].dtype),
                     optional=layer.optional,
                 )
                 for name, layer in start.layers.items()
@@ -217,6 +223,7 @@ class DiskWriter:
         step = None if self._resume is True else int(self._resume)
         self._manifest = resume_at(self.path, self._manifest, start, step)
         self._columns = dict(self._manifest.columns)
+        self._seen, self._pools = read_pools(Run(self.path))
 
     def _check_space(self, record: StepRecord) -> None:
         self._checked = True
@@ -230,9 +237,13 @@ class DiskWriter:
             )
 
     def _stored_bytes(self, record: StepRecord) -> int:
-        itemsize = {"float16": 2}.get(self.dtype or "")
-        elements = sum(c.keys.numel() + (c.values.numel() if c.values is not None else 0) for c in record.calls)
-        return record.nbytes if itemsize is None else itemsize * elements
+        def size(tensor: Tensor | None, layer: str) -> int:
+            if tensor is None:
+                return 0
+            half = tensor.is_floating_point() and stored_dtype(self.dtype, layer) == "float16"
+            return 2 * tensor.numel() if half else tensor.nbytes
+
+        return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
     def _seal(self, snapshot: Callable[[], Snapshot]) -> None:
         parameters = snapshot()
@@ -257,7 +268,7 @@ class DiskWriter:
         index = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
         names = shard_files(index)
         calls, annotations = call_tables(records)
-        tensors, key_range = self._tensors(records)
+        tensors, key_range, pools = self._tensors(records)
         files = {names["patterns"]: publish_tensors(self.path / names["patterns"], tensors)}
         tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
         for what, table in tables.items():
@@ -269,29 +280,49 @@ class DiskWriter:
             files=files,
             key_range=key_range,
             parameters={name: fingerprint(tensor) for name, tensor in parameters.items()},
+            pools=pools,
         )
         columns = merge_columns(self._manifest.columns, annotations.schema)
         self._publish(shards=(*self._manifest.shards, shard), columns=columns)
 
-    def _tensors(self, records: list[StepRecord]) -> tuple[dict[str, Tensor], dict[str, tuple[float, float]]]:
+    def _tensors(
+        self, records: list[StepRecord]
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[float, float]], dict[str, tuple[int, int]]]:
+        """Return a shard's tensors, the range of each layer's keys, and what each pool got."""
         parts: dict[str, list[Tensor]] = {}
+        self._choose_pools(records)
         for record in records:
             for call in record.calls:
                 parts.setdefault(f"{call.layer}/keys", []).append(call.keys)
                 if call.values is not None:
                     parts.setdefault(f"{call.layer}/values", []).append(call.values)
-        tensors, key_range = {}, {}
+        tensors, key_range, pools = {}, {}, {}
         for name, rows in parts.items():
             layer, what = name.rsplit("/", 1)
             whole = torch.cat(rows)
             if what == "keys" and whole.numel():
                 low, high = torch.aminmax(whole)
                 key_range[layer] = (float(low), float(high))
+            if what == "keys" and layer in self._pools:
+                base = self._pools[layer].size
+                tensors[f"{layer}/{REFERENCES}"], new, tensors[f"{layer}/{DIGESTS}"] = self._pools[layer].place(whole)
+                whole = whole[new]
+                pools[layer] = (base, len(new))
             stored, scales = encode(whole, getattr(torch, self._manifest.layers[layer].dtype))
             tensors[name] = stored
             if scales is not None:
                 tensors[name + SCALE] = scales
-        return tensors, key_range
+        return tensors, key_range, pools
+
+    def _choose_pools(self, records: list[StepRecord]) -> None:
+        """Give a pool to each layer whose first patterns are worth one; those of later shards go the same way."""
+        for record in records:
+            for call in record.calls:
+                if call.layer not in self._seen:
+                    self._seen.add(call.layer)
+                    wide = call.keys.is_floating_point() and call.keys.shape[1] >= WIDTH
+                    if call.raw and wide and call.positions == 1:
+                        self._pools[call.layer] = Pool()
 
     def _publish(self, **changes: Any) -> None:
         self._manifest = dataclasses.replace(self._manifest, **changes)

@@ -1,31 +1,38 @@
 """The data sets of the experiments, by name.
 
-One data set a file, registered by `@provides` and imported here. `load` gives the images, wherever they are
-from; `fetch` only sees to it that this machine has them; `describe` says what there is. Where the files come
-from stands in `sources`. Importing this package is cheap: numpy, torch and scikit-learn are imported where
+One data set a file, registered by `@provides` and imported here. `load` gives the images and `load_text` the text,
+wherever they are from; `fetch` only sees to it that this machine has them; `describe` says what there is. Where the
+files come from stands in `sources`. Importing this package is cheap: numpy, torch and scikit-learn are imported where
 they are used.
 """
 
 from dataclasses import dataclass
 
+from dualform.errors import DataError
 from dualform.experiments.datasets import (  # noqa: F401 (an import registers the set)
+    aesop,
     cifar10,
     digits,
     fashion_mnist,
     mnist,
+    moby_dick,
     sources,
+    wikitext2,
 )
 from dualform.experiments.datasets.catalogue import find_dataset, names
 from dualform.experiments.datasets.imageset import ImageSet, permuted, standardised
 from dualform.experiments.datasets.sources import Location
+from dualform.experiments.datasets.textset import TextSet
 
 __all__ = [
     "Description",
     "ImageSet",
     "Location",
+    "TextSet",
     "describe",
     "fetch",
     "load",
+    "load_text",
     "names",
     "permuted",
     "standardised",
@@ -62,7 +69,7 @@ def describe() -> tuple[Description, ...]:
     Only looks whether the files are there; their checksums are verified by `fetch` and `load`.
 
     >>> [row.name for row in describe()]
-    ['cifar-10', 'digits', 'fashion-mnist', 'mnist']
+    ['aesop', 'cifar-10', 'digits', 'fashion-mnist', 'mnist', 'moby-dick', 'wikitext-2']
     """
     return tuple(
         Description(
@@ -92,7 +99,7 @@ def fetch(name: str, *, progress: bool = True) -> Location:
 
 
 def load(name: str, *, progress: bool = True) -> ImageSet:
-    """Load a data set, fetching it first where this machine does not have it.
+    """Load an image set, fetching it first where this machine does not have it.
 
     >>> load("digits").train_images.shape
     (1437, 8, 8)
@@ -104,5 +111,20 @@ def load(name: str, *, progress: bool = True) -> ImageSet:
     Raises:
         DataError: there is no such set, no source has it, or its content is not what it should be.
     """
+    found = _build(name, progress=progress)
+    if not isinstance(found, ImageSet):
+        raise DataError(f"{name} is a text; expected a set of images. Texts are loaded by load_text.")
+    return found
+
+
+def load_text(name: str, *, progress: bool = True) -> TextSet:
+    """Load a text, fetching it first where this machine does not have it. Otherwise as `load`."""
+    found = _build(name, progress=progress)
+    if not isinstance(found, TextSet):
+        raise DataError(f"{name} is a set of images; expected a text. Images are loaded by load.")
+    return found
+
+
+def _build(name: str, *, progress: bool) -> ImageSet | TextSet:
     dataset = find_dataset(name)
     return dataset.build(sources.obtain(dataset, progress=progress).contents)

@@ -14,9 +14,10 @@ from dualform.errors import DataError
 
 if TYPE_CHECKING:
     from dualform.experiments.datasets.imageset import ImageSet
+    from dualform.experiments.datasets.textset import TextSet
 
-Build = Callable[[Mapping[str, bytes]], "ImageSet"]
-"""Makes the images from the verified, uncompressed content of the files, by file name."""
+Build = Callable[[Mapping[str, bytes]], "ImageSet | TextSet"]
+"""Makes the images, or the text, from the verified, uncompressed content of the files, by file name."""
 
 
 class Remote(Protocol):
@@ -32,13 +33,13 @@ class Remote(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A data set: its files, where to fetch them, and how to make images of them.
+    """A data set: its files, where to fetch them, and how to make images or a text of them.
 
     Attributes:
         name: its name, and that of the folder its files are kept in.
         summary: one sentence on what it holds.
         licence: the terms it comes under.
-        build: makes the images from the files' content.
+        build: makes the images, or the text, from the files' content.
         files: the sha256 of each file's uncompressed content, by file name.
         remotes: where the files can be fetched, in the order to be tried.
         module: the importable module that carries the set, where there are no files.
@@ -87,7 +88,7 @@ def names() -> tuple[str, ...]:
 
     >>> from dualform.experiments import datasets
     >>> datasets.names()
-    ('cifar-10', 'digits', 'fashion-mnist', 'mnist')
+    ('aesop', 'cifar-10', 'digits', 'fashion-mnist', 'mnist', 'moby-dick', 'wikitext-2')
     """
     return tuple(sorted(_DATASETS))
 

@@ -6,7 +6,9 @@ them. Knows nothing of where the bytes come from.
 
 import gzip
 import hashlib
+import io
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
@@ -79,3 +81,25 @@ def read_members(archive: IO[bytes], files: Collection[str]) -> dict[str, bytes]
     if missing:
         raise SourceError(f"the archive does not hold {', '.join(missing)}")
     return contents
+
+
+def read_zip(content: bytes, files: Collection[str]) -> dict[str, bytes]:
+    """Read files out of a zip archive, by base name, wherever in it they are. Nothing is unpacked to disk."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            members = {PurePosixPath(name).name: name for name in archive.namelist()}
+            missing = [file for file in files if file not in members]
+            if missing:
+                raise SourceError(f"the archive does not hold {', '.join(missing)}")
+            return {file: archive.read(members[file]) for file in files}
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise SourceError(f"the archive is no complete zip file ({error})") from error
+
+
+def cut_book(content: bytes, *, first: str, name: str) -> bytes:
+    """Return a book of Project Gutenberg without the header and the licence around it, with plain line ends."""
+    book = content.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+    start, end = book.find(first.encode()), book.find(b"*** END OF ")
+    if start < 0 or end < start:
+        raise SourceError(f"{name} has no {first.strip()!r} before '*** END OF'")
+    return book[start:end]

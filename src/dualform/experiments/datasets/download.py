@@ -1,4 +1,4 @@
-"""Public downloads over HTTP: one address for each file, or one archive with all of them.
+"""Public downloads over HTTP: one address for each file, or one archive (or one book) with all of them.
 
 Everything is held in memory until it is complete, so a download that breaks off leaves nothing behind. Does
 not write or verify anything.
@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from dualform.experiments.datasets.contents import SourceError, gunzip, read_members
+from dualform.experiments.datasets.contents import SourceError, cut_book, gunzip, read_members, read_zip
 from dualform.progress import bar
 
 TIMEOUT = 30.0
@@ -50,6 +50,45 @@ class ArchiveDownload:
     def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
         """Download the archive and read the files out of it."""
         return read_members(io.BytesIO(download(self.url, progress=progress)), files)
+
+
+@dataclass(frozen=True, slots=True)
+class ZipDownload:
+    """A zip archive that holds all the files."""
+
+    url: str
+
+    @property
+    def label(self) -> str:
+        """The address."""
+        return f"download {self.url}"
+
+    def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
+        """Download the archive and read the files out of it."""
+        return read_zip(download(self.url, progress=progress), files)
+
+
+@dataclass(frozen=True, slots=True)
+class BookDownload:
+    """A book of Project Gutenberg as one text file, from its first words to the mark before the licence.
+
+    Attributes:
+        url: the address.
+        first: what the file starts with once the header is left out.
+    """
+
+    url: str
+    first: str
+
+    @property
+    def label(self) -> str:
+        """The address."""
+        return f"download {self.url}"
+
+    def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
+        """Download the book and cut the header and the licence off."""
+        book = cut_book(download(self.url, progress=progress), first=self.first, name=self.url.rpartition("/")[2])
+        return dict.fromkeys(files, book)
 
 
 def download(url: str, *, progress: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""The networks of the experiments, each made by a factory that a run can remember by name."""
+"""A multi-layer perceptron, the network of the image studies."""
 
 from collections.abc import Sequence
 from itertools import pairwise

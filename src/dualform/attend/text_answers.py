@@ -1,0 +1,124 @@
+"""The answer to a question about a text: passages, documents and tokens by layer, for terminals and notebooks.
+
+What is found, and how it reads; how it is found stands in `text.py`.
+"""
+
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from dualform.attend.passages import Passage
+from dualform.attend.prompts import Guess
+from dualform.errors import UnknownLayerError
+from dualform.tokens import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A document or a token: its name, the total attention to its patterns, and how many those are."""
+
+    name: str
+    attention: float
+    patterns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayer:
+    """What a prompt attends to in one layer.
+
+    Attributes:
+        layer: the layer's name.
+        patterns: how many there are.
+        by_pattern: the passages around the most attended single patterns.
+        by_total: the passages around the tokens with the largest total over all their occurrences in training.
+        documents: the documents with the largest totals.
+        tokens: the tokens with the largest totals.
+    """
+
+    layer: str
+    patterns: int
+    by_pattern: tuple[Passage, ...]
+    by_total: tuple[Passage, ...]
+    documents: tuple[Total, ...]
+    tokens: tuple[Total, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TextSpotlight:
+    """The spotlights of all layers on a prompt; `spotlight["softmax"]` is one layer's.
+
+    Attributes:
+        prompt: what was asked.
+        notes: what a person should know: unknown words, a prompt that was cut.
+        next: what the model finds most probable as the next token.
+        goes_on: the text that the model goes on with.
+        unit: whether tokens are chars or words.
+        layers: layer -> what the prompt attends to there.
+    """
+
+    prompt: str
+    notes: tuple[str, ...]
+    next: tuple[Guess, ...]
+    goes_on: str
+    unit: Unit
+    layers: Mapping[str, TextLayer]
+
+    def __getitem__(self, layer: str) -> TextLayer:
+        try:
+            return self.layers[layer]
+        except KeyError:
+            known = ", ".join(map(repr, self.layers))
+            raise UnknownLayerError(f"There is no spotlight on layer {layer!r}. There are: {known}.") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    @property
+    def space(self) -> str:
+        """What stands between the prompt and what the model goes on with."""
+        return "" if self.unit == "chars" else " "
+
+    def __repr__(self) -> str:
+        lines = [f"{self.prompt}{self.space}[{self.goes_on}]", *(f"note: {note}" for note in self.notes)]
+        for layer in self.layers.values():
+            for what, passages in rankings(layer):
+                lines.append(f"{layer.layer}, {what}")
+                lines += [f"  {p.attention:10.4g}  {p.document}: {p.text()}" for p in passages]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the spotlights as tables, for notebooks."""
+        notes = "".join(f"<p><i>{html.escape(note)}</i></p>" for note in self.notes)
+        guesses = ", ".join(f"{html.escape(guess.token)} ({guess.probability:.1%})" for guess in self.next)
+        head = (
+            f"<p>{html.escape(self.prompt)}{self.space}<b>{html.escape(self.goes_on)}</b><br>next: {guesses}</p>{notes}"
+        )
+        return head + "".join(_html_layer(layer) for layer in self.layers.values())
+
+
+def rankings(layer: TextLayer) -> list[tuple[str, tuple[Passage, ...]]]:
+    """Return a layer's passages with what they are ranked by."""
+    return [("by single pattern", layer.by_pattern), ("by total over a token's occurrences", layer.by_total)]
+
+
+def _html_layer(layer: TextLayer) -> str:
+    parts = [f"<h4>{html.escape(layer.layer)} ({layer.patterns:,} patterns)</h4>"]
+    for what, passages in rankings(layer):
+        rows = "".join(
+            f"<tr><td>{passage.attention:.4g}</td><td>{passage.occurrences:,}</td>"
+            f"<td>{html.escape(passage.document)}</td><td style='text-align:left'>{_html_text(passage)}</td></tr>"
+            for passage in passages
+        )
+        head = "<tr><th>attention</th><th>occurrences</th><th>document</th><th>passage</th></tr>"
+        parts.append(f"<table><caption>{html.escape(what)}</caption>{head}{rows}</table>")
+    for what, totals in (("document", layer.documents), ("token", layer.tokens)):
+        rows = "".join(
+            f"<tr><td>{html.escape(total.name)}</td><td>{total.attention:.4g}</td><td>{total.patterns:,}</td></tr>"
+            for total in totals
+        )
+        parts.append(f"<table><tr><th>{what}</th><th>total attention</th><th>patterns</th></tr>{rows}</table>")
+    return "".join(parts)
+
+
+def _html_text(passage: Passage) -> str:
+    return "".join(f"<b>{html.escape(text)}</b>" if bold else html.escape(text) for text, bold in passage.pieces())

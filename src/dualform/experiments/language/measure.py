@@ -1,0 +1,140 @@
+"""Do the spotlights mean something? Measured on held-out prompts, against chance.
+
+If a prompt's last token attends to a training pattern, the token that followed that pattern should be what the model
+says. How often is it, in each layer; how often with a random pattern; and with one of the same token?
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dualform.attend.memory import Memory
+from dualform.attend.prompts import last_logits
+from dualform.attend.text import last_queries
+from dualform.store.corpus import Corpus
+
+Row = dict[str, Any]
+PROMPTS = 512
+CONTEXT = 100  # tokens of a prompt
+AT_ONCE = 16  # prompts in one forward pass: each gives logits over the whole vocabulary at every token
+CARRIED = (1, 10, 100)
+TOTALS = 1 << 30  # bytes of totals by place that may be held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """Held-out prompts: what the model reads, says, and should say.
+
+    Attributes:
+        tokens: (P, L) the prompts.
+        predicted: (P,) the model's most probable next token.
+        true: (P,) the token that follows.
+    """
+
+    tokens: Tensor
+    predicted: Tensor
+    true: Tensor
+
+
+def ask_held_out(model: nn.Module, corpus: Corpus, *, count: int = PROMPTS, context: int = CONTEXT) -> HeldOut:
+    """Return prompts that end at evenly spaced places of the held-out part, as many as there are up to `count`."""
+    test = torch.from_numpy(corpus.test)
+    context = min(context, len(test) - 1)
+    ends = torch.arange(context, len(test))  # the place after a prompt's last token
+    chosen = ends[torch.linspace(0, len(ends) - 1, min(count, len(ends))).long()]
+    tokens = test[chosen[:, None] + torch.arange(-context, 0)]
+    said = [last_logits(model, part).argmax(dim=1).cpu() for part in tokens.split(AT_ONCE)]
+    return HeldOut(tokens, torch.cat(said), test[chosen])
+
+
+def agreement(memory: Memory, model: nn.Module, prompts: HeldOut) -> list[Row]:
+    """Return, per layer and for chance, how often an attended token's follower is what the model says and what is true.
+
+    Embeddings are left out: all patterns of one token are alike to them, and that is the second kind of chance.
+    Chance is exact: the share of all patterns, and of all patterns of the prompt's last token, whose follower agrees.
+    """
+    corpus = memory.corpus()
+    follower = np.append(corpus.train[1:], -1)
+    rows = []
+    queries = _queries(memory, model, prompts)
+    counts = memory.place_counts(next(iter(queries)))
+    for layer, query in queries.items():
+        if not query.is_floating_point():
+            continue
+        top = memory.attend(queries={layer: query})[layer].top(1)
+        rows.append(_compare(layer, "most attended pattern", follower[top.columns["place"]], prompts))
+        places = torch.cat(list(_largest_totals(memory, layer, query, counts)))
+        rows.append(_compare(layer, "largest total over a token's occurrences", follower[places.numpy()], prompts))
+    return rows + chance(corpus, counts.numpy(), prompts)
+
+
+def _largest_totals(memory: Memory, layer: str, queries: Tensor, counts: Tensor) -> Iterator[Tensor]:
+    unseen = (counts == 0).to(queries.device)
+    for block in queries.split(max(1, TOTALS // (8 * len(counts)))):
+        yield memory.place_totals(layer, block).masked_fill_(unseen, -torch.inf).argmax(dim=1).cpu()
+
+
+def _compare(layer: str, by: str, followers: np.ndarray, prompts: HeldOut) -> Row:
+    found = torch.from_numpy(followers)
+    return {
+        "layer": layer,
+        "by": by,
+        "predicted": float((found == prompts.predicted).double().mean()),
+        "true": float((found == prompts.true).double().mean()),
+    }
+
+
+def chance(corpus: Corpus, counts: np.ndarray, prompts: HeldOut) -> list[Row]:
+    """Return how often a pattern drawn at random agrees: of all patterns, and of those of the prompt's last token."""
+    size = len(corpus.vocabulary)
+    tokens, followers, weights = corpus.train[:-1], corpus.train[1:], counts[:-1].astype(np.float64)
+    after_any = np.bincount(followers, weights=weights, minlength=size) / weights.sum()
+    pairs, inverse = np.unique(tokens * size + followers, return_inverse=True)
+    after = dict(zip(pairs.tolist(), np.bincount(inverse, weights=weights).tolist(), strict=True))
+    of_token = np.bincount(tokens, weights=weights, minlength=size)
+    last = prompts.tokens[:, -1].tolist()
+
+    def same(said: Tensor) -> float:
+        shares = [
+            after.get(token * size + follower, 0.0) / of_token[token]
+            for token, follower in zip(last, said.tolist(), strict=True)
+            if of_token[token]
+        ]
+        return float(np.mean(shares)) if shares else float("nan")
+
+    def everywhere(said: Tensor) -> float:
+        return float(after_any[said.numpy()].mean())
+
+    return [
+        {"layer": None, "by": name, "predicted": share(prompts.predicted), "true": share(prompts.true)}
+        for name, share in (("a random pattern", everywhere), ("a random pattern of the same token", same))
+    ]
+
+
+def carried(memory: Memory, model: nn.Module, prompts: HeldOut, layer: str) -> list[Row]:
+    """Return how much of a prediction's logit the patterns that contribute most to it carry.
+
+    Relative to what training added to the logit (its value without the start's), both summed over the prompts.
+    """
+    query = _queries(memory, model, prompts, layers=[layer])[layer]
+    spotlight = memory.attend(queries={layer: query})[layer]
+    units = prompts.predicted.to(query.device)
+    learnt = (spotlight.output() - spotlight.start()).gather(1, units[:, None]).double().sum()
+    most = min(max(CARRIED), spotlight.count())
+    best = spotlight.top(most, of="contribution", unit=units).values[:, 0].double().sum(dim=0)  # (k,)
+    return [
+        {"patterns": k, "share": float(best[:k].sum() / learnt), "of_all_patterns": k / spotlight.count()}
+        for k in CARRIED
+        if k <= most
+    ]
+
+
+def _queries(memory: Memory, model: nn.Module, prompts: HeldOut, layers: list[str] | None = None) -> dict[str, Tensor]:
+    """Return each layer's query at the last token of each prompt, (P, d_in)."""
+    entries = {name: entry for name, entry in memory.layers.items() if layers is None or name in layers}
+    parts = [last_queries(model, tokens, entries) for tokens in prompts.tokens.split(AT_ONCE)]
+    return {name: torch.cat([part[name] for part in parts]) for name in entries}

@@ -1,0 +1,117 @@
+"""What a run will take on disk and in time, said beforehand; and what is left out where it does not fit."""
+
+import shutil
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dualform.errors import StoreError
+from dualform.experiments.language.plans import EVERYTHING, Storage, Study
+from dualform.experiments.language.training import make_model, train
+from dualform.record.estimate import estimate, size_text
+from dualform.store.corpus import Corpus
+
+SPARE = 0.1  # of the free disk is left alone
+ANNOTATIONS = 3 * 8  # bytes a pattern at most, shared by all layers
+TRIAL = 4  # updates that are timed beforehand; the first warms up
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What will be stored.
+
+    Attributes:
+        storage: of which layers what.
+        recorded: how many updates, the last ones.
+        bytes: what that takes.
+        whole: what keys and values of everything would take, in the dtype that is trained.
+        free: what the disk has.
+        left_out: what is not stored, in words; empty when everything is.
+    """
+
+    storage: Storage
+    recorded: int
+    bytes: int
+    whole: int
+    free: int
+    left_out: str
+
+    def __str__(self) -> str:
+        kept = f"{size_text(self.bytes)} of {size_text(self.free)} that are free: {self.storage}"
+        return f"{kept}. Left out: {self.left_out}." if self.left_out else f"{kept}."
+
+
+def budget(study: Study, corpus: Corpus, folder: Path) -> Budget:
+    """Choose the first storage that fits on the disk, or where none does the last, for as many updates as fit."""
+    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    free = shutil.disk_usage(existing).free
+    room = int(free * (1 - SPARE))
+    whole = bytes_of(study, corpus, EVERYTHING)
+    for storage in study.storages:
+        size = bytes_of(study, corpus, storage)
+        if size <= room:
+            return Budget(storage, study.recipe.updates, size, whole, free, _left_out(storage, study, 0))
+    recorded = int(study.recipe.updates * room / size)
+    if not recorded:
+        raise StoreError(
+            f"{existing} has {size_text(free)} free, and one update takes {size_text(size / study.recipe.updates)}. "
+            "Make room, or choose another folder: --folder PATH."
+        )
+    size = size * recorded // study.recipe.updates
+    left_out = _left_out(storage, study, study.recipe.updates - recorded)
+    return Budget(storage, recorded, size, whole, free, left_out)
+
+
+def bytes_of(study: Study, corpus: Corpus, storage: Storage) -> int:
+    """Return what a storage takes over all updates."""
+    recipe = study.recipe
+    batch = torch.zeros(1, recipe.unroll, dtype=torch.int64)
+    one = estimate(make_model(study, corpus), batch, steps=1, layers=storage.layers, dtype=storage.dtype).total
+    return recipe.updates * recipe.batch * (one + recipe.unroll * ANNOTATIONS)
+
+
+def trial(study: Study, corpus: Corpus, chosen: Budget, folder: Path, *, device: str) -> float:
+    """Return the seconds that an update takes with recording, measured on a few that are thrown away."""
+    seconds: list[float] = []
+    few = replace(study, recipe=replace(study.recipe, updates=TRIAL))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".trial-") as scratch:
+        run = Path(scratch) / "run"
+        train(few, corpus, run, chosen.storage, recorded=TRIAL, seed=0, device=device, tick=seconds.append)
+    return statistics.median(seconds[1:])
+
+
+def announce(study: Study, chosen: Budget, seconds: float) -> str:
+    """Return what to tell the user before a run starts."""
+    lines = [
+        f"{study.recipe.updates:,} updates of {study.recipe.batch} times {study.recipe.unroll} tokens, "
+        f"about {duration(seconds * study.recipe.updates)} ({seconds:.2g} s an update).",
+        f"Disk: {chosen}",
+    ]
+    if chosen.whole > chosen.bytes:
+        lines.append(f"Keys and values of everything, as trained, would take {size_text(chosen.whole)}.")
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people.
+
+    >>> duration(45), duration(400), duration(9000)
+    ('45 s', '7 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _left_out(storage: Storage, study: Study, unrecorded: int) -> str:
+    names = [name for name, what in storage.layers.items() if what == "keys"]
+    parts = []
+    if names:
+        parts.append(f"the values of {' and '.join('every layer' if name == '*' else name for name in names)}")
+    if unrecorded:
+        parts.append(f"the first {unrecorded:,} of {study.recipe.updates:,} updates, which are part of the start")
+    return "; ".join(parts)
