@@ -8,6 +8,7 @@ without the pattern, the quantity would be lower by that. Totals by few groups a
 filtered shares; everything else is a streaming pass over queries that were mapped once (`Filter.turn`).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -26,11 +27,12 @@ from dualform.attend.engine import score_patterns, sum_patterns
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import GroupSums, Reducer, joined
 from dualform.errors import QueryError
-from dualform.store.stream import Chunk
+from dualform.store.stream import CHUNK, Chunk
 
 R = TypeVar("R")
-MANY = 256  # groups; with more, a pass over the patterns costs less than their shares
 SHARES = 1 << 30  # bytes of group shares that may be held at most
+CALL = 100_000  # multiplications that take as long as a small product's overhead
+FEW = 64  # groups, whose shares are worth keeping for the next question
 PASS = 1 << 12  # queries of one pass at most
 
 
@@ -51,12 +53,21 @@ class LayerEffects:
         return self.asked.inputs
 
     def totals(self, grouping: Grouping) -> Tensor:
-        """Return the sum of effects per group, (M, G), in float64."""
+        """Return the sum of effects per group, (M, G), in float64, the cheaper way."""
         groups = len(grouping.labels)
-        width = self._extend.width(self.queries.shape[1])
-        if groups <= MANY and 8 * groups * width * self.asked.rows.shape[1] <= SHARES:
+        if self._shares_are_cheaper(groups, len(grouping.codes)):
             return self._by_shares(self._shares(grouping))
         return self.score(grouping, lambda rows: GroupSums(rows, groups, self.queries.device), block=None)
+
+    def _shares_are_cheaper(self, groups: int, patterns: int) -> bool:
+        """Say whether to multiply with the groups' shares, (G, d_out, d_in), or to score every pattern."""
+        queries, d_in, d_out = len(self.queries), self._extend.width(self.queries.shape[1]), self.asked.rows.shape[1]
+        size = d_in * d_out
+        if 8 * max(groups, len(self)) * size > SHARES:
+            return False
+        products = min(patterns, groups * math.ceil(patterns / CHUNK))
+        by_shares = (patterns + queries + groups * (len(self) + d_in + d_out)) * size + products * CALL
+        return by_shares < patterns * queries * (d_in + d_out) * len(self.filter().left) or groups <= FEW
 
     def score(
         self,
@@ -168,11 +179,12 @@ class LayerEffects:
         return self.cache.get(what, compute)["shares"].to(self.queries.device)
 
     def _by_shares(self, shares: Tensor) -> Tensor:
-        """Return -gᵀ share q per input and group, (M, G)."""
+        """Return -⟨sum of g qᵀ over an input's queries, share⟩ per input and group, (M, G)."""
         queries, gradients = self._extended.double(), self.asked.rows.double()
-        each = [((gradients @ share) * queries).sum(dim=1) for share in shares]  # (Q,)
-        total = torch.zeros(len(self), len(shares), dtype=torch.float64, device=queries.device)
-        return total.index_add_(0, self.asked.of, -torch.stack(each, dim=1))
+        order = self.asked.of.argsort(stable=True)
+        parts = order.split(torch.bincount(self.asked.of, minlength=len(self)).tolist())
+        asked = torch.stack([gradients[rows].T @ queries[rows] for rows in parts])  # (M, d_out, d_in)
+        return -asked.flatten(1) @ shares.flatten(1).T
 
     def _blocks(self, block: int | None) -> list[Tensor]:
         """Return the inputs in blocks, each with few enough queries for one pass."""
@@ -238,8 +250,9 @@ class _Shares(Reducer[Tensor]):
         assert chunk.values is not None, "values were asked for"
         rates = self._rates[torch.from_numpy(chunk.patterns).to(codes.device)]
         values, keys = chunk.values * rates[:, None], self._extend(chunk.keys)
-        for group in codes.unique().tolist():
-            members = codes == group
+        groups, counts = codes.unique(return_counts=True)
+        parts = codes.argsort(stable=True).split(counts.tolist())
+        for group, members in zip(groups.tolist(), parts, strict=True):
             self.sums[group] += values[members].T @ keys[members]
 
     def merge(self, other: "_Shares") -> "_Shares":
