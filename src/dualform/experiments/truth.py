@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,10 +21,14 @@ from torch import Tensor
 
 import dualform
 from dualform.attend.effects import LayerEffects
+from dualform.attend.engine import Score, score_patterns
+from dualform.attend.groups import Grouping
+from dualform.attend.reducers import GroupSums
 from dualform.errors import DataError
 from dualform.experiments.truth_config import Split, Truth, make_split
 from dualform.experiments.truth_training import measure_stack, train_recorded, train_stack
 from dualform.progress import bar
+from dualform.store.stream import Chunk
 
 RETRAINING, ATTRIBUTION = 10_000, 20_000  # where seeds begin
 CHECKPOINTS = 5  # kept on the way, for methods that want them
@@ -118,22 +121,34 @@ def _attribute(config: Truth, split: Split, number: int, recording: int, run: Pa
             found["effects"].index_add_(1, samples, effects.values)
             source = layer._require_asked()
             found["direct"].index_add_(1, samples, _direct(source, layer._group("sample")))
-            magnitude = layer.totals(by="sample", of="magnitude").values.double()
-            found["attention"].index_add_(1, samples, _by_input(magnitude, source))
+            found["attention"].index_add_(1, samples, _magnitudes(source, layer._group("sample")))
     shutil.rmtree(run)
     return found
 
 
-def _direct(source: LayerEffects, grouping: Any) -> Tensor:
+def _direct(source: LayerEffects, grouping: Grouping) -> Tensor:
     """Return effects without their filter: what each sample's updates add to the quantity, the rest held fixed."""
     plain = dataclasses.replace(source, unfiltered=True)
     return plain.totals(grouping)
 
 
-def _by_input(values: Tensor, source: LayerEffects) -> Tensor:
-    """Return the sum over each input's queries, (M, G)."""
-    total = values.new_zeros(len(source), values.shape[1])
-    return total.index_add_(0, source.asked.of.cpu(), values.cpu())
+class _InputSums(GroupSums):
+    """The sum of scores per group and input, (M, G), over all queries of an input."""
+
+    def __init__(self, source: LayerEffects, groups: int) -> None:
+        super().__init__(len(source), groups, source.queries.device)
+        self._of = source.asked.of
+
+    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+        """Add a chunk's scores, by input and group."""
+        by_input = scores.new_zeros(len(self.sums), scores.shape[1]).index_add_(0, self._of, scores)
+        super().update(chunk, by_input, codes)
+
+
+def _magnitudes(source: LayerEffects, grouping: Grouping) -> Tensor:
+    """Return the absolute attention of each input's queries to each sample, (M, G)."""
+    reducer = _InputSums(source, len(grouping.labels))
+    return score_patterns(source.table, source.layer, source.queries, Score("magnitude"), grouping, reducer)
 
 
 # What was found -------------------------------------------------------------------------------------------------------
