@@ -277,6 +277,16 @@ def test_a_loss_that_is_no_softmax_has_weights_of_one(run: Path) -> None:
     assert bool((both.values != 0).any(dim=0).all()), "every sample did something"
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-7])
+def test_a_single_output_is_no_softmax(run: Path, scale: float) -> None:
+    """One value is never two probabilities, however small it is."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1).double()
+    batches = [(batch(0, dtype=torch.float64)[0], torch.zeros(6, 1, dtype=torch.float64))]
+    memory = fit(run, model, lambda outputs, targets: scale * functional.mse_loss(outputs, targets), batches)
+    assert not known_losses(memory).softmax
+
+
 @pytest.mark.parametrize("way", ["mean", "sum", "ignored", "scaled", "accumulated", "halved"])
 def test_the_softmax_is_found_however_the_loss_is_averaged(run: Path, way: str) -> None:
     """w is the same whatever 1/N the values contain."""

@@ -136,12 +136,15 @@ def _weigh(run: Run, layer: str, heads: Mapping[int, _Head], way: str, *, scaled
     """Return the losses if N counted this way makes every value a softmax's."""
     weights: dict[int, Numbers] = {}
     terms: dict[int, Numbers] = {}
+    largest = 0.0
     _, factors = run.facts(next(iter(run.layer(layer).parameters.values())))
     for shard in run.shards:
         head = heads[shard.entry.index]
         address = shard.addresses(layer)
         n = _count(shard, layer, way, head)
-        factor = factors[address["step"], address["micro"]] if scaled else 1.0
+        factor = factors[address["step"], address["micro"]] if scaled else np.ones(len(n))
+        if not factor.all():  # not what was trained
+            return None
         positive, target = n * factor * head.positive, n * factor * head.target
         balanced = np.abs(positive + target) <= SLACK * positive + ROUNDING
         if not bool((balanced & (positive <= 1 + SLACK)).all()):
@@ -152,6 +155,9 @@ def _weigh(run: Run, layer: str, heads: Mapping[int, _Head], way: str, *, scaled
         ratio = np.divide(uncertain, square, out=np.zeros_like(square), where=square > 0)
         weights[shard.entry.index] = ratio.clip(0.0, LARGEST)
         terms[shard.entry.index] = n
+        largest = max(largest, float(positive.max(initial=0.0)))
+    if largest < 100 * ROUNDING:  # anything would pass
+        return None
     return Losses(run, layer, True, scaled, weights, terms)
 
 
