@@ -61,6 +61,10 @@ class QueryError(DualformError, ValueError):
     """The queries do not fit the memory."""
 
 
+class MediaError(DualformError, ValueError):
+    """What a person should see of a sample or a text is not in a form that can be kept."""
+
+
 class KeysOnlyError(DualformError, RuntimeError):
     """The answer needs values, and the layer was recorded with its keys only."""
 

@@ -1,4 +1,4 @@
-"""Progress bars on stderr, silent where stderr is no terminal.
+"""Progress bars on stderr, silent where stderr is no terminal; or reports to somebody who is watching.
 
 Used by everything that takes long. Prints nothing else, and leaves nothing on the screen. A bar inside a bar is silent.
 """
@@ -6,12 +6,27 @@ Used by everything that takes long. Prints nothing else, and leaves nothing on t
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal
 
 Advance = Callable[[int], None]
 """Moves a bar on by so much."""
 
+Watcher = Callable[[str, int, int | None], None]
+"""Told of every bar's title, how far it is, and its total. Stops the work by raising."""
+
 _showing = False
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Report all progress made in this block (and this thread) to somebody, instead of to the screen."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 @contextmanager
@@ -20,6 +35,18 @@ def bar(
 ) -> Iterator[Advance]:
     """Show a bar while the block runs; a total of None only shows that something is going on."""
     global _showing
+    watcher = _watcher.get()
+    if watcher is not None:
+        done = 0
+
+        def report(amount: int) -> None:
+            nonlocal done
+            done += amount
+            watcher(title, done, total)
+
+        report(0)
+        yield report
+        return
     if _showing or not (show and sys.stderr.isatty()):
         yield lambda amount: None
         return

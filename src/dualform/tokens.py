@@ -14,7 +14,7 @@ END = "<eos>"
 UNKNOWN = "<unk>"
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
-_PIECE = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")  # noqa: RUF001 (the apostrophe of printed books)
+_PIECE = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
 
 
 def split_lines(text: str, unit: Unit, *, spaced: bool) -> Iterator[list[str]]:

@@ -498,7 +498,9 @@ def test_cache_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch) -> N
 def test_describe_says_where_a_set_is(register: Register, tmp_path: Path) -> None:
     rows = {row.name: row for row in datasets.describe()}
     assert tuple(rows) == datasets.names()
-    assert set(rows) == {"cifar-10", "digits", "fashion-mnist", "mnist", "tiny"}
+    assert set(rows) == {
+        *("aesop", "cifar-10", "digits", "fashion-mnist", "mnist", "moby-dick", "tiny", "wikitext-2"),
+    }
     assert (rows["digits"].available, str(rows["digits"].location)) == (True, "inside sklearn")
     assert not rows["tiny"].available
     assert all(row.licence and row.summary for row in rows.values())

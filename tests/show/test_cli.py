@@ -1,8 +1,10 @@
 """The command line, run as a user runs it: stdout is the result, stderr the rest, exit status 0, 1 or 2."""
 
 import json
+import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +50,7 @@ def test_help_is_instant_and_imports_nothing_heavy():
 
 
 def test_every_command_has_help():
-    for command in ("demo", "reproduce", "info", "verify", "attend", "evaluate", "mask", "data"):
+    for command in ("demo", "reproduce", "info", "verify", "attend", "evaluate", "mask", "report", "view", "data"):
         result = CliRunner().invoke(cli.app, [command, "--help"])
         assert result.exit_code == 0, command
         assert "Usage" in result.output
@@ -229,6 +231,8 @@ def test_demo_end_to_end(monkeypatch, capsys, tmp_path):
     assert status == 0
     assert "rebuild error" in out
     assert "█" in out
+    assert "dualform view" in out
+    assert '<section class="test"' in (folder / "report.html").read_text()
     figures = sorted(path.name for path in (folder / "figures").glob("*.png"))
     assert len(figures) == 9
     status, out, _ = call(monkeypatch, capsys, "demo", "--folder", folder, "--json")  # replaces its own folder
@@ -282,3 +286,74 @@ def test_attend_by_effect(trained, monkeypatch, capsys):
     status, _, err = call(monkeypatch, capsys, *question, "--quantity", "logit")
     assert status == 1
     assert "expected one of" in err
+
+
+def test_report_writes_one_file(trained, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "out" / "report.html"
+    status, out, err = call(monkeypatch, capsys, "report", trained[0], "-o", path, "-t", 2, "-t", 7, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == {"path": str(path), "tests": 2, "bytes": path.stat().st_size}
+    status, out, _ = call(monkeypatch, capsys, "report", trained[0], "-o", path, "--tests", 3, "--no-media")
+    assert status == 0
+    assert "3 tests" in out
+    assert "<img" not in path.read_text()
+
+
+def test_report_of_a_test_that_is_not_there(trained, monkeypatch, capsys, tmp_path):
+    status, _, err = call(monkeypatch, capsys, "report", trained[0], "-o", tmp_path / "r.html", "-t", 999)
+    assert status == 1
+    assert "no test 999" in err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_view_listens_elsewhere_only_when_told_to(trained, monkeypatch, capsys):
+    status, out, err = call(monkeypatch, capsys, "view", trained[0], "--host", "0.0.0.0")
+    assert (status, out) == (1, "")
+    assert "--expose" in err
+
+
+def test_view_says_where_it_is_and_ends_quietly(trained):
+    command = [sys.executable, "-c", "from dualform.show.cli import main; main()", "view", str(trained[0])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        address = server.stdout.readline().strip()
+        port = address.split(":")[2].split("/")[0]
+        import httpx
+
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            assert client.get("/api/run").status_code == 403
+            assert client.get(address).status_code == 200
+            assert client.get("/api/run").json()["steps"] == 60
+            assert client.get("/api/badge", params={"by": "label"}).status_code == 200
+        server.send_signal(signal.SIGINT)
+        _, err = server.communicate(timeout=30)
+    assert address.startswith("http://127.0.0.1:")
+    assert f"ssh -N -L {port}:127.0.0.1:{port}" in err
+    assert "Traceback" not in err
+    assert "terminate" not in err
+
+
+def test_the_wheel_has_the_pages_of_viewer_and_report(tmp_path):
+    root = Path(__file__).parents[2]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        root,
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+    here = {
+        path.relative_to(root / "src").as_posix()
+        for folder in ("viewer/static", "report/assets")
+        for path in (root / "src" / "dualform" / "show" / folder).rglob("*")
+        if path.is_file()
+    }
+    assert "dualform/show/viewer/static/panels/mask.js" in here
+    assert here <= names

@@ -25,7 +25,9 @@ class Cache:
     run: Run
     here: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
-    def get(self, what: object, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def get(
+        self, what: object, compute: Callable[[], dict[str, Tensor]], *, budget: int | None = None
+    ) -> dict[str, Tensor]:
         """Return the tensors named by `what` (anything with a faithful repr), computing them if need be."""
         published = [(s.entry.index, s.entry.stop, sorted(s.entry.files.items())) for s in self.run.shards]
         name = xxhash.xxh3_128_hexdigest(repr((published, what)).encode())
@@ -37,7 +39,7 @@ class Cache:
                     found = safetensors.torch.load_file(path)
             if found is None:
                 found = {key: tensor.cpu().contiguous() for key, tensor in compute().items()}
-                if sum(tensor.nbytes for tensor in found.values()) > BUDGET:
+                if sum(tensor.nbytes for tensor in found.values()) > (BUDGET if budget is None else budget):
                     return found
                 with contextlib.suppress(OSError):
                     publish_tensors(path, found)

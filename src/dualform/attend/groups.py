@@ -19,6 +19,7 @@ from dualform.errors import SelectionError
 from dualform.store.reader import Run, Shard
 from dualform.store.stream import Keep, selected
 
+GROUPINGS = 128 << 20  # bytes of groupings that are remembered, about
 ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
 
 
@@ -108,6 +109,7 @@ class Table:
     conditions: tuple[Condition, ...]
     horizon: int
     masks: dict[tuple[str, int], npt.NDArray[np.bool_] | None] = field(default_factory=dict)
+    groupings: dict[tuple[str, tuple[str | Bins, ...]], Grouping] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,8 +143,10 @@ class Table:
             self.require([name])
             holds &= _equals(name, self.column(shard, layer, name), value)
         if one.sql is not None:
-            table = pa.table({name: self.column(shard, layer, name) for name in self.names})
-            holds &= _sql_mask(table, one.sql)
+            named = one.sql.casefold()
+            used = [name for name in self.names if name == "pattern" or '"' in name or name.casefold() in named]
+            table = pa.table({name: self.column(shard, layer, name) for name in used})
+            holds &= _sql_mask(table, one.sql, self.names)
         return holds
 
     def column(self, shard: Shard, layer: str, name: str) -> pa.Array:
@@ -175,11 +179,31 @@ class Table:
             count = shard.count(layer)
             here = np.flatnonzero((patterns >= before) & (patterns < before + count))
             if len(here):
+                local = patterns[here] - before
+                address = shard.addresses(layer)
                 for name in names:
-                    values = self.column(shard, layer, name).take(pa.array(patterns[here] - before)).to_pylist()
+                    values = self._looked_up(shard, name, local, address, before)
                     for i, value in zip(here.tolist(), values, strict=True):
                         found[name][i] = value
             before += count
+        return found
+
+    def _looked_up(
+        self,
+        shard: Shard,
+        name: str,
+        local: npt.NDArray[np.int64],
+        address: Mapping[str, npt.NDArray[np.int64]],
+        before: int,
+    ) -> list[Any]:
+        """Return one column for some of a layer's patterns in a shard, given the addresses of all."""
+        found: list[Any]
+        if name == "pattern":
+            found = (local + before).tolist()
+        elif name in ADDRESS:
+            found = address[name][local].tolist()
+        else:
+            found = _annotation(self.run, shard, name, address["annotation"][local]).to_pylist()
         return found
 
     def group(self, layer: str, by: By) -> Grouping:
@@ -187,6 +211,15 @@ class Table:
         parts: list[str | Bins] = [by] if isinstance(by, str | Bins) else list(by)
         if not parts:
             raise SelectionError("Nothing to group by. Give a column, for example by='label'.")
+        at = (layer, tuple(parts))
+        found = self.groupings.get(at)
+        if found is None:
+            found = self.groupings[at] = self._group(layer, parts)
+            while sum(g.codes.nbytes for g in list(self.groupings.values())) > GROUPINGS and len(self.groupings) > 1:
+                self.groupings.pop(list(self.groupings)[0], None)  # noqa: RUF015 (another thread may be here too)
+        return found
+
+    def _group(self, layer: str, parts: Sequence[str | Bins]) -> Grouping:
         encoded = [self._encode(layer, part) for part in parts]
         labels: list[Any] = encoded[0][0]
         codes = encoded[0][1]
@@ -259,16 +292,16 @@ def _equals(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
     return np.asarray(pc.is_in(column, value_set=options))
 
 
-def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
+def _sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:
     try:
         import duckdb
     except ImportError as error:
         raise SelectionError(
             'SQL conditions need duckdb, which is not installed. Use columns (task="mnist") or install it.'
         ) from error
-    folded = [name.casefold() for name in table.column_names]
+    folded = [name.casefold() for name in names]
     if len(set(folded)) < len(folded):
-        same = [name for name in table.column_names if folded.count(name.casefold()) > 1]
+        same = [name for name in names if folded.count(name.casefold()) > 1]
         raise SelectionError(
             f"SQL cannot tell the columns {', '.join(map(repr, same))} apart, which differ only in case. "
             'Select by column instead (task="mnist").'
@@ -280,7 +313,7 @@ def _sql_mask(table: pa.Table, sql: str) -> npt.NDArray[np.bool_]:
         except duckdb.Error as error:
             reason = str(error).strip().splitlines()[0]
             raise SelectionError(
-                f"The condition {sql!r} cannot be evaluated: {reason} Columns: {', '.join(table.column_names)}."
+                f"The condition {sql!r} cannot be evaluated: {reason} Columns: {', '.join(names)}."
             ) from error
     return np.isin(np.asarray(table["pattern"]), np.asarray(kept), assume_unique=True)
 

@@ -19,16 +19,20 @@ from torch import Tensor, nn
 
 from dualform.attend import text
 from dualform.attend.cache import Cache
+from dualform.attend.course import Course, follow
 from dualform.attend.effects_asked import Asked, Quantity, ask
 from dualform.attend.effects_moments import outside
-from dualform.attend.groups import Condition, Table, condition
+from dualform.attend.groups import Bins, By, Condition, Table, condition
 from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
 from dualform.attend.text_answers import TextSpotlight
+from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError, SelectionError
 from dualform.record.estimate import size_text
+from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
-from dualform.store import audit, examples, rebuild
+from dualform.store import audit, media, rebuild
+from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, read_corpus
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
@@ -111,6 +115,16 @@ class Memory:
         manifest = self._run.manifest
         return None if manifest.factory is None else (manifest.factory, manifest.factory_arguments)
 
+    @property
+    def created(self) -> str:
+        """When the recording began, as an ISO date."""
+        return self._run.manifest.created
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The versions of what recorded it."""
+        return MappingProxyType(self._run.manifest.versions)
+
     def info(self) -> Info:
         """Describe the memory."""
         manifest = self._run.manifest
@@ -143,18 +157,46 @@ class Memory:
         self._run.layer(layer)
         return self._table.rows(layer, None if columns is None else list(columns))
 
+    def count_groups(self, layer: str, by: By) -> int:
+        """Return how many groups the patterns of a layer fall into."""
+        return len(self._table.group(layer, by).labels)
+
+    def course(self, *, width: int) -> Course:
+        """Return the course of the run in bins of `width` steps: how large its errors were, its epochs and tasks."""
+        return follow(self._table, width=width)
+
     def steps(self) -> pa.Table:
         """Return the optimizer facts of every (step, parameter) up to the horizon."""
         table = self._run.steps_table
         return table.filter(pc.field("step") < self._horizon) if table.num_rows else table
 
-    def add_tests(self, inputs: Tensor, targets: Tensor | None = None) -> None:
-        """Keep test inputs (M, ...) and their targets (M,) in the run, for the command line."""
-        examples.add_tests(self._run, inputs, targets)
+    def add_tests(self, inputs: Tensor, targets: Tensor | None = None, *, images: Any = None) -> None:
+        """Keep test inputs (M, ...) and their targets (M,) in the run, for the command line and the viewer.
+
+        Args:
+            inputs: what the model takes, one row per test.
+            targets: the right answers.
+            images: (M, H, W) or (M, H, W, 3) of uint8, what a person should see of the inputs.
+        """
+        attach(self._run, example_files(inputs, targets, images))
+
+    def add_media(self, **what: Any) -> None:
+        """Keep images of training samples, names of labels, or a text in the run; see `Recorder.media`."""
+        attach(self._run, media_files(**what))
 
     def tests(self) -> tuple[Tensor, Tensor | None]:
         """Return the test inputs that the run keeps and, where they are known, their targets."""
-        return examples.read_tests(self._run)
+        found = media.read_tests(self._run)
+        return found.inputs, found.targets
+
+    def test_images(self) -> Tensor | None:
+        """Return what a person should see of the test inputs, (M, H, W[, 3]) uint8, where the run keeps it."""
+        return media.read_tests(self._run).images
+
+    @property
+    def media(self) -> media.Media:
+        """What the run keeps for people to look at."""
+        return media.Media(self._run)
 
     def add_corpus(self, corpus: Corpus) -> None:
         """Keep the text that a language model was trained on in the run; patterns are annotated with its places."""
@@ -200,6 +242,22 @@ class Memory:
         What an optimizer's own coarse rounding left (Muon's) is no pattern's; like the start it is in every view.
         """
         return {name: part.whole.to(self._dtype(name)) for name, part in self._exact_parts().items()}
+
+    def group_weights(self, by: By, *, budget: int = 512 << 20) -> GroupWeights:
+        """Return each group's share of every parameter, by bins of steps, as finely as a budget of bytes allows.
+
+        With them a mask of groups and steps is a subtraction; see `GroupWeights`.
+        """
+        parts = [by] if isinstance(by, str | Bins) else list(by)
+        return GroupWeights(self._table, self._cache, parts, budget=budget)
+
+    def rebuild_errors(self, weights: GroupWeights) -> dict[str, audit.LayerCheck]:
+        """Compare what group weights add up to with the parameters at the end, by layer; files are not checked."""
+        final = self._run.final
+        if final is None or self._conditions or self._horizon != self._run.steps:
+            return {}
+        checks = audit.compare(self._run, weights.rebuilt(), final, horizon=self._horizon)
+        return audit.by_layer(self._run, checks)
 
     def apply(self, model: nn.Module, *, layers: str | Collection[str] | None = None) -> nn.Module:
         """Return a copy of the model with this view's weights.

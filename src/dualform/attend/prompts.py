@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dualform.errors import QueryError
 from dualform.record.estimate import forward
 from dualform.store.corpus import Corpus
-from dualform.tokens import join, pieces, split, visible
+from dualform.tokens import UNKNOWN, join, pieces, split, visible
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,12 +58,14 @@ def read_prompt(corpus: Corpus, text: str, *, context: int | None) -> Prompt:
         for part in parts:
             if part not in corpus.numbers:
                 unknown.append(part)
-            known.append(corpus.numbers.get(part, corpus.unknown))
+            known.append(corpus.numbers.get(part, corpus.numbers.get(UNKNOWN, -1)))
     if len(unknown) == len(known):
         raise QueryError(
             f"Nothing of {text!r} is in the vocabulary of {corpus.name} ({len(corpus.vocabulary):,} {corpus.unit}). "
             f"Use {corpus.unit} of the text that the model was trained on."
         )
+    if unknown and UNKNOWN not in corpus.numbers:
+        raise QueryError(f"Not in the vocabulary: {', '.join(map(repr, dict.fromkeys(unknown)))}. Leave them out.")
     notes = []
     if unknown:
         listed = ", ".join(repr(word) for word in dict.fromkeys(unknown))

@@ -6,8 +6,9 @@ groups' shares of the weight. Effects, which predict a retraining, are found in 
 """
 
 import dataclasses
+import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -27,13 +28,17 @@ from dualform.attend.queries import Captured
 from dualform.attend.reducers import Best, BestSums, Everything, GroupSums, Outputs, Reducer, joined
 from dualform.attend.sums import LayerSums, respond
 from dualform.errors import QueryError, SelectionError, UnknownLayerError
-from dualform.store.stream import selected
+from dualform.store.media import Media
+from dualform.store.stream import Chunk, selected
 
 Per = Literal["pattern", "sample"]
 R = TypeVar("R")
 BLOCK = 1 << 14  # queries of one pass at most
 DENSE = 4 << 30  # bytes of an answer at most
 SHARES = 1 << 30  # bytes of group shares that may be held at most
+KEPT = 64 << 20  # bytes of scores that a spotlight remembers, so that the next question needs no pass
+MOST_KEPT = 2  # kinds of scores that it remembers
+SLICE = 1 << 15  # kept scores that are reduced at a time
 
 
 class LayerSpotlight:
@@ -59,6 +64,7 @@ class LayerSpotlight:
         self._chunk_size = chunk_size
         like = torch.empty(0, dtype=self._dtype, device=self.queries.device)
         self._sums = LayerSums(table, cache, layer, like)
+        self._kept: dict[Any, Tensor] = {}
         self._effects = None
         if asked is not None:
             self._effects = LayerEffects(table, cache, layer, self.queries, asked, self._dtype)
@@ -73,6 +79,11 @@ class LayerSpotlight:
     def columns(self) -> tuple[str, ...]:
         """The names of all columns that patterns have."""
         return self._table.names
+
+    @property
+    def media(self) -> Media:
+        """What the run keeps for people to look at."""
+        return Media(self._table.run)
 
     def count(self) -> int:
         """Return the number of patterns in this view of the layer."""
@@ -148,6 +159,7 @@ class LayerSpotlight:
         per: Per = "pattern",
         largest: bool = True,
         unit: int | Tensor | None = None,
+        columns: Collection[str] | None = None,
     ) -> Top:
         """Rank patterns, or samples by the sum over their occurrences.
 
@@ -158,6 +170,7 @@ class LayerSpotlight:
             per: `"sample"` sums over all patterns with the same `sample` annotation first.
             largest: the most positive, or with False the most negative.
             unit: for contributions, the output unit, or one per query (Q,); by default the one whose output is largest.
+            columns: the annotations to look up for the answer; by default all.
         """
         _check_of(of)
         if k < 1:
@@ -166,14 +179,14 @@ class LayerSpotlight:
         self._require_patterns()
         score = Score(of, self._units(unit) if of == "contribution" else None, self._sums.shapes)
         if per == "sample":
-            return self._top_samples(k, by, score, largest=largest)
+            return self._top_samples(k, by, score, largest=largest, columns=columns)
         grouping = None if by is None else self._group(by)
         groups = 1 if grouping is None else len(grouping.labels)
         self._affordable(16 * len(self) * groups * k, f"top({k})")
         scores, patterns = self._score(
             score, grouping, lambda rows: Best(rows, groups, k, largest=largest, device=self._device)
         )
-        return self._ranked(scores, patterns, grouping, score, "pattern")
+        return self._ranked(scores, patterns, grouping, score, "pattern", columns)
 
     def output(self) -> Tensor:
         """Return the layer's output in the dual form: start plus the sum of contributions, (*leading, d_out).
@@ -237,10 +250,40 @@ class LayerSpotlight:
     def _score(
         self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int | None = None
     ) -> R:
-        """Run the plain pass in blocks of queries and join the results."""
+        """Reduce the scores of all patterns: those that are kept, or else by a pass over them."""
         self._require_patterns()
         if score.of == "effect":
             return self._require_asked().score(grouping, make, block=block, chunk_size=self._chunk_size)
+        scores = self._scores(score) if len(self) <= min(BLOCK, block or BLOCK) else None
+        if scores is None:
+            return self._pass(score, grouping, make, block)
+        numbers = np.concatenate(list(self._numbers()))
+        codes = torch.zeros(len(numbers), dtype=torch.int64) if grouping is None else torch.from_numpy(grouping.codes)
+        reducer = make(len(self))
+        for start in range(0, len(numbers), SLICE):
+            part = slice(start, start + SLICE)
+            chunk = Chunk(numbers[part], self.queries[:0])
+            reducer.update(chunk, scores[:, part], codes[part].to(self._device))
+        return reducer.result()
+
+    def _scores(self, score: Score) -> Tensor | None:
+        """Return every pattern's score, (Q, T), where they are few enough to be kept for the next question."""
+        if self._chunk_size is not None or (score.needs_values and score.units is None):
+            return None
+        if self._dtype.itemsize * len(self) * self.count() > KEPT:
+            return None
+        if score.of == "magnitude":
+            attention = self._scores(Score("attention"))
+            return None if attention is None else attention.abs()
+        at = (score.of, None if score.units is None else tuple(score.units.tolist()))
+        found = self._kept.get(at)
+        if found is None:
+            found = self._pass(score, None, lambda rows: Everything(), None)
+            self._kept = {at: found, **dict(list(self._kept.items())[: MOST_KEPT - 1])}
+        return found
+
+    def _pass(self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int | None) -> R:
+        """Run the plain pass in blocks of queries and join the results."""
         results = []
         size = min(BLOCK, block or BLOCK)
         for start in range(0, len(self), size):
@@ -299,12 +342,16 @@ class LayerSpotlight:
             raise QueryError(f"Output unit {unit} of layer {self.name!r} is outside 0 to {self._entry.d_out - 1}.")
         return units
 
-    def _top_samples(self, k: int, by: By | None, score: Score, *, largest: bool) -> Top:
+    def _top_samples(
+        self, k: int, by: By | None, score: Score, *, largest: bool, columns: Collection[str] | None
+    ) -> Top:
         self._column("sample")
         outer = None if by is None else self._group(by)
         samples = self._group("sample")
-        one = np.zeros_like(samples.codes) if outer is None else outer.codes
-        pairs, codes = np.unique(one * len(samples.labels) + samples.codes, return_inverse=True)
+        if outer is None:
+            pairs, codes = np.arange(len(samples.labels)), samples.codes
+        else:
+            pairs, codes = np.unique(outer.codes * len(samples.labels) + samples.codes, return_inverse=True)
         first = np.full(len(pairs), -1, dtype=np.int64)
         numbers = np.concatenate(list(self._numbers()))
         first[codes[::-1]] = numbers[::-1]  # the first pattern of each sample stands for it
@@ -321,9 +368,10 @@ class LayerSpotlight:
             lambda rows: BestSums(rows, groups, k, *contest, largest=largest),
             block=max(1, (256 << 20) // (8 * len(pairs))),
         )
-        seen = dict(zip(first.tolist(), np.bincount(codes).tolist(), strict=True))
+        ranked_ones = np.isin(first, patterns.cpu().numpy())
+        seen = dict(zip(first[ranked_ones].tolist(), np.bincount(codes)[ranked_ones].tolist(), strict=True))
         occurrences = [seen.get(number) for number in patterns.reshape(-1).tolist()]
-        ranked = self._ranked(scores, patterns, outer, score, "sample")
+        ranked = self._ranked(scores, patterns, outer, score, "sample", columns)
         return dataclasses.replace(ranked, columns={"occurrences": occurrences, **ranked.columns})
 
     def _numbers(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
@@ -333,8 +381,19 @@ class LayerSpotlight:
             yield selected(shard, self.name, table.horizon, table.keep()) + before
             before += shard.count(self.name)
 
-    def _ranked(self, scores: Tensor, patterns: Tensor, grouping: Grouping | None, score: Score, per: Per) -> Top:
+    def _ranked(
+        self,
+        scores: Tensor,
+        patterns: Tensor,
+        grouping: Grouping | None,
+        score: Score,
+        per: Per,
+        columns: Collection[str] | None,
+    ) -> Top:
         names = [n for n in self._table.names if n != "pattern" and (per == "pattern" or n not in ADDRESS)]
+        if columns is not None:
+            self._table.require(columns)
+            names = [name for name in names if name in columns]
         found = self._table.lookup(self.name, patterns.reshape(-1).cpu().numpy(), names)
         return Top(
             layer=self.name,
@@ -366,6 +425,12 @@ class Spotlight:
 
     def __repr__(self) -> str:
         return "\n".join(repr(layer) for layer in self.layers.values())
+
+    def _repr_html_(self) -> str:
+        """Draw the spotlight for a notebook: what a report shows of it."""
+        # By name, when asked for: what draws comes after what attends.
+        html: str = importlib.import_module("dualform.show.report.notebook").spotlight_html(self)
+        return html
 
     def vote(self, by: By, *, of: Of = "attention") -> Vote:
         """Return, per layer and query, the group with the largest total.

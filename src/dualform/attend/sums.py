@@ -18,6 +18,7 @@ from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import GroupShares, KeySums
 from dualform.forms import form
 from dualform.store import rebuild
+from dualform.store.reader import Run
 from dualform.store.replay import Replayed, replay, replayed_parameters
 from dualform.store.stream import selected
 
@@ -48,27 +49,32 @@ class LayerSums:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each of the layer's parameters, by role."""
-        run = self.table.run
-        return {role: run.manifest.parameters[p].shape for role, p in run.layer(self.layer).parameters.items()}
+        return self.shapes_of(self.table.run, self.layer)
+
+    @staticmethod
+    def shapes_of(run: Run, layer: str) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each of a layer's parameters, by role."""
+        return {role: run.manifest.parameters[p].shape for role, p in run.layer(layer).parameters.items()}
 
     def shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
         """Return each group's share of each parameter, role -> (G, *shape)."""
+        self.table.run.require_values(self.layer)
+        parts = None if grouping is None else grouping.parts
+        found = self.cache.get(("group shares", *self._view(), parts), lambda: self.compute_shares(grouping))
+        return {role: share.to(self.like.device) for role, share in found.items()}
+
+    def compute_shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
+        """Compute `shares`, whether or not they are cached, by one pass."""
         entry = self.table.run.require_values(self.layer)
         groups = 1 if grouping is None else len(grouping.labels)
-
-        def compute() -> dict[str, Tensor]:
-            reducer = GroupShares(groups, self.shapes, self.like.device)
-            if not all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
-                sum_patterns(self.table, self.layer, grouping, reducer, values=True, like=self.like)
-            found = reducer.result()
-            if self.replayed:
-                replayed = self._replay(grouping, groups=groups)
-                found |= {role: replayed[name].shares for role, name in entry.parameters.items() if name in replayed}
-            return found
-
-        parts = None if grouping is None else grouping.parts
-        found = self.cache.get(("group shares", *self._view(), parts), compute)
-        return {role: share.to(self.like.device) for role, share in found.items()}
+        reducer = GroupShares(groups, self.shapes, self.like.device)
+        if not all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
+            sum_patterns(self.table, self.layer, grouping, reducer, values=True, like=self.like)
+        found = reducer.result()
+        if self.replayed:
+            replayed = self._replay(grouping, groups=groups)
+            found |= {role: replayed[name].shares for role, name in entry.parameters.items() if name in replayed}
+        return found
 
     def starts(self) -> dict[str, Tensor]:
         """Return what no pattern adds to weight and bias, by role: what is left of the start (and Muon's rounding)."""

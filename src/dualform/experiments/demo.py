@@ -15,11 +15,13 @@ from dualform.experiments.agreement import Agreement, agreement
 from dualform.experiments.datasets import load
 from dualform.experiments.examples import Closeup, choose, draw_figures, look
 from dualform.experiments.training import Phase, Recipe, Task, accuracy, make_tasks, predict, train
+from dualform.show.report.write import write_report
 from dualform.store.audit import Verification
 from dualform.store.format import MANIFEST
 
 RECIPE = Recipe(hidden=(128, 128), learning_rate=0.02, momentum=0.9, clip=1.0, batch=64)
 STEPS = 600
+TESTS = 6  # in the report
 MASKED = 3  # the class that is masked away
 MARK = "dualform-demo"  # a file that says the folder is the demo's own, to be replaced at will
 
@@ -48,6 +50,7 @@ class Demo:
     closeup: Closeup
     masked: Sequence[Masked]
     figures: Sequence[Path]
+    report: Path
 
 
 def run_demo(folder: Path, *, seed: int = 0) -> Demo:
@@ -60,10 +63,11 @@ def run_demo(folder: Path, *, seed: int = 0) -> Demo:
     seconds = time.perf_counter() - start
     memory = dualform.open(folder / "run")
     verification = memory.verify(model)
-    memory.add_tests(task.test, task.test_labels)
     outputs = predict(model, task.test)
     vote = memory.attend(model, task.test).vote(by="label")
     closeup = look(memory, model, choose(task, outputs, right=2, wrong=1), by="label")
+    report = folder / "report.html"
+    write_report(memory, report, tests=TESTS, model=model)
     return Demo(
         folder=folder,
         memory=memory,
@@ -76,6 +80,7 @@ def run_demo(folder: Path, *, seed: int = 0) -> Demo:
         closeup=closeup,
         masked=_mask(memory, model, task),
         figures=draw_figures(closeup, tasks, folder / "figures", prefix="digits"),
+        report=report,
     )
 
 

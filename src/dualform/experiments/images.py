@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import dualform
@@ -53,7 +52,6 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
         else None,
     }
     findings["figures"] = clock("figures", lambda: _figures(memory, model, tasks, study, folder / "figures"))
-    memory.add_tests(torch.cat([t.test for t in tasks]), torch.cat([t.test_labels for t in tasks]))
     findings["seconds"] = clock.seconds
     findings["machine"] = machine(device)
     result = store(folder, findings)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.experiments.datasets import ImageSet, standardised
+from dualform.experiments.datasets import ImageSet, moments, standardised
 from dualform.experiments.models import mlp
 from dualform.progress import bar
 
@@ -92,6 +93,7 @@ def train(
         factory_arguments={"widths": widths},
     )
     with recorder, bar("training", total=steps) as advance:
+        _show(recorder, tasks)
         for phase in phases:
             chosen = [task for task in tasks if task.name in phase.tasks]
             inputs = torch.cat([task.train for task in chosen])
@@ -110,6 +112,28 @@ def train(
                 optimizer.step()
                 advance(1)
     return model
+
+
+def _show(recorder: dualform.Recorder, tasks: Sequence[Task]) -> None:
+    """Let the run keep what a person should see: every image once, what labels mean, and the test examples.
+
+    A drawn image can be asked about where all tasks are standardised alike; with several, nobody can say by which.
+    """
+    numbers = [task.first_sample + torch.arange(len(task.train)) for task in tasks]
+    classes = zip(*(task.images.class_names for task in tasks), strict=True)
+    white = 255 // max(int(task.images.train_images.max()) for task in tasks)  # digits have 16 shades
+    mean, deviation = moments(tasks[0].images.train_images)
+    recorder.media(
+        images=white * np.concatenate([task.images.train_images for task in tasks]),
+        samples=torch.cat(numbers),
+        labels=[" / ".join(dict.fromkeys(names)) for names in classes],
+        **({"mean": white * mean, "deviation": white * deviation} if len(tasks) == 1 else {}),
+    )
+    recorder.tests(
+        torch.cat([task.test for task in tasks]),
+        torch.cat([task.test_labels for task in tasks]),
+        images=white * np.concatenate([task.images.test_images for task in tasks]),
+    )
 
 
 def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> list[Tensor]:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import AnnotationError, DualformError, RefusedError
+from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
 from dualform.record.annotations import Annotator, Binding
 from dualform.record.calls import Pending, gather_calls
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.hooks import Arrival, Hooks
+from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
 from dualform.record.probes import (
     COARSE,
@@ -151,6 +152,27 @@ class Recorder:
                 stacklevel=2,
             )
         self._annotator.annotate(columns, self._sink.check if self._state == "recording" else lambda _: None)
+
+    def media(self, **what: Any) -> None:
+        """Keep what a person should see: images of training samples, names of labels, or a text and its vocabulary.
+
+            recorder.media(images=pixels, labels=["cat", "dog"], mean=0.13 * 255, deviation=0.31 * 255)
+            recorder.media(tokens=corpus, vocabulary=words, documents=[(0, "Robert Boulter"), ...], unit="words")
+
+        `dualform.record.media.media_files` says what each of them is.
+        """
+        self._attach(media_files(**what))
+
+    def tests(self, inputs: Tensor, targets: Tensor | None = None, *, images: Any = None) -> None:
+        """Keep test inputs (M, ...), their targets (M,), and images of them; as `Memory.add_tests` does later."""
+        self._attach(example_files(inputs, targets, images))
+
+    def _attach(self, files: Files) -> None:
+        if self._state == "new":
+            raise MediaError("Nothing is being recorded yet. Use the recorder in a with statement.")
+        if self._state == "recording":
+            with self._guarding():
+                self._sink.attach(files)
 
     def flush(self) -> None:
         """Publish everything recorded so far, and return when it is on disk."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dualform.record.annotations import Binding
 from dualform.record.layers import Role
+from dualform.record.media import Files
 
 RESIDUAL = "residual"
 """A fact beside an optimizer's settings: how far patterns are from a gradient that autograd rounded coarsely."""
@@ -104,6 +105,9 @@ class Sink(Protocol):
 
     def write(self, record: StepRecord) -> None:
         """Take a step. May wait; raises `StoreError` when an earlier step could not be kept."""
+
+    def attach(self, files: Files) -> None:
+        """Take files that belong to the run but are no patterns: media, test examples."""
 
     def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
         """Publish everything taken so far before returning."""

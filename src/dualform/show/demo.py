@@ -57,8 +57,10 @@ def show_demo(demo: Demo) -> None:
         screen, "What would it say without them? Test accuracy", ["memory", f"on {MASKED}s", "on the rest"], masked
     )
     screen.print(f"{MASK_NOTE}\n")
-    screen.print(f"Figures: {demo.folder / 'figures'}")
+    screen.print(f"Figures: {demo.folder / 'figures'}", soft_wrap=True)
+    screen.print(f"Report:  {demo.report} (open it in a browser)", soft_wrap=True)
     run = demo.memory.path
+    screen.print(f"Look:    dualform view {run}  (a page with live masks)", soft_wrap=True)
     screen.print(f"Next: dualform attend {run} --by label --test 5", soft_wrap=True)
     screen.print(f"      dualform mask {run} --without 'label = 3 and step >= 100'", soft_wrap=True)
 
@@ -87,4 +89,5 @@ def demo_json(demo: Demo) -> dict[str, Any]:
         ],
         "masked": demo.masked,
         "figures": [str(path) for path in demo.figures],
+        "report": str(demo.report),
     }

@@ -231,11 +231,16 @@ def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verificatio
     """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
     files = check_files(run)
     checks = compare(run, parts(run, horizon=horizon), live, horizon=horizon)
-    layers = []
+    return Verification(horizon, files, tuple(by_layer(run, checks).values()))
+
+
+def by_layer(run: Run, checks: Mapping[str, ParameterCheck]) -> dict[str, LayerCheck]:
+    """Put the checks of parameters together by layer."""
+    layers = {}
     for name, entry in run.layers.items():
         mine = tuple(checks[p] for p in entry.parameters.values() if p in checks)
-        layers.append(LayerCheck(name, run.count(name), stored_bytes(run, name), mine))
-    return Verification(horizon, files, tuple(layers))
+        layers[name] = LayerCheck(name, run.count(name), stored_bytes(run, name), mine)
+    return layers
 
 
 def stored_bytes(run: Run, layer: str) -> int:

@@ -7,7 +7,6 @@ counts the tokens of the training part from 0: `train[place]` is the pattern's t
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from dualform.errors import CorruptError, QueryError
-from dualform.store.format import CORPUS, VOCABULARY, FileEntry, opened_tensors, publish, publish_tensors
-from dualform.store.media import add_media
+from dualform.store.attach import attach
+from dualform.store.format import CORPUS, VOCABULARY, opened_tensors
 from dualform.store.reader import Run
 from dualform.tokens import UNKNOWN, Unit
 
@@ -86,12 +85,7 @@ def add_corpus(run: Run, corpus: Corpus) -> None:
         "vocabulary": corpus.vocabulary,
         "titles": corpus.titles,
     }
-
-    def write(path: Path) -> FileEntry:
-        return publish(path, lambda partial: partial.write_text(json.dumps(words, ensure_ascii=False), "utf-8"))
-
-    files = {CORPUS: lambda path: publish_tensors(path, tensors), VOCABULARY: write}
-    add_media(run, files, what="corpus")
+    attach(run, {CORPUS: tensors, VOCABULARY: json.dumps(words, ensure_ascii=False)})
 
 
 def read_corpus(run: Run) -> Corpus:

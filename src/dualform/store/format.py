@@ -21,15 +21,14 @@ import xxhash
 from torch import Tensor
 
 from dualform.errors import CorruptError, FormatError, RunNotFoundError
+from dualform.record.media import CORPUS as CORPUS
+from dualform.record.media import VOCABULARY as VOCABULARY
 
 FORMAT = "dualform"
 VERSION = 1
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
-TESTS = "media/tests.safetensors"
-CORPUS = "media/corpus.safetensors"
-VOCABULARY = "media/vocabulary.json"
 PARTIAL = ".partial-"
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state

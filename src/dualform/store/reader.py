@@ -26,15 +26,26 @@ from dualform.store.tables import CALLS, addresses
 
 Columns = dict[str, npt.NDArray[Any]]
 Factors = npt.NDArray[np.float64]
+MAPPED = 1000  # shards whose files stay mapped; a system allows so many maps only
 
 
 class Shard:
     """One published shard, of which only steps before `stop` belong to the memory."""
 
-    def __init__(self, folder: Path, entry: ShardEntry, batch_axis: int, before: Sequence["Shard"] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        entry: ShardEntry,
+        batch_axis: int,
+        before: Sequence["Shard"] = (),
+        *,
+        keep_mapped: bool = False,
+    ) -> None:
         self.folder = folder
         self._before = before  # where the keys of a pool may lie
         self.entry = entry
+        self._keep_mapped = keep_mapped
+        self._mapped: dict[str, Rows] = {}
         self._batch_axis = batch_axis
         self._names = shard_files(entry.index)
         self._calls: dict[str, Columns] = {}
@@ -61,7 +72,7 @@ class Shard:
         return addresses(self.calls(layer))
 
     def rows(self, layer: str, what: str) -> Rows | PooledRows:
-        """Return the keys or values of a layer, as they are stored."""
+        """Return the keys or values of a layer, as they are stored: a map of the file, read where it is used."""
         count = self.count(layer)
         if what != "keys" or layer not in self.entry.pools:
             return self._stored(f"{layer}/{what}", count)
@@ -81,6 +92,14 @@ class Shard:
         return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).stored
 
     def _stored(self, name: str, count: int) -> Rows:
+        if name in self._mapped:
+            return self._mapped[name]
+        rows = self._map(name, count)
+        if self._keep_mapped:
+            self._mapped[name] = rows
+        return rows
+
+    def _map(self, name: str, count: int) -> Rows:
         with opened_tensors(self.path("patterns")) as file:
             names = set(file.keys())
             if name not in names:
@@ -135,10 +154,11 @@ class Run:
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self._check_sizes()
+        keep = len(self.manifest.shards) <= MAPPED
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
-                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards)))
+                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards), keep_mapped=keep))
         self.shards = tuple(shards)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 

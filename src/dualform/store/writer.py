@@ -24,8 +24,10 @@ from dualform._version import __version__
 from dualform.errors import ResumeError, RunExistsError, StoreError
 from dualform.record.annotations import Binding
 from dualform.record.estimate import size_text
+from dualform.record.media import Files
 from dualform.record.sinks import Start, StepRecord
 from dualform.record.watch import Dtype, stored_dtype
+from dualform.store.attach import publish_files
 from dualform.store.encoding import SCALE, encode
 from dualform.store.format import (
     FINAL,
@@ -61,6 +63,13 @@ class _Seal:
     parameters: Snapshot
 
 
+@dataclass(frozen=True, slots=True)
+class _Attachment:
+    """Files to publish beside the patterns."""
+
+    files: Files
+
+
 class DiskWriter:
     """A sink that writes a run folder. Made by `dualform.record`."""
 
@@ -83,7 +92,7 @@ class DiskWriter:
         self._planned = steps
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
-        self._queue: ByteQueue[StepRecord | _Seal] = ByteQueue(queue_bytes)
+        self._queue: ByteQueue[StepRecord | _Seal | _Attachment] = ByteQueue(queue_bytes)
         self._worker = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
         self._unsealed = 0  # bytes handed over since the last seal
         self._checked = False
@@ -138,6 +147,15 @@ class DiskWriter:
         self._unsealed += record.nbytes
         if self._unsealed >= self._shard_bytes:
             self._seal(record.snapshot)
+
+    def attach(self, files: Files) -> None:
+        """Queue files; they are published before anything that is handed over later."""
+        self._check_whole()
+        size = sum(
+            len(content) if isinstance(content, str) else sum(tensor.nbytes for tensor in content.values())
+            for content in files.values()
+        )
+        self._queue.put(_Attachment(files), size)
 
     def flush(self, snapshot: Callable[[], Snapshot]) -> None:
         """Publish everything taken so far before returning."""
@@ -257,6 +275,8 @@ class DiskWriter:
             for item in self._queue:
                 if isinstance(item, StepRecord):
                     self._taken.append(item)
+                elif isinstance(item, _Attachment):
+                    self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
                 elif self._taken:
                     self._publish_shard(self._taken, item.parameters)
                     self._taken = []

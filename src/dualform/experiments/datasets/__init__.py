@@ -20,7 +20,7 @@ from dualform.experiments.datasets import (  # noqa: F401 (an import registers t
     wikitext2,
 )
 from dualform.experiments.datasets.catalogue import find_dataset, names
-from dualform.experiments.datasets.imageset import ImageSet, permuted, standardised
+from dualform.experiments.datasets.imageset import ImageSet, moments, permuted, standardised
 from dualform.experiments.datasets.sources import Location
 from dualform.experiments.datasets.textset import TextSet
 
@@ -33,6 +33,7 @@ __all__ = [
     "fetch",
     "load",
     "load_text",
+    "moments",
     "names",
     "permuted",
     "standardised",

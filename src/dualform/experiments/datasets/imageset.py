@@ -79,7 +79,7 @@ def standardised(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
     import numpy as np
     import torch
 
-    mean, deviation = _moments(images.train_images)
+    mean, deviation = moments(images.train_images)
     if deviation == 0:
         raise DataError(f"All training pixels of {images.name} are {mean:g}; expected images that differ.")
 
@@ -120,7 +120,7 @@ def permuted(images: ImageSet, *, seed: int = 0) -> ImageSet:
     )
 
 
-def _moments(pixels: Images) -> tuple[float, float]:
+def moments(pixels: Images) -> tuple[float, float]:
     """Return mean and population deviation, exact, from the counts of the 256 values a pixel can have."""
     import numpy as np
 

@@ -1,0 +1,44 @@
+"""Places of a training text as people read them: the passage around a place, and what numbers of tokens stand for."""
+
+from typing import Any
+
+import numpy as np
+
+from dualform.store.corpus import Corpus
+from dualform.tokens import join, visible
+
+CONTEXT = 20  # words on each side; characters say less
+PLACE = "place"  # the annotated column that holds a pattern's place in the text
+
+
+def around(corpus: Corpus, place: int, *, context: int = CONTEXT) -> dict[str, Any]:
+    """Return what stands before a place, the token there, what follows, and the document's title."""
+    wide = context if corpus.unit == "words" else 4 * context
+    space = " " if corpus.unit == "words" else ""
+    before = corpus.words(corpus.train[max(place - wide, 0) : place])
+    after = corpus.words(corpus.train[place + 1 : place + 1 + wide])
+    document = int(corpus.documents(np.array([place]))[0])
+    return {
+        "place": place,
+        "before": join(before, corpus.unit) + space,
+        "token": join(corpus.words(corpus.train[place : place + 1]), corpus.unit),
+        "after": space + join(after, corpus.unit),
+        "title": corpus.titles[document] if 0 <= document < len(corpus.titles) else None,
+    }
+
+
+def text_of(corpus: Corpus, tokens: list[int]) -> str:
+    """Return tokens as text; a number outside of the vocabulary is a question mark."""
+    known = (corpus.vocabulary[t] if 0 <= t < len(corpus.vocabulary) else "?" for t in tokens)
+    return join(known, corpus.unit)
+
+
+def column_name(corpus: Corpus | None, column: str, value: Any) -> str | None:
+    """Return what a number of the columns `token` and `document` stands for, where there is a text."""
+    if corpus is None or not isinstance(value, int) or value < 0:
+        return None
+    if column == "token" and value < len(corpus.vocabulary):
+        return visible(corpus.vocabulary[value])
+    if column == "document" and value < len(corpus.titles):
+        return corpus.titles[value]
+    return None

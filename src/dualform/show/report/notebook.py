@@ -1,0 +1,86 @@
+"""A spotlight in a notebook: totals by group and the top training samples of each layer, as a report draws them."""
+
+import importlib.resources
+from html import escape
+from typing import Any
+
+from dualform.attend.spotlight import LayerSpotlight, Spotlight
+from dualform.errors import DualformError
+from dualform.show.passages import PLACE, around, column_name
+from dualform.show.report.cards import cards
+from dualform.show.report.svg import Bar, bars
+
+QUERIES = 3  # that are drawn
+TOP = 5
+MOST_GROUPS = 40
+ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
+
+
+def spotlight_html(spotlight: Spotlight) -> str:
+    """Return a spotlight as HTML, its first few queries."""
+    style = (importlib.resources.files("dualform.show.report") / "assets" / "report.css").read_text(encoding="utf-8")
+    scoped = style.replace(":root{", ".dualform{").replace("body{", ".dualform{").replace("main{", ".dualform main{")
+    queries = max((len(layer) for layer in spotlight.layers.values()), default=0)
+    sections = "".join(_query(spotlight, query) for query in range(min(queries, QUERIES)))
+    more = f"<p class=muted>… and {queries - QUERIES:,} more queries.</p>" if queries > QUERIES else ""
+    return f'<div class="dualform"><style>{scoped}</style>{sections}{more}</div>'
+
+
+def _query(spotlight: Spotlight, query: int) -> str:
+    parts = []
+    for name, layer in spotlight.layers.items():
+        if query < len(layer):
+            top = f"<h4>It attends to most</h4>{_top(layer, query)}"
+            parts.append(f"<h3>{escape(name)}, {layer.count():,} patterns</h3>{_totals(layer, query)}{top}")
+    return f'<section class="test"><h2>Query {query}</h2>{"".join(parts)}</section>'
+
+
+def _totals(layer: LayerSpotlight, query: int) -> str:
+    for column in ("label", *(name for name in layer.columns if name not in ADDRESS)):
+        if column not in layer.columns or column in ("sample", "place"):
+            continue
+        try:
+            totals = layer.totals(column)
+        except DualformError:
+            continue
+        if len(totals.groups) > MOST_GROUPS:
+            continue
+        rows = [
+            Bar(_name(layer, column, group), value)
+            for group, value in zip(totals.groups, totals.values[query].tolist(), strict=True)
+        ]
+        title = f"total attention by {column}"
+        return f"<figure><figcaption>{escape(title)}</figcaption>{bars(rows, title=title)}</figure>"
+    return ""
+
+
+def _name(layer: LayerSpotlight, column: str, group: Any) -> str:
+    labels = layer.media.labels
+    known = column == "label" and labels is not None and isinstance(group, int) and 0 <= group < len(labels)
+    if known and labels is not None:
+        return str(labels[group])
+    return column_name(layer.media.text, column, group) or str(group)
+
+
+def _top(layer: LayerSpotlight, query: int) -> str:
+    media = layer.media
+    top = layer.top(TOP, per="sample" if "sample" in layer.columns else "pattern")
+    rows = [row for row in top.to_arrow().to_pylist() if row["query"] == query]
+    found = []
+    for row in rows:
+        sample, label, place = row.get("sample"), row.get("label"), row.get(PLACE)
+        passage = around(media.text, place) if media.text is not None and isinstance(place, int) else None
+        found.append(
+            {
+                "sample": sample,
+                "pattern": row["pattern"],
+                "value": row["attention"],
+                "share": None,
+                "image": isinstance(sample, int) and media.image(sample) is not None,
+                "label_name": None if label is None else _name(layer, "label", label),
+                "occurrences": row.get("occurrences"),
+                "step": row.get("step"),
+                "passage": passage,
+            }
+        )
+    return cards(found, media.image)

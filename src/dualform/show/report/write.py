@@ -1,0 +1,50 @@
+"""Write a report of a memory to a file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from dualform.attend.memory import Memory
+from dualform.errors import QueryError, StoreError
+from dualform.show.models import load_model
+from dualform.show.report.build import build_report, choose_tests
+from dualform.show.viewer.session import By, Session
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A report that was written."""
+
+    path: str
+    tests: int
+    bytes: int
+
+
+def write_report(
+    memory: Memory,
+    path: Path,
+    *,
+    tests: int | Sequence[int] = 12,
+    by: By | None = None,
+    media: bool = True,
+    most_mb: float = 3.0,
+    model: str | nn.Module | None = None,
+    budget: int = 512 << 20,
+) -> Written:
+    """Write a report on so many tests, or on these."""
+    trained = model if isinstance(model, nn.Module) else load_model(memory, model)
+    session = Session(memory, trained, budget=budget)
+    if not len(session.tests):
+        raise QueryError(f"{memory.path} keeps no test examples to report on. Add some with memory.add_tests.")
+    chosen = choose_tests(session, tests) if isinstance(tests, int) else list(tests)
+    for test in chosen:
+        session.test(test)  # raises where there is none
+    page = build_report(session, tests=chosen, by=by, media=media, most_bytes=int(most_mb * 1_000_000))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error}.") from error
+    return Written(str(path), page.count('<section class="test"'), len(page.encode()))

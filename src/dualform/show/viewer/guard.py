@@ -1,0 +1,101 @@
+"""Who may ask: the right host name, the right token, GET only. Wraps the application; knows nothing of runs.
+
+The token comes once in the address that the terminal printed, and is swapped for a cookie that scripts cannot read and
+other sites cannot send. The host name is checked because a page of another site can make a name of its own point here
+(DNS rebinding).
+"""
+
+import hmac
+from collections.abc import Collection
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LONGEST_QUERY = 32 << 10  # bytes
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+NO_TOKEN = (
+    "403: this viewer answers only to the address that `dualform view` printed, with its token. Copy it from there.\n"
+)
+
+
+class Guard:
+    """Lets requests through to the application, or refuses them."""
+
+    def __init__(self, app: ASGIApp, *, token: str, cookie: str, hosts: Collection[str]) -> None:
+        self._app = app
+        self._token = token
+        self._cookie = cookie
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        refused = self._refuse(scope)
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await (refused or self._app)(scope, receive, send_guarded)
+
+    def _refuse(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if not self._is_known(headers.getlist("host")):
+            return PlainTextResponse("400: unknown host name. Open the viewer as 127.0.0.1 or localhost.\n", 400)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("405: the viewer changes nothing; only GET.\n", 405, {"Allow": "GET, HEAD"})
+        if len(scope["query_string"]) > LONGEST_QUERY:
+            return PlainTextResponse(f"414: more than {LONGEST_QUERY} bytes of parameters.\n", 414)
+        pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True, errors="replace")
+        given = [value for name, value in pairs if name == "token"]
+        if given and scope["path"] == "/":
+            return self._enter(given[0], [pair for pair in pairs if pair[0] != "token"])
+        found = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
+        return None if self._is_token(found) else PlainTextResponse(NO_TOKEN, 403)
+
+    def _enter(self, token: str, others: list[tuple[str, str]]) -> Response:
+        if not self._is_token(token):
+            return PlainTextResponse(NO_TOKEN, 403)
+        # Not a redirect: a strict cookie is not sent along one that another site began.
+        target = "/?" + urlencode(others) if others else "/"
+        response = HTMLResponse(
+            f'<!doctype html><meta http-equiv="refresh" content="0;url={_escaped(target)}">'
+            '<link rel="icon" href="data:,"><title>dualform</title>'
+        )
+        response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
+        return response
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
+
+    def _is_known(self, hosts: list[str]) -> bool:
+        if len(hosts) != 1:
+            return False
+        name, colon, port = hosts[0].rpartition(":")
+        host = name if colon and port.isdigit() else hosts[0]
+        return host.lower() in self._hosts
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")

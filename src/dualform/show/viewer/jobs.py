@@ -1,0 +1,63 @@
+"""Run a blocking question in a thread: with its progress, and stopped when whoever asked has gone."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+from starlette.requests import Request
+
+from dualform.progress import watching
+from dualform.show.viewer.job import Job
+
+R = TypeVar("R")
+AT_ONCE = 8  # questions that are worked on at the same time
+REMEMBERED = 64  # jobs whose progress can be asked for
+
+
+class Jobs:
+    """The questions that are being worked on."""
+
+    def __init__(self) -> None:
+        self._limiter: anyio.CapacityLimiter | None = None
+        self._named: dict[str, Job] = {}
+
+    def progress(self, name: str) -> Job | None:
+        """Return a job by the name that the page gave it."""
+        return self._named.get(name)
+
+    async def run(self, request: Request, name: str, work: Callable[[], R]) -> R:
+        """Run `work` in a thread; raise `Cancelled` if the client goes away before it is done."""
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(AT_ONCE)
+        job = Job()
+        if name:
+            while len(self._named) >= REMEMBERED:
+                self._named.pop(next(iter(self._named)))
+            self._named[name] = job
+        outcome: list[R] = []
+        failure: list[BaseException] = []
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            job.cancelled = True
+
+        def thread() -> None:
+            try:
+                with watching(job.report):
+                    outcome.append(work())
+            except BaseException as error:  # raised again below, outside of the task group
+                failure.append(error)
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(watch)
+                await anyio.to_thread.run_sync(functools.partial(thread), limiter=self._limiter)
+                group.cancel_scope.cancel()
+        finally:
+            self._named.pop(name, None)
+        if failure:
+            raise failure[0]
+        return outcome[0]

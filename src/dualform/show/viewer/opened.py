@@ -1,0 +1,48 @@
+"""The run as it is now: opened when first asked for, and again when more of it has been published."""
+
+import os
+import threading
+from pathlib import Path
+
+import dualform
+from dualform.show.models import load_model
+from dualform.show.viewer.session import Session
+from dualform.store.format import MANIFEST
+
+
+class Opened:
+    """Opens the run, and opens it again when its manifest has changed."""
+
+    def __init__(self, path: Path, *, model: str | None = None, budget: int = 512 << 20) -> None:
+        self.path = path
+        self._model = model
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._stamp: tuple[int, int] | None = None
+
+    def session(self) -> Session:
+        """Return the session on what is published now; `RunNotFoundError` where there is no run."""
+        stamp = self._stamp_now()
+        session = self._session
+        if session is not None and stamp == self._stamp:
+            return session
+        with self._lock:
+            if self._session is None or stamp != self._stamp:
+                self.close()
+                memory = dualform.open(self.path)
+                self._session = Session(memory, load_model(memory, self._model), budget=self._budget)
+                self._stamp = stamp
+            return self._session
+
+    def close(self) -> None:
+        """Stop what is going on in the background."""
+        if self._session is not None:
+            self._session.close()
+
+    def _stamp_now(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path / MANIFEST)  # noqa: PTH116 (one call, many times a second)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size

@@ -1,0 +1,38 @@
+"""Put files beside a run's patterns: whole, and listed in its manifest like everything else."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+from dualform.errors import RunExistsError, StoreError
+from dualform.record.media import Files
+from dualform.store.format import FileEntry, Manifest, locked, publish, publish_tensors
+from dualform.store.reader import Run
+
+
+def publish_files(folder: Path, files: Files) -> dict[str, FileEntry]:
+    """Publish files in a run folder; return their entries for the manifest, which is the caller's to change."""
+    entries = {}
+    for name, content in files.items():
+        if isinstance(content, str):
+            entries[name] = publish(folder / name, functools.partial(Path.write_text, data=content, encoding="utf-8"))
+        else:
+            entries[name] = publish_tensors(folder / name, content)
+    return entries
+
+
+def attach(run: Run, files: Files) -> None:
+    """Add files to a run that nobody is recording, replacing earlier ones of the same names."""
+    try:
+        with locked(run.folder) as mine:
+            if not mine:
+                raise RunExistsError(f"{run.folder} is being recorded to. Add to it when it is closed.")
+            entries = publish_files(run.folder, files)
+            manifest = Manifest.read(run.folder)
+            manifest = dataclasses.replace(manifest, files={**manifest.files, **entries})
+            manifest.publish(run.folder)
+    except OSError as error:
+        if isinstance(error, RunExistsError):
+            raise
+        raise StoreError(f"{', '.join(files)} could not be written to {run.folder}: {error}.") from error
+    run.manifest = manifest
