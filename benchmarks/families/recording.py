@@ -1,0 +1,83 @@
+"""What recording adds to a training loop."""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+import dualform
+from benchmarks.bench import Bench
+from benchmarks.rows import REPORTED, Measured, at_most, row
+from benchmarks.stores import MNIST, batches, classifier, images, train
+from benchmarks.timing import Pairs, timed_pairs
+
+LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128, keys and values, to disk"
+
+
+@row(
+    "recording",
+    what=LOOP,
+    against="the same loop without recording",
+    unit="percent",
+    cpu=at_most(0.15),
+    cuda=at_most(0.30),
+    why="of 7 ms of processor time added to a step's 13.5 on the training thread, probing gradients before and after "
+    "they accumulate takes 3 and predicting them from keys and values 2.5; the writer's thread adds 7, half of it "
+    "copying 2 MB into the file.",
+)
+@row(
+    "recording-float16",
+    what=f"{LOOP} in float16",
+    against="the same loop without recording",
+    unit="percent",
+    cpu=REPORTED,
+    cuda=REPORTED,
+    dtype="float16",
+)
+def recording(bench: Bench, dtype: str | None = None) -> Measured:
+    inputs, labels, source = images(bench)
+    inputs = inputs.to(bench.device)
+    order = batches(len(inputs), bench.size(500 if bench.device.type == "cpu" else 200, 3))  # 2 MB each
+    whole: list[float] = []
+
+    def plain() -> float:
+        return train(*classifier(MNIST, bench.device), inputs, labels, order)
+
+    def recorded() -> float:
+        model, optimizer = classifier(MNIST, bench.device)
+        with bench.scratch() as folder:
+            begin = time.perf_counter()
+            with dualform.record(model, optimizer, folder, dtype=dtype) as recorder:
+                loop = train(model, optimizer, inputs, labels, order, recorder=recorder)
+            whole.append(time.perf_counter() - begin)
+        return loop
+
+    pairs = _pairs(bench, recorded, plain)
+    low, high = pairs.spread
+    closed = min(whole[-len(pairs.ours) :])  # not the one that warmed up
+    plain_seconds = min(pairs.theirs)
+    patterns = sum(len(rows) for rows in order)
+    return Measured(
+        pairs.ratio - 1,
+        (low - 1, high - 1),
+        {
+            "inputs": source,
+            "steps": len(order),
+            "plain, ms per step": 1e3 * plain_seconds / len(order),
+            "recorded, ms per step": 1e3 * min(pairs.ours) / len(order),
+            "median of the pairs' overheads": pairs.median - 1,
+            "overhead in processor time": pairs.processor - 1,
+            "overhead with opening and closing": closed / plain_seconds - 1,
+            "opening, and draining at close, s": closed - min(pairs.ours),
+            "MB per step in memory": 4e-6 * patterns / len(order) * sum(a + b for a, b in pairwise(MNIST)),
+        },
+    )
+
+
+def _pairs(bench: Bench, ours: Callable[[], float], theirs: Callable[[], float]) -> Pairs:
+    if bench.quick:
+        return timed_pairs(ours, theirs, 0, 1, 1, 0)
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return timed_pairs(ours, theirs, 90, 3, 9, 1)

@@ -1,0 +1,90 @@
+"""What recording a recurrent layer adds to a training step. Records go to a sink that drops them: no disk here."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.bench import Bench
+from benchmarks.rows import REPORTED, Measured, row
+from benchmarks.timing import timed_pairs, wait
+from dualform.record.recorder import Recorder
+
+AGAINST = "the same step without recording"
+
+
+class Nowhere:
+    """A sink that drops everything."""
+
+    dtype = None
+
+    def open(self, start: Any) -> int:
+        """Begin at step 0."""
+        return 0
+
+    def check(self, binding: Any) -> None:
+        """Accept every column."""
+
+    def write(self, record: Any) -> None:
+        """Drop a step."""
+
+    def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
+        """Publish nothing."""
+
+    def close(self, final: Mapping[str, Tensor]) -> None:
+        """Forget everything."""
+
+    def abandon(self) -> None:
+        """Forget everything."""
+
+
+@row(
+    "recurrent-lstm-200",
+    what="recording overhead, LSTM of the WikiText-2 study (200 units, batch 128), without the disk",
+    against=AGAINST,
+    unit="percent",
+    cpu=REPORTED,
+    shape=(nn.LSTM, 200, 200, 100, 128),
+)
+@row(
+    "recurrent-lstm-256",
+    what="the same, LSTM of 256 units, batch 64",
+    against=AGAINST,
+    unit="percent",
+    cpu=REPORTED,
+    shape=(nn.LSTM, 64, 256, 100, 64),
+)
+@row(
+    "recurrent-gru-256",
+    what="the same, GRU of 256 units, batch 64",
+    against=AGAINST,
+    unit="percent",
+    cpu=REPORTED,
+    shape=(nn.GRU, 64, 256, 100, 64),
+)
+def recurrent(bench: Bench, shape: tuple[Callable[..., nn.Module], int, int, int, int]) -> Measured:
+    make, d_in, units, length, rows = shape
+    torch.manual_seed(0)
+    layer = make(d_in, units).to(bench.device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4)
+    inputs = torch.randn(bench.size(length, 3), rows, d_in, device=bench.device)
+
+    def step(layers: Mapping[str, str] | None) -> float:
+        recorder = Recorder(layer, optimizer, Nowhere(), layers=layers) if layers else contextlib.nullcontext()
+        with recorder:
+            wait(bench.device)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            layer(inputs)[0].square().mean().backward()
+            optimizer.step()
+            wait(bench.device)
+            return time.perf_counter() - start
+
+    times = (0, 1, 1, 0) if bench.quick else (10, 5, 25, 1)
+    both = timed_pairs(lambda: step({"*": "keys+values"}), lambda: step(None), *times)
+    keys = timed_pairs(lambda: step({"*": "keys"}), lambda: step(None), *times)
+    low, high = both.spread
+    return Measured(both.ratio - 1, (low - 1, high - 1), {**both.detail("step"), "keys only, overhead": keys.ratio - 1})
