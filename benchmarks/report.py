@@ -144,7 +144,8 @@ def _section(title: str, device: str, found: Mapping[str, Any], rows: Sequence[R
         f"## {title}: {where['gpu'] or where['processor']}",
         "",
         f"{where['threads']} threads, torch {where['torch']}, Python {where['python']}, {where['date']}; "
-        f"waiting threads: {where['waiting']}; load average {where['load']} on {where['cores']} cores.",
+        f"waiting threads: {where['waiting']}; "
+        f"load average {where.get('load', 'not noted')} on {where['cores']} cores.",
         "",
         "| row | what | against | goal | measured | |",
         "|---|---|---|---|---|---|",

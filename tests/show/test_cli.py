@@ -50,7 +50,7 @@ def test_help_is_instant_and_imports_nothing_heavy():
 
 
 def test_every_command_has_help():
-    for command in ("demo", "reproduce", "info", "verify", "attend", "mask", "report", "view", "data"):
+    for command in ("demo", "reproduce", "info", "verify", "attend", "evaluate", "mask", "report", "view", "data"):
         result = CliRunner().invoke(cli.app, [command, "--help"])
         assert result.exit_code == 0, command
         assert "Usage" in result.output
@@ -261,6 +261,31 @@ def test_the_support_page_is_what_the_registries_say(monkeypatch, capsys):
     assert out == page.read_text(), "run: dualform support > docs/support.md"
     for name in ("`Linear`", "`Conv2d`", "`Embedding`", "`LayerNorm`", "`SGD`", "`AdamW`"):
         assert name in out
+
+
+def test_attend_by_effect(trained, monkeypatch, capsys):
+    folder, model, task = trained
+    question = ("attend", folder, "--of", "effect", "--by", "label", "--top", 2, "--per", "sample", "-t", 3)
+    status, out, err = call(monkeypatch, capsys, *question, "--json")
+    assert (status, err) == (0, "")
+    answers = json.loads(out)
+    assert [answer["layer"] for answer in answers] == ["*", "layers.0", "layers.1"]
+    assert all("prediction of retraining, not a share of the output" in answer["note"] for answer in answers)
+    memory = dualform.open(folder)
+    spot = memory.attend(model, task.test[3:4], targets=task.test_labels[3:4], quantity="margin")
+    expected = spot.effects(by="label").values[0].tolist()
+    assert [row["effect"] for row in answers[0]["totals"]] == pytest.approx(expected, rel=1e-4)
+    by_sample = spot.effects()
+    best = [by_sample.groups[i] for i in by_sample.values[0].topk(2).indices.tolist()]
+    assert [row["sample"] for row in answers[0]["top"]] == best
+    assert [row["rank"] for row in answers[0]["top"]] == [1, 2]
+    status, out, _ = call(monkeypatch, capsys, *question, "--quantity", "loss")
+    assert status == 0
+    assert "input 3, all layers: top effect" in out
+    assert "prediction of retraining" in " ".join(out.split())
+    status, _, err = call(monkeypatch, capsys, *question, "--quantity", "logit")
+    assert status == 1
+    assert "expected one of" in err
 
 
 def test_report_writes_one_file(trained, monkeypatch, capsys, tmp_path):

@@ -1,7 +1,8 @@
 """The answers: frozen dataclasses that hold tensors, and turn into Arrow or pandas tables."""
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class Totals(Answer):
 
     Attributes:
         layer: the layer's name.
-        of: attention, magnitude or contribution.
+        of: attention, magnitude, contribution or effect.
         by: the names of the grouping columns.
         groups: (G,) each group's value, a tuple where there are several columns.
         values: (Q, G), or (Q, G, d_out) for contributions.
@@ -60,7 +61,8 @@ class Totals(Answer):
         rows = [[str(q), *(f"{x:.4g}" for x in row)] for q, row in enumerate(flat[:10].tolist())]
         more = [] if len(flat) <= 10 else [f"... {len(flat) - 10} more queries"]
         title = f"Totals of {what} by {', '.join(self.by)} in layer {self.layer!r}"
-        return "\n".join([title, *_grid(["query", *names], rows), *more])
+        note = [EFFECT_NOTE] if self.of == "effect" else []
+        return "\n".join([title, *_grid(["query", *names], rows), *more, *note])
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -69,7 +71,7 @@ class Top(Answer):
 
     Attributes:
         layer: the layer's name.
-        of: attention, magnitude or contribution.
+        of: attention, magnitude, contribution or effect.
         per: pattern or sample.
         by: the names of the grouping columns; empty when there is one ranking per query.
         groups: (G,) each group's value; one entry, None, without grouping.
@@ -107,7 +109,71 @@ class Top(Answer):
         names = list(table[0]) if table else ["query"]
         rows = [[_text(row[name]) for name in names] for row in table]
         title = f"Top {self.values.shape[2]} {self.per}s by {self.of} in layer {self.layer!r}"
-        return "\n".join([title, *_grid(names, rows)])
+        note = [EFFECT_NOTE] if self.of == "effect" else []
+        return "\n".join([title, *_grid(names, rows), *note])
+
+
+EFFECT_NOTE = (
+    "An effect is a prediction of retraining, not a share of the output: without the pattern the quantity is predicted "
+    "to be lower by its effect. Effects do not sum to the weight."
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Effects(Answer):
+    """What training on each group of patterns is predicted to have brought to a quantity of each input.
+
+    A prediction of retraining, not a share of the output: effects do not sum to the weight.
+
+    Attributes:
+        layers: the layers whose effects are summed.
+        quantity: what was asked about.
+        by: the names of the grouping columns; `("sample",)` or `("pattern",)` without grouping.
+        groups: (G,) each group's value, a tuple where there are several columns.
+        values: (M, G), float64. Without the group, the quantity is predicted to be lower by that.
+        outside: layers that contribute nothing to effects, and why.
+    """
+
+    layers: tuple[str, ...]
+    quantity: str
+    by: tuple[str, ...]
+    groups: tuple[Any, ...]
+    values: Tensor
+    outside: Mapping[str, str]
+
+    def top(self, k: int, *, largest: bool = True) -> "Effects":
+        """Return the k groups whose effect on any input is largest (or most negative), best first."""
+        best = self.values.amax(dim=0) if largest else self.values.amin(dim=0)
+        order = best.argsort(descending=largest, stable=True)[:k]
+        groups = tuple(self.groups[g] for g in order.tolist())
+        return dataclasses.replace(self, groups=groups, values=self.values[:, order])
+
+    def to_arrow(self) -> pa.Table:
+        """Return a row per input and group."""
+        return Totals("", "effect", self.by, self.groups, self.values).to_arrow()
+
+    def __repr__(self) -> str:
+        shown = self.groups[:12]
+        names = [_text(group) for group in shown]
+        values = self.values[:10, : len(shown)].tolist()
+        rows = [[str(q), *(f"{x:.4g}" for x in row)] for q, row in enumerate(values)]
+        title = f"Effects on the {self.quantity} by {', '.join(self.by)}, in {', '.join(self.layers)}"
+        more = [] if len(self.groups) <= 12 else [f"... {len(self.groups) - 12} more groups"]
+        more += [] if len(self.values) <= 10 else [f"... {len(self.values) - 10} more inputs"]
+        more += [f"layer {name!r} contributes nothing: {reason}" for name, reason in self.outside.items()]
+        return "\n".join([title, *_grid(["input", *names], rows), *more, EFFECT_NOTE])
+
+
+def add_effects(found: Sequence[Effects], outside: Mapping[str, str]) -> Effects:
+    """Return the sum of several layers' effects; a group that a layer does not know has none there."""
+    first = found[0]
+    place = {group: i for i, group in enumerate(dict.fromkeys(g for each in found for g in each.groups))}
+    total = first.values.new_zeros(len(first.values), len(place))
+    for each in found:
+        columns = torch.tensor([place[group] for group in each.groups], device=total.device)
+        total.index_add_(1, columns, each.values.to(total.device))
+    names = tuple(name for each in found for name in each.layers)
+    return Effects(names, first.quantity, first.by, tuple(place), total, outside)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -116,7 +182,7 @@ class Vote(Answer):
 
     Attributes:
         by: the grouping column.
-        of: attention, magnitude or contribution.
+        of: attention, magnitude, contribution or effect.
         winners: layer -> (Q,) the winning group's value.
     """
 

@@ -6,7 +6,7 @@ is the plain pass that they are compared with.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,14 @@ from dualform.progress import bar
 from dualform.store.stream import CHUNK, Chunk, stream
 
 R = TypeVar("R")
-Of = Literal["attention", "magnitude", "contribution"]
+Of = Literal["attention", "magnitude", "contribution", "effect"]
 SCORES = 1 << 24  # elements of a chunk's score matrix at most
 KEYS = 1 << 19  # elements of a chunk's keys at most, on a CPU: larger ones leave its cache, and are much slower
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a pattern is scored by, for each query.
+    """What a pattern is scored by, for each query. Effects have a score of their own, in `effects.py`.
 
     Attributes:
         of: attention x·q; magnitude |x·q|; or contribution, what the pattern adds to an output unit.
@@ -68,11 +68,22 @@ class Score:
         return total * chunk.values[:, self.units].T
 
 
+class Scores(Protocol):
+    """Anything that scores a chunk."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether values and coefficients have to be read."""
+
+    def __call__(self, queries: Tensor, chunk: Chunk) -> Tensor:
+        """Return the scores, a row per query or input, (Q, n)."""
+
+
 def score_patterns(
     table: Table,
     layer: str,
     queries: Tensor,
-    score: Score,
+    score: Scores,
     grouping: Grouping | Numbered | None,
     reducer: Reducer[R],
     *,

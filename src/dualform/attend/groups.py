@@ -180,7 +180,7 @@ class Table:
             here = np.flatnonzero((patterns >= before) & (patterns < before + count))
             if len(here):
                 local = patterns[here] - before
-                address = shard.addresses(layer)
+                address = shard.addresses(layer, local)
                 for name in names:
                     values = self._looked_up(shard, name, local, address, before)
                     for i, value in zip(here.tolist(), values, strict=True):
@@ -196,14 +196,14 @@ class Table:
         address: Mapping[str, npt.NDArray[np.int64]],
         before: int,
     ) -> list[Any]:
-        """Return one column for some of a layer's patterns in a shard, given the addresses of all."""
+        """Return one column for some of a layer's patterns in a shard, given their addresses."""
         found: list[Any]
         if name == "pattern":
             found = (local + before).tolist()
         elif name in ADDRESS:
-            found = address[name][local].tolist()
+            found = address[name].tolist()
         else:
-            found = _annotation(self.run, shard, name, address["annotation"][local]).to_pylist()
+            found = _annotation(self.run, shard, name, address["annotation"]).to_pylist()
         return found
 
     def group(self, layer: str, by: By) -> Grouping:

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from dualform.attend import text
 from dualform.attend.cache import Cache
 from dualform.attend.course import Course, follow
+from dualform.attend.effects_asked import Asked, Quantity, ask
+from dualform.attend.effects_moments import outside
 from dualform.attend.groups import Bins, By, Condition, Table, condition
-from dualform.attend.queries import capture_queries, given_queries
+from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.spotlight import LayerSpotlight, Spotlight
 from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.weights import GroupWeights
@@ -316,6 +318,8 @@ class Memory:
         model: nn.Module | None = None,
         inputs: Any = None,
         *,
+        targets: Tensor | None = None,
+        quantity: Quantity | None = None,
         queries: Mapping[str, Tensor] | None = None,
         layers: str | Collection[str] | None = None,
         chunk_size: int | None = None,
@@ -325,6 +329,10 @@ class Memory:
         Args:
             model: the trained model; one forward pass in eval mode captures each layer's queries, on its device.
             inputs: a tensor; a tuple of the model's arguments; a mapping of its keywords; or an iterable of batches.
+            targets: for effects: the class (or the classes of all tokens) of each input; by default the model's own.
+            quantity: for effects: what they are effects on. `"margin"`, the target's logit less the log-sum-exp of the
+                others (the default where targets are given); `"loss"`, the cross-entropy; or a function of the model's
+                outputs and the targets that returns a number per input, (B,). One backward pass finds its gradients.
             queries: query tensors (..., d_in) by layer, instead of a model and inputs.
             layers: the layers to look at; by default all that were recorded.
             chunk_size: patterns per chunk of a pass; chosen by default, and no answer depends on it.
@@ -339,10 +347,18 @@ class Memory:
             captured = given_queries({name: queries[name] for name in names}, entries)
         else:
             assert model is not None, "checked above"
+            inputs = list(batches(inputs))
             captured = capture_queries(model, inputs, entries)
+        asked: Mapping[str, Asked] = {}
+        if targets is not None or quantity is not None:
+            if model is None:
+                raise QueryError("Effects need a model and inputs: queries alone have no gradients.")
+            linear = {name: entry for name, entry in entries.items() if outside(self._run, name) is None}
+            axis = self._run.manifest.batch_axis
+            asked = ask(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
         return Spotlight(
             {
-                name: LayerSpotlight(self._table, self._cache, name, rows, chunk_size=chunk_size)
+                name: LayerSpotlight(self._table, self._cache, name, rows, asked=asked.get(name), chunk_size=chunk_size)
                 for name, rows in captured.items()
             }
         )

@@ -38,12 +38,11 @@ def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEnt
         inputs: a tensor; a tuple of the model's arguments; a mapping of its keywords; or an iterable of such batches.
         layers: the layers that are wanted, as they were recorded.
     """
-    candidates = find_candidates(model)
-    watched = {name: _find(model, candidates.get(name), name, entry) for name, entry in layers.items()}
+    watched = find_watched(model, layers)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with capture(watched) as captured:
-        for batch in _batches(inputs):
-            forward(model, _move(batch, device))
+        for batch in batches(inputs):
+            forward(model, move(batch, device))
     queries = {}
     for name, calls in captured.items():
         if not calls:
@@ -82,6 +81,12 @@ def check(name: str, entry: LayerEntry, queries: Captured) -> Captured:
     return queries
 
 
+def find_watched(model: nn.Module, layers: Mapping[str, LayerEntry]) -> dict[str, Watched]:
+    """Return recorded layers as they are found in a model, or raise."""
+    candidates = find_candidates(model)
+    return {name: _find(model, candidates.get(name), name, entry) for name, entry in layers.items()}
+
+
 def _find(model: nn.Module, candidate: Candidate | None, name: str, entry: LayerEntry) -> Watched:
     if candidate is None or candidate.kind.name != entry.kind:
         modules = {plain_name(path): module for path, module in model.named_modules()}
@@ -104,7 +109,8 @@ def _find(model: nn.Module, candidate: Candidate | None, name: str, entry: Layer
     )
 
 
-def _batches(inputs: Any) -> Iterator[Any]:
+def batches(inputs: Any) -> Iterator[Any]:
+    """Yield what the model is called with, one batch after the other."""
     if isinstance(inputs, Tensor | tuple | Mapping):
         yield inputs
     elif isinstance(inputs, Iterable):
@@ -120,11 +126,12 @@ def _batches(inputs: Any) -> Iterator[Any]:
         )
 
 
-def _move(batch: Any, device: torch.device) -> Any:
+def move(batch: Any, device: torch.device) -> Any:
+    """Return a batch on a device."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, tuple | list):
-        return tuple(_move(part, device) for part in batch)
+        return tuple(move(part, device) for part in batch)
     if isinstance(batch, Mapping):
-        return {name: _move(part, device) for name, part in batch.items()}
+        return {name: move(part, device) for name, part in batch.items()}
     return batch

@@ -6,7 +6,7 @@ a pass may be split. Shapes: Q queries, n patterns of a chunk, G groups.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -256,3 +256,10 @@ class GroupShares(Reducer[dict[str, Tensor]]):
     def result(self) -> dict[str, Tensor]:
         """Return the shares by role."""
         return self.shares
+
+
+def joined(results: Sequence[Any]) -> Any:
+    """Return the results of several blocks of queries as one: tensors, or tuples of tensors, one after the other."""
+    if isinstance(results[0], tuple):
+        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+    return torch.cat(list(results))

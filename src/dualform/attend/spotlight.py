@@ -2,7 +2,7 @@
 
 Where they are exact, shortcuts answer without a pass over the patterns: signed totals are products with cached sums of
 keys; magnitudes equal them where keys and queries are never negative; contributions by group are products with the
-groups' shares of the weight.
+groups' shares of the weight. Effects, which predict a retraining, are found in `effects.py`.
 """
 
 import dataclasses
@@ -16,13 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.attend.answers import Top, Totals, Vote
+from dualform.attend.answers import Effects, Top, Totals, Vote, add_effects
 from dualform.attend.backward import contribute_backward, score_backward
 from dualform.attend.cache import Cache
+from dualform.attend.effects import LayerEffects
+from dualform.attend.effects_asked import Asked
+from dualform.attend.effects_moments import outside
 from dualform.attend.engine import Of, Score, score_patterns
 from dualform.attend.groups import ADDRESS, By, Grouping, Table
 from dualform.attend.queries import Captured
-from dualform.attend.reducers import Best, BestSums, Everything, GroupSums, Outputs, Reducer
+from dualform.attend.reducers import Best, BestSums, Everything, GroupSums, Outputs, Reducer, joined
 from dualform.attend.sums import LayerSums, respond
 from dualform.errors import QueryError, SelectionError, UnknownLayerError
 from dualform.store.media import Media
@@ -42,7 +45,14 @@ class LayerSpotlight:
     """What each query of one layer attends to, over the patterns of a view."""
 
     def __init__(
-        self, table: Table, cache: Cache, layer: str, queries: Captured, *, chunk_size: int | None = None
+        self,
+        table: Table,
+        cache: Cache,
+        layer: str,
+        queries: Captured,
+        *,
+        asked: Asked | None = None,
+        chunk_size: int | None = None,
     ) -> None:
         self.name = layer
         self.leading = queries.leading
@@ -55,6 +65,9 @@ class LayerSpotlight:
         like = torch.empty(0, dtype=self._dtype, device=self.queries.device)
         self._sums = LayerSums(table, cache, layer, like)
         self._kept: dict[Any, Tensor] = {}
+        self._effects = None
+        if asked is not None:
+            self._effects = LayerEffects(table, cache, layer, self.queries, asked, self._dtype)
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -101,10 +114,14 @@ class LayerSpotlight:
 
         Args:
             by: a column, `dualform.bins(column, width=...)`, or several of these.
-            of: `"attention"` (signed) or `"magnitude"` (absolute), (Q, G); or `"contribution"`, (Q, G, d_out).
+            of: `"attention"` (signed) or `"magnitude"` (absolute), (Q, G); `"contribution"`, (Q, G, d_out); or
+                `"effect"`, a row per input, (M, G): see `effects`.
         """
         _check_of(of)
         grouping = self._group(by)
+        if of == "effect":
+            values = self._require_asked().totals(grouping)
+            return Totals(self.name, of, grouping.by, grouping.labels, values.to(self._dtype))
         self._affordable(8 * len(self) * len(grouping.labels), "totals()")
         linear = self.queries.is_floating_point()  # in the query; a table's attention is 0 or 1
         if linear and (of == "attention" or (of == "magnitude" and self._never_negative())):
@@ -114,6 +131,24 @@ class LayerSpotlight:
         else:
             values = self._contribution_totals(grouping)
         return Totals(self.name, of, grouping.by, grouping.labels, values.to(self._dtype))
+
+    def effects(self, by: By | None = None, *, per: Per = "sample") -> Effects:
+        """Predict what training on each sample, pattern or group brought to the quantity that was asked about.
+
+        A prediction of retraining, not a share of the output: effects do not sum to the weight. Needs
+        `memory.attend(model, inputs, targets=..., quantity=...)`.
+
+        Args:
+            by: a column (or columns, or bins) to sum over, instead of samples or patterns.
+            per: without `by`: `"sample"` sums over all occurrences of a sample; `"pattern"` gives each one, named by
+                its number.
+        """
+        _check_per(per)
+        source = self._require_asked()
+        grouping = self._group(by if by is not None else self._column(per))
+        self._affordable(8 * len(source) * len(grouping.labels), "effects()")
+        values = source.totals(grouping)
+        return Effects((self.name,), source.asked.quantity, grouping.by, grouping.labels, values, {})
 
     def top(
         self,
@@ -131,7 +166,7 @@ class LayerSpotlight:
         Args:
             k: how many.
             by: rank within each group of this column (or columns) instead of overall.
-            of: what to rank by. A contribution is that to one output unit.
+            of: what to rank by. A contribution is that to one output unit; an effect is ranked for each input.
             per: `"sample"` sums over all patterns with the same `sample` annotation first.
             largest: the most positive, or with False the most negative.
             unit: for contributions, the output unit, or one per query (Q,); by default the one whose output is largest.
@@ -140,8 +175,7 @@ class LayerSpotlight:
         _check_of(of)
         if k < 1:
             raise QueryError(f"top({k}) asks for no patterns. Ask for at least one.")
-        if per not in get_args(Per):
-            raise QueryError(f"per is {per!r}; expected one of {get_args(Per)}.")
+        _check_per(per)
         self._require_patterns()
         score = Score(of, self._units(unit) if of == "contribution" else None, self._sums.shapes)
         if per == "sample":
@@ -181,6 +215,26 @@ class LayerSpotlight:
         self._require_patterns()
         return self._table.group(self.name, by)
 
+    def _require_asked(self) -> LayerEffects:
+        if (reason := outside(self._table.run, self.name)) is not None:
+            raise QueryError(f"Layer {self.name!r} has no effects: {reason}.")
+        if self._effects is None:
+            raise QueryError(
+                f"Effects of layer {self.name!r} are effects on something: attend with targets and a quantity, "
+                'memory.attend(model, inputs, targets=labels, quantity="margin").'
+            )
+        self._effects.require()
+        return self._effects
+
+    def _column(self, per: Per) -> str:
+        """Return the column that names a sample, or a pattern."""
+        if per == "sample" and "sample" not in self._table.names:
+            raise SelectionError(
+                'per="sample" needs a column "sample": record with annotate(sample=ids). '
+                f"There are: {', '.join(self._table.names)}."
+            )
+        return per
+
     def _require_patterns(self) -> None:
         if not self.count():
             raise QueryError(
@@ -198,6 +252,8 @@ class LayerSpotlight:
     ) -> R:
         """Reduce the scores of all patterns: those that are kept, or else by a pass over them."""
         self._require_patterns()
+        if score.of == "effect":
+            return self._require_asked().score(grouping, make, block=block, chunk_size=self._chunk_size)
         scores = self._scores(score) if len(self) <= min(BLOCK, block or BLOCK) else None
         if scores is None:
             return self._pass(score, grouping, make, block)
@@ -245,8 +301,8 @@ class LayerSpotlight:
                     self._table, self.name, rows, part, grouping, make(len(rows)), chunk_size=self._chunk_size
                 )
             )
-        joined: R = _joined(results)
-        return joined
+        whole: R = joined(results)
+        return whole
 
     def _never_negative(self) -> bool:
         low, high = self._table.run.key_range(self.name)
@@ -289,11 +345,7 @@ class LayerSpotlight:
     def _top_samples(
         self, k: int, by: By | None, score: Score, *, largest: bool, columns: Collection[str] | None
     ) -> Top:
-        if "sample" not in self._table.names:
-            raise SelectionError(
-                'per="sample" needs a column "sample": record with annotate(sample=ids). '
-                f"There are: {', '.join(self._table.names)}."
-            )
+        self._column("sample")
         outer = None if by is None else self._group(by)
         samples = self._group("sample")
         if outer is None:
@@ -396,13 +448,30 @@ class Spotlight:
             winners[name] = tuple(totals.groups[g] for g in values.argmax(dim=1).tolist())
         return Vote(names, of, winners)
 
+    def effects(self, by: By | None = None, *, per: Per = "sample") -> Effects:
+        """Sum the effects of all layers: see `LayerSpotlight.effects`.
+
+        Layers outside the linear family contribute nothing, and are listed in the answer's `outside`.
+        """
+        if by is None and per == "pattern":
+            raise QueryError('Patterns belong to one layer: ask spotlight[layer].effects(per="pattern").')
+        left = self.outside()
+        found = [layer.effects(by, per=per) for name, layer in self.layers.items() if name not in left]
+        if not found:
+            raise QueryError(f"No layer of the linear family is asked about. Outside it: {', '.join(left) or 'none'}.")
+        return add_effects(found, left)
+
+    def outside(self) -> dict[str, str]:
+        """Return the layers that contribute nothing to effects, and why."""
+        reasons = {name: outside(layer._table.run, name) for name, layer in self.layers.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _check_per(per: str) -> None:
+    if per not in get_args(Per):
+        raise QueryError(f"per is {per!r}; expected one of {get_args(Per)}.")
+
 
 def _check_of(of: str) -> None:
     if of not in get_args(Of):
         raise QueryError(f"of is {of!r}; expected one of {get_args(Of)}.")
-
-
-def _joined(results: list[Any]) -> Any:
-    if isinstance(results[0], tuple):
-        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
-    return torch.cat(results)

@@ -7,15 +7,18 @@ from typing import Any, cast
 
 import torch
 
+from dualform.attend.answers import EFFECT_NOTE
+from dualform.attend.effects_asked import Quantity
 from dualform.attend.engine import Of
 from dualform.attend.groups import By
 from dualform.attend.memory import Memory
-from dualform.attend.spotlight import Per
+from dualform.attend.spotlight import Per, Spotlight
 from dualform.errors import QueryError
 from dualform.experiments.training import predict
 from dualform.show.models import load_inputs, load_model
 from dualform.show.tables import console, percent, print_grid
 
+ALL = "*"  # in place of a layer's name: all of them together
 MASK_NOTE = "A mask removes recorded updates from the sum; the model is not retrained."
 
 
@@ -29,6 +32,7 @@ class LayerAnswer:
     of: str
     totals: list[dict[str, Any]]
     top: list[dict[str, Any]]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +60,52 @@ def ask(
     top: int,
     per: str,
     largest: bool,
+    quantity: str = "margin",
 ) -> list[LayerAnswer]:
-    """Ask for totals and top patterns of the chosen inputs, per layer."""
-    rows, _ = load_inputs(memory, inputs)
+    """Ask for totals and top patterns of the chosen inputs, per layer; of effects also over all layers together."""
+    rows, targets = load_inputs(memory, inputs)
     outside = [test for test in tests if not 0 <= test < len(rows)]
     if outside:
         raise QueryError(f"There is no input {outside[0]}; there are 0 to {len(rows) - 1}.")
     net = load_model(memory, model)
     answers = []
     for test in tests:
-        spotlight = memory.attend(net, rows[test : test + 1], layers=list(layers) or None)
+        if of == "effect":
+            wanted = None if targets is None else targets[test : test + 1]
+            spotlight = memory.attend(
+                net,
+                rows[test : test + 1],
+                targets=wanted,
+                quantity=cast("Quantity", quantity),
+                layers=list(layers) or None,
+            )
+            answers.append(_all_layers(spotlight, test, by, top, largest=largest))
+        else:
+            spotlight = memory.attend(net, rows[test : test + 1], layers=list(layers) or None)
+        left = spotlight.outside() if of == "effect" else {}
         for name, layer in spotlight.layers.items():
+            if name in left:
+                continue
             measure = cast("Of", of)
             totals = [] if by is None else layer.totals(by, of=measure).to_arrow().to_pylist()
             best = layer.top(top, of=measure, per=cast("Per", per), largest=largest) if top else None
             found = [] if best is None else best.to_arrow().to_pylist()
-            answers.append(LayerAnswer(test, name, layer.count(), of, totals, found))
+            note = EFFECT_NOTE if of == "effect" else ""
+            answers.append(LayerAnswer(test, name, layer.count(), of, totals, found, note))
     return answers
+
+
+def _all_layers(spotlight: Spotlight, test: int, by: By | None, top: int, *, largest: bool) -> LayerAnswer:
+    """Return the effects on one input, summed over the layers: totals by group, and the top samples."""
+    left = spotlight.outside()
+    note = " ".join([EFFECT_NOTE, *(f"Layer {name!r} contributes nothing: {why}." for name, why in left.items())])
+    count = sum(layer.count() for name, layer in spotlight.layers.items() if name not in left)
+    totals = [] if by is None else spotlight.effects(by).to_arrow().to_pylist()
+    found = []
+    if top and any("sample" in layer.columns for layer in spotlight.layers.values()):
+        best = spotlight.effects().top(top, largest=largest).to_arrow().to_pylist()
+        found = [{"query": row["query"], "rank": rank, **row} for rank, row in enumerate(best, start=1)]
+    return LayerAnswer(test, ALL, count, "effect", totals, found, note)
 
 
 def show_answers(answers: Sequence[LayerAnswer]) -> None:
@@ -82,11 +115,12 @@ def show_answers(answers: Sequence[LayerAnswer]) -> None:
         for what, rows in (("total", answer.totals), ("top", answer.top)):
             if rows:
                 head = [name for name in rows[0] if not (name == "query" and len({r["query"] for r in rows}) == 1)]
-                title = (
-                    f"input {answer.test}, layer {answer.layer}: {what} {answer.of} over {answer.patterns:,} patterns"
-                )
+                where = "all layers" if answer.layer == ALL else f"layer {answer.layer}"
+                title = f"input {answer.test}, {where}: {what} {answer.of} over {answer.patterns:,} patterns"
                 print_grid(screen, title, head, [[row[name] for name in head] for row in rows])
                 screen.print()
+    for note in dict.fromkeys(answer.note for answer in answers if answer.note):
+        screen.print(note)
 
 
 @torch.no_grad()

@@ -155,7 +155,8 @@ def attend(
     test: Annotated[list[int], typer.Option("--test", "-t", help="Which inputs to ask about; repeatable.")] = [0],  # noqa: B006
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Only these layers; repeatable.")] = [],  # noqa: B006
     by: Annotated[Optional[str], typer.Option(help="Totals by columns: label, task,label or step:500.")] = None,  # noqa: UP045
-    of: Annotated[str, typer.Option(help="attention, magnitude or contribution.")] = "attention",
+    of: Annotated[str, typer.Option(help="attention, magnitude, contribution or effect.")] = "attention",
+    quantity: Annotated[str, typer.Option(help="What effects are effects on: margin or loss.")] = "margin",
     top: Annotated[int, typer.Option(help="How many patterns to list; 0 for none.")] = 5,
     per: Annotated[str, typer.Option(help="Rank each pattern, or each sample over its occurrences.")] = "pattern",
     smallest: Annotated[bool, typer.Option("--smallest", help="The most negative instead.")] = False,
@@ -180,6 +181,7 @@ def attend(
         layers=layer,
         by=None if by is None else _columns(by),
         of=of,
+        quantity=quantity,
         top=top,
         per=per,
         largest=not smallest,
@@ -188,6 +190,19 @@ def attend(
         print_json(answers)
     else:
         show_answers(answers)
+
+
+@app.command()
+def evaluate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see benchmarks/truth.")],
+    folder: Annotated[Optional[Path], typer.Option(help="Where to keep everything; default runs/truth/NAME.")] = None,  # noqa: UP045
+    device: Annotated[str, typer.Option(help="Where to retrain, for example cuda.")] = "cpu",
+    json: Json = False,
+) -> None:
+    """Retrain on random halves of the data, and say how well effects predicted it; goes on where it stopped."""
+    from dualform.show.evaluate import run_evaluation
+
+    run_evaluation(config, folder, device=device, json=json)
 
 
 @app.command()

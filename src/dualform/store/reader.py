@@ -67,9 +67,9 @@ class Shard:
             self._calls[layer] = columns
         return self._calls[layer]
 
-    def addresses(self, layer: str) -> dict[str, npt.NDArray[np.int64]]:
-        """Return each pattern's step, micro, call, row, position, and its row in the annotation table."""
-        return addresses(self.calls(layer))
+    def addresses(self, layer: str, patterns: npt.NDArray[np.int64] | None = None) -> dict[str, npt.NDArray[np.int64]]:
+        """Return step, micro, call, row, position and row in the annotation table of all patterns, or of some."""
+        return addresses(self.calls(layer), patterns)
 
     def rows(self, layer: str, what: str) -> Rows | PooledRows:
         """Return the keys or values of a layer, as they are stored: a map of the file, read where it is used."""

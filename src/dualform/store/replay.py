@@ -188,6 +188,25 @@ def multipliers(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, di
             yield step, {role: by_name[name] for role, name in roles if name in by_name}
 
 
+def maps(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, tuple[Map, Tensor, float]]]]:
+    """Yield, for each step, the linear map of each of a layer's replayed parameters, its gradient, and its age.
+
+    The age is how many steps the parameter's optimizer has taken, as bias corrections count them.
+    """
+    names = replayed_parameters(run, [layer])
+    reader = _Reader(run, names, kept(everything), None)
+    parameters = {name: _Parameter(run, name) for name in names}
+    for step in range(min(horizon, run.steps)):
+        calls = reader.calls(step)
+        found = {}
+        for name, parameter in parameters.items():
+            if (linear := parameter.step(step, calls)) is not None:
+                gradient = parameter.replay.parameter.grad
+                assert gradient is not None, "the step was taken with it"
+                found[name] = (linear, gradient, float(parameter.replay.state.get("step", 0.0)))
+        yield step, found
+
+
 class _Parameter:
     """One parameter on its way through the steps; its shares are followed where a number of groups is given."""
 

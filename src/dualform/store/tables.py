@@ -138,16 +138,22 @@ def fingerprint(tensor: Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def addresses(calls: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.int64]]:
-    """Return each pattern's address, from its layer's calls in one shard.
+def addresses(
+    calls: Mapping[str, npt.NDArray[Any]], patterns: npt.NDArray[np.int64] | None = None
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the address of each pattern, or of those with these places, from its layer's calls in one shard.
 
     Columns: which call row it belongs to (`at`), step, micro, call, row, position, and `annotation`, its row in the
     shard's annotation table or -1.
     """
     sizes = calls["rows"] * calls["positions"]
-    at = np.repeat(np.arange(len(sizes)), sizes)
-    starts = np.cumsum(sizes) - sizes
-    local = np.arange(len(at)) - starts[at]
+    ends = np.cumsum(sizes)
+    if patterns is None:
+        at = np.repeat(np.arange(len(sizes)), sizes)
+        local = np.arange(len(at)) - (ends - sizes)[at]
+    else:
+        at = np.searchsorted(ends, patterns, side="right")
+        local = patterns - (ends - sizes)[at]
     rows, inner = calls["rows"][at], calls["inner"][at]
     row = (local // np.maximum(inner, 1)) % np.maximum(rows, 1)
     position = (local // np.maximum(inner * rows, 1)) * inner + local % np.maximum(inner, 1)

@@ -1,0 +1,67 @@
+"""Do effects predict retraining, and how well do other libraries? Retrains, records, asks all of them, prints a table.
+
+    python benchmarks/truth.py benchmarks/truth/*.toml [--folder runs/truth] [--page docs/results.md]
+
+Goes on where an earlier run stopped. Peers (kronfluence, traker, captum) are asked where they are installed; what a
+peer said once is kept, so that they may be installed one after the other, or in an environment of their own.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from safetensors.torch import save_file
+from truth_peers import PEERS, installed
+
+from dualform.experiments.page import write_page
+from dualform.experiments.truth import evaluate, scores
+from dualform.experiments.truth_config import Truth, make_split, read_config
+from dualform.experiments.truth_page import section, table
+from dualform.show.tables import console, print_grid
+
+
+def tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def ask_peers(config: Truth, folder: Path, names: list[str]) -> None:
+    """Ask every installed peer about every split that it has not been asked about."""
+    for number in range(config.splits):
+        split, here = make_split(config, number), folder / f"split-{number}"
+        for name in installed(names):
+            path = here / f"peer-{name}.safetensors"
+            if path.is_file():
+                continue
+            start = time.perf_counter()
+            found = PEERS[name][1](config, split, here)
+            if found:
+                save_file({label: tensor.contiguous() for label, tensor in found.items()}, path)
+            tell(f"{config.name}: split {number}, asked {name}, {time.perf_counter() - start:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", type=Path, nargs="+")
+    parser.add_argument("--folder", type=Path, default=Path("runs/truth"))
+    parser.add_argument("--page", type=Path, help="the page whose section on effects to write")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--device", default="cpu", help="where to retrain")
+    chosen = parser.parse_args()
+    if missing := sorted(set(chosen.peers) - set(installed(chosen.peers))):
+        tell(f"not installed, and not asked: {', '.join(missing)}")
+    found = {}
+    for path in chosen.configs:
+        config = read_config(path)
+        folder = chosen.folder / config.name
+        evaluate(config, folder, device=chosen.device, tell=tell)
+        ask_peers(config, folder, chosen.peers)
+        found[config] = scores(config, folder)
+    grid = table(found)
+    print_grid(console(), grid.title, grid.columns, grid.rows)
+    if chosen.page is not None:
+        write_page(chosen.page, [section(found)])
+
+
+if __name__ == "__main__":
+    main()

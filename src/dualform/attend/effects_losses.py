@@ -1,0 +1,172 @@
+"""What the values say about the loss: is it a softmax cross-entropy, a mean over how many terms, and how sure?
+
+At the outputs of a softmax the value of a pattern is e = (p - onehot) / N. So p can be read off e, and the weight
+
+    w = (1 - |p|²) / |N e|²        at most 1e4
+
+turns e eᵀ, which knows the label, into what it is on average over the network's own predictions: the curvature of the
+loss. Where the loss is something else, w = 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualform.progress import bar
+from dualform.store.reader import Run, Shard
+from dualform.store.stream import CHUNK, take
+
+Numbers = npt.NDArray[np.float64]
+LARGEST = 1e4  # weight
+SLACK = 2e-3  # of a sum, relatively: float16 rows are off by less
+ROUNDING = 1e-5  # of a probability
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Losses:
+    """The loss of each step as the last layer's values tell it.
+
+    Attributes:
+        head: the layer whose outputs the softmax is over, or where there is none the last.
+        softmax: whether the loss is a softmax cross-entropy.
+        scaled: whether the values are that of the loss only after the rescaling between backward and step.
+        weights: shard -> (n,) w of each of the head's patterns.
+        terms: shard -> (n,) N of each of the head's patterns.
+    """
+
+    run: Run
+    head: str
+    softmax: bool
+    scaled: bool
+    weights: Mapping[int, Numbers]
+    terms: Mapping[int, Numbers]
+
+    def of(self, shard: Shard, layer: str) -> tuple[Numbers, Numbers]:
+        """Return w and N for each of a layer's patterns in a shard.
+
+        A pattern has the w of the head's pattern of the same row and position; where the head has no such position, the
+        mean over the row's; where it has no such row, the mean over the step's.
+        """
+        weights, terms = self.weights[shard.entry.index], self.terms[shard.entry.index]
+        mine, heads = shard.addresses(layer), shard.addresses(self.head)
+        if all(np.array_equal(mine[name], heads[name]) for name in ("step", "micro", "row", "position")):
+            return weights, terms
+        columns = ("step", "micro", "row", "position")
+        size = [1 + max(int(found[name].max(initial=0)) for found in (mine, heads)) for name in columns]
+        found = np.full(len(mine["step"]), np.nan)
+        counted = np.full(len(mine["step"]), np.nan)
+        for used in (columns, columns[:3], columns[:2], columns[:1]):
+            codes = [np.ravel_multi_index([each[name] for name in used], size[: len(used)]) for each in (mine, heads)]
+            lacking = np.isnan(found)
+            found[lacking] = _mean(codes[1], weights, codes[0][lacking])
+            counted[lacking] = _mean(codes[1], terms, codes[0][lacking])
+        return np.nan_to_num(found, nan=1.0), np.nan_to_num(counted, nan=1.0)
+
+
+def _mean(codes: npt.NDArray[np.int64], numbers: Numbers, wanted: npt.NDArray[np.int64]) -> Numbers:
+    """Return the mean of the numbers with each of the wanted codes, NaN where there are none."""
+    present, at = np.unique(codes, return_inverse=True)
+    means = np.bincount(at, weights=numbers) / np.maximum(np.bincount(at), 1)
+    if not len(present):
+        return np.full(len(wanted), np.nan)
+    place = np.searchsorted(present, wanted).clip(max=len(present) - 1)
+    return np.where(present[place] == wanted, means[place], np.nan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Head:
+    """What a layer's values are like, over all its patterns in a shard: (n,) each.
+
+    Attributes:
+        positive: the sum of the positive elements: (1 - p of the label) / N at a softmax.
+        square: |e|².
+        target: the least element, which is negative, minus the positive sum.
+        alike: whether no other element is negative.
+    """
+
+    positive: Numbers
+    square: Numbers
+    target: Numbers
+    alike: npt.NDArray[np.bool_]
+
+
+def find_losses(run: Run, layers: list[str]) -> Losses:
+    """Look for the softmax among these layers, from the last to the first."""
+    assert layers, "there are layers with values"
+    for layer in reversed(layers):
+        heads = {shard.entry.index: _look(shard, layer) for shard in run.shards}
+        if not all(bool(head.alike.all()) for head in heads.values()):
+            continue
+        for scaled in (False, True):
+            for way in ("step", "nonzero", "micro", "micro nonzero", "one"):
+                found = _weigh(run, layer, heads, way, scaled=scaled)
+                if found is not None:
+                    return found
+    last = layers[-1]
+    terms = {shard.entry.index: _count(shard, last, "step", None) for shard in run.shards}
+    return Losses(run, last, False, False, {index: np.ones_like(n) for index, n in terms.items()}, terms)
+
+
+def _look(shard: Shard, layer: str) -> _Head:
+    count = shard.count(layer)
+    found = [torch.zeros(4, 0, dtype=torch.float64)]
+    with bar(f"values of {layer}", total=count) as advance:
+        for start in range(0, count, CHUNK):
+            rows = np.arange(start, min(start + CHUNK, count))
+            found.append(_features(take(shard.rows(layer, "values"), rows, torch.float64, "cpu")))
+            if not bool(found[-1][3].all()):  # no softmax's, whatever comes
+                break
+            advance(len(rows))
+    positive, square, target, alike = torch.cat(found, dim=1).numpy()
+    return _Head(positive, square, target, alike.astype(bool))
+
+
+def _features(values: Tensor) -> Tensor:
+    """Return positive, square, target and alike of values (n, d_out), (4, n)."""
+    positive = values.clamp(min=0).sum(dim=1)
+    alike = ((values < 0).sum(dim=1) <= 1) & torch.isfinite(values).all(dim=1)
+    return torch.stack([positive, values.square().sum(dim=1), values.min(dim=1).values, alike.double()])
+
+
+def _weigh(run: Run, layer: str, heads: Mapping[int, _Head], way: str, *, scaled: bool) -> Losses | None:
+    """Return the losses if N counted this way makes every value a softmax's."""
+    weights: dict[int, Numbers] = {}
+    terms: dict[int, Numbers] = {}
+    largest = 0.0
+    _, factors = run.facts(next(iter(run.layer(layer).parameters.values())))
+    for shard in run.shards:
+        head = heads[shard.entry.index]
+        address = shard.addresses(layer)
+        n = _count(shard, layer, way, head)
+        factor = factors[address["step"], address["micro"]] if scaled else np.ones(len(n))
+        if not factor.all():  # not what was trained
+            return None
+        positive, target = n * factor * head.positive, n * factor * head.target
+        balanced = np.abs(positive + target) <= SLACK * positive + ROUNDING
+        if not bool((balanced & (positive <= 1 + SLACK)).all()):
+            return None
+        square = (n * factor) ** 2 * head.square  # |N e|²
+        # p is N e but at the label, where it is 1 + N e; so |p|² = |N e|² + 1 + 2 N e_label
+        uncertain = -square - 2 * target
+        ratio = np.divide(uncertain, square, out=np.zeros_like(square), where=square > 0)
+        weights[shard.entry.index] = ratio.clip(0.0, LARGEST)
+        terms[shard.entry.index] = n
+        largest = max(largest, float(positive.max(initial=0.0)))
+    if largest < 100 * ROUNDING:  # anything would pass
+        return None
+    return Losses(run, layer, True, scaled, weights, terms)
+
+
+def _count(shard: Shard, layer: str, way: str, head: _Head | None) -> Numbers:
+    """Return N for each of a layer's patterns: how many share its step (or backward), all or those with an error."""
+    address = shard.addresses(layer)
+    step, micro = address["step"], address["micro"]
+    if way == "one":
+        return np.ones(len(step))
+    codes = step * (1 + micro.max(initial=0)) + micro if way.startswith("micro") else step
+    counted = head.square > 0 if head is not None and way.endswith("nonzero") else np.ones(len(step), dtype=bool)
+    return np.maximum(np.bincount(codes, weights=counted, minlength=1)[codes], 1.0)
