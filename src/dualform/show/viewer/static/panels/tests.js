@@ -84,7 +84,8 @@ export function create(app) {
     const words = target === undefined ? app.label(said) : wrong ? `${app.label(target)}→${app.label(said)}` : app.label(target);
     return h("div", {
       id: `test-${test}`, role: "option", class: `test${wrong ? " wrong" : ""}`, "aria-selected": String(test === chosen), "aria-setsize": shown.length, "aria-posinset": at + 1,
-      "aria-label": `test ${test}, ${target === undefined ? "" : `target ${app.label(target)}, `}output ${app.label(said)}${wrong ? ", wrong" : ""}`,
+      // What is to be read stands in the name as it is; a text names itself.
+      ...(image ? { "aria-label": `${words}: test ${test}, ${target === undefined ? "" : `target ${app.label(target)}, `}output ${app.label(said)}${wrong ? ", wrong" : ""}` } : {}),
       style: { top: `${Math.floor(at / wide) * tall}px`, left: image ? `${(at % wide) * THUMB}px` : "0" },
       onclick: () => app.choose(test),
     }, image ? h("img", { src: `/media/test/${test}.png`, alt: "", loading: "lazy" }) : h("div", { class: "snippet" }, texts.get(test) ?? `test ${test}`),
