@@ -24,8 +24,8 @@ from dualform.experiments.truth import CHECKPOINTS
 from dualform.experiments.truth_config import Split, Truth
 from dualform.experiments.truth_training import initial, loss_of
 
-DAMPINGS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, None)  # None: kronfluence's own choice
-FEATURES = (64, 128, 256, 512)  # that TRAK projects gradients to
+DAMPINGS = (1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, None)  # None: kronfluence's own choice
+FEATURES = (8, 16, 32, 64, 128, 256, 512)  # that TRAK projects gradients to
 
 
 def networks(config: Truth, here: Path, checkpoint: int, count: int) -> list[nn.Module]:

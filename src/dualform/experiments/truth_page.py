@@ -34,11 +34,13 @@ For random halves of the training samples, networks are trained again on each ha
 rank correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say
 on average over their seeds (the linear datamodeling score; 1 is perfect). Effects come from one recorded training
 each; the row below it averages them over several. EK-FAC sees one trained network, TracInCP five checkpoints of each
-of the recorded trainings. Of EK-FAC's dampings, TRAK's numbers of features and TracInCP's two test losses the best is
-shown, which favours the peers; effects have nothing to choose. The ceiling is what a perfect prediction could reach,
-given that each half was retrained with so many seeds only; against a single retraining of each half every score is
-lower, as the last row but one says. Means ± standard errors over splits. These are small networks and small data;
-nothing here says how effects do on large ones."""
+of the recorded trainings. Of the dampings of EK-FAC, the numbers of features of TRAK and the two test losses of
+TracInCP that were tried, the best by this very score is shown; effects have nothing to choose. But the recipes of
+training were fixed after a few trial runs on digits that showed the score of effects and not yet those of the peers.
+The ceiling is what a perfect prediction could reach, given that each half was retrained with so many seeds only;
+against a single retraining of each half every score is lower, as the last row but one says. Means ± standard errors
+over splits; a number without an error is of one split, and a dash stands for what was not asked. These are small
+networks and small data; nothing here says how effects do on large ones."""
 
 
 def table(found: Found) -> Grid:
@@ -73,7 +75,8 @@ def _recipe(config: Truth) -> str:
     network = "a character Transformer, width" if config.data == "text" else "an MLP with hidden units"
     return (
         f"{config.train:,} samples of {config.text or config.data}, {network} {', '.join(map(str, config.hidden))}; "
-        f"{config.epochs} epochs of {config.optimizer}, learning rate {config.learning_rate:g}, batches of "
+        f"{config.epochs} epochs of {config.optimizer}, learning rate {config.learning_rate:g}"
+        f"{f', momentum {config.momentum:g}' if config.optimizer == 'SGD' else ''}, batches of "
         f"{config.batch}; {config.subsets} halves with {config.seeds} seeds each, {config.tests} test inputs, "
         f"{config.recordings} recordings, {config.splits} splits."
     )
