@@ -108,6 +108,24 @@ def test_shares_are_of_all_magnitude(client, digits, memory):
     assert found["cards"][0]["share"] == pytest.approx(float(attention.max()) / found["magnitude"], rel=1e-5)
 
 
+def test_effects_are_those_of_the_memory(client, digits, memory):
+    said = int(digits.model(digits.task.test[5:6]).argmax())
+    asked = memory.attend(digits.model, digits.task.test[5:6], targets=torch.tensor([said]), quantity="margin")
+    found = ask(client, "/api/layers", test=5, by="label", of="effect")
+    assert found["of"] == "effect"
+    for layer in found["layers"]:
+        expected = asked[layer["layer"]].effects(by="label")
+        assert found["groups"] == list(expected.groups)
+        assert layer["totals"] == pytest.approx(expected.values[0].tolist(), rel=1e-6)
+    cards = ask(client, "/api/top", test=5, by="label", layer="layers.1", per="sample", of="effect", k=4)
+    top = asked["layers.1"].top(4, per="sample", of="effect")
+    assert cards["of"] == "effect"
+    assert [card["value"] for card in cards["cards"]] == pytest.approx(top.values[0, 0].tolist(), rel=1e-6)
+    assert (
+        ask(client, "/api/top", test=5, by="label", layer="layers.1", of="effect", steps="10-20")["of"] == "attention"
+    )
+
+
 def test_later_ranks_steps_and_groups(client, digits, memory):
     whole = ask(client, "/api/top", test=5, by="label", per="pattern", k=20)["cards"]
     part = ask(client, "/api/top", test=5, by="label", per="pattern", first=11, k=5)["cards"]

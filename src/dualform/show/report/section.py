@@ -27,6 +27,7 @@ class Facts:
     prediction: dict[str, Any]
     layers: dict[str, Any]
     contributions: dict[str, Any] | None
+    effects: dict[str, Any] | None
     curves: list[dict[str, Any]]
     time: dict[str, Any]
     positive: dict[str, Any]
@@ -45,6 +46,7 @@ def gather(session: Session, test: int, by: By) -> Facts:
         prediction=predict(session, subject, Mask(Removal())),
         layers=totals(session, subject, by, "attention"),
         contributions=totals(session, subject, by, "contribution") if exact else None,
+        effects=totals(session, subject, by, "effect") if exact else None,
         curves=[sorted_attention(session, subject, name, by, of="attention", count=500) for name in shown],
         time=time_strip(session, subject, layer, by),
         positive=best(session, subject, layer, per=per, count=8, by=by),
@@ -64,7 +66,7 @@ def render(session: Session, facts: Facts, by: By, masks: Sequence[Mapping[str, 
         f'<section class="test" id="test-{facts.test}" data-verdict="{verdict}"><h2>{escape(heading)}{tag}</h2>'
         f"{_top(session, facts, media=media)}"
         f"<h3>A. Attention by {escape(_by(by))}, in each layer</h3>{_layers(session, facts.layers, by, said)}"
-        f"{_contributions(session, facts, by)}"
+        f"{_contributions(session, facts, by)}{_effects(session, facts, by)}"
         f"<h3>B. The strongest patterns of each group, sorted</h3>{_curves(session, facts, by)}"
         f"<h3>C. Attention along training, {escape(facts.time['layer'])}</h3>{_time(session, facts, by)}"
         f"<h3>D. Training samples it attends to most, {escape(facts.positive['layer'])}</h3>"
@@ -135,6 +137,18 @@ def _contributions(session: Session, facts: Facts, by: By) -> str:
     )
     charts = _layers(session, facts.contributions, by, facts.prediction)
     return f"<h4>Contribution to the predicted output</h4><p class=muted>{note}</p>{charts}"
+
+
+def _effects(session: Session, facts: Facts, by: By) -> str:
+    if facts.effects is None or all(layer["totals"] is None for layer in facts.effects["layers"]):
+        return ""
+    name = escape(facts.effects["unit_name"])
+    note = (
+        f"What training on each group is predicted to have brought to the margin of “{name}”: a prediction of "
+        "retraining, not a share of the output; effects do not sum to the weight."
+    )
+    charts = _layers(session, facts.effects, by, facts.prediction)
+    return f"<h4>Effect on the predicted output</h4><p class=muted>{note}</p>{charts}"
 
 
 def _curves(session: Session, facts: Facts, by: By) -> str:

@@ -142,6 +142,17 @@ class Session:
         found: Spotlight = self._spotlights.get((subject.key, None), lambda: self._look(subject, None))["whole"]
         return found
 
+    def asked(self, subject: Subject, unit: int) -> Spotlight:
+        """Return the spotlight that knows how the margin of the model's output `unit` moves with every layer."""
+
+        def compute() -> dict[str, Any]:
+            with self._watched_lock:
+                targets = torch.tensor([unit])
+                return {"whole": self.memory.attend(self._watched, subject.inputs, targets=targets, quantity="margin")}
+
+        found: Spotlight = self._spotlights.get((subject.key, f"margin of {unit}"), compute)["whole"]
+        return found
+
     def slopes(self, subject: Subject, unit: int) -> dict[str, Tensor]:
         """Return how the model's output `unit` moves with each layer's output, layer -> (rows, d_out)."""
 

@@ -1,4 +1,4 @@
-"""Totals by group in every layer: attention, magnitude, or contribution to the predicted output."""
+"""Totals by group in every layer: attention, magnitude, contribution to or effect on the predicted output."""
 
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ MOST = 40  # groups that are shown; the largest in any layer
 @question("/api/layers")
 def layers(session: Session, ask: Ask) -> dict[str, Any]:
     """Return each layer's totals, the same groups in the same order."""
-    of = ask.choice("of", ("attention", "magnitude", "contribution"))
+    of = ask.choice("of", ("attention", "magnitude", "contribution", "effect"))
     return totals(session, ask.subject(session), ask.by(session), of, row=ask.optional("row"))
 
 
@@ -28,7 +28,14 @@ def totals(session: Session, subject: Subject, by: By, of: str, *, row: int | No
     found: dict[str, dict[Any, float] | None] = {}
     reasons: dict[str, str] = {}
     for name, layer in spotlight.layers.items():
-        if of != "contribution":
+        if of == "effect":
+            reason = no_effects(session, subject, name)
+            if reason is not None:
+                found[name], reasons[name] = None, reason
+                continue
+            effects = session.asked(subject, unit)[name].effects(list(by))
+            found[name] = dict(zip(effects.groups, effects.values[0].tolist(), strict=True))
+        elif of != "contribution":
             answer = layer.totals(list(by), of=cast("Of", of))
             found[name] = dict(zip(answer.groups, answer.values[0].tolist(), strict=True))
         elif session.memory.layers[name].store == "keys":
@@ -62,6 +69,15 @@ def totals(session: Session, subject: Subject, by: By, of: str, *, row: int | No
             for name, values in found.items()
         ],
     }
+
+
+def no_effects(session: Session, subject: Subject, layer: str) -> str | None:
+    """Say why a layer has no effects to show, if it has none."""
+    if not subject.inputs.is_floating_point():
+        return "Effects are shown where the model gives one output per input."
+    if session.memory.layers[layer].store == "keys":
+        return "Recorded with its keys only: attention, but no effects."
+    return session.asked(subject, int(session.outputs(subject).argmax())).outside().get(layer)
 
 
 def contributions(session: Session, subject: Subject, by: By, layer: str, unit: int) -> tuple[tuple[Any, ...], Tensor]:

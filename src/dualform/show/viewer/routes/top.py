@@ -8,6 +8,7 @@ from dualform.attend.spotlight import LayerSpotlight, Per
 from dualform.show.passages import PLACE, around
 from dualform.show.viewer.ask import Ask, BadQuestion
 from dualform.show.viewer.questions import question
+from dualform.show.viewer.routes.layers import no_effects
 from dualform.show.viewer.session import By, Session, Subject, group_name
 
 MOST = 500
@@ -22,7 +23,7 @@ def top(session: Session, ask: Ask) -> dict[str, Any]:
         ask.subject(session),
         ask.layer(session),
         tab=ask.choice("tab", ("positive", "negative", "group")),
-        of=ask.choice("of", ("attention", "magnitude", "contribution")),
+        of=ask.choice("of", ("attention", "magnitude", "contribution", "effect")),
         per=ask.choice("per", ("pattern", "sample")),
         first=ask.number("first", 1, low=1, high=MOST),
         count=ask.number("k", 12, low=1, high=60),
@@ -52,6 +53,11 @@ def best(
     if per == "sample" and "sample" not in session.memory.columns:
         raise BadQuestion("The run has no column named sample, so occurrences cannot be summed.")
     of = of if of != "contribution" or layer == session.output_layer else "attention"
+    if of == "effect":
+        if steps or no_effects(session, subject, layer) is not None:
+            of = "attention"  # the moments are those of all steps
+        else:
+            spot = session.asked(subject, int(session.outputs(subject).argmax()))[layer]
     total = _magnitude(spot, by, of)
     if steps:
         spot = _within(session, spot, layer, steps)
@@ -89,8 +95,8 @@ def best(
 
 
 def _magnitude(spot: LayerSpotlight, by: By, of: str) -> float | None:
-    """Return the sum of all absolute attention, which a card's share is taken of; nothing for contributions."""
-    if of == "contribution" or not spot.queries.is_floating_point():
+    """Return the sum of all absolute attention, which a card's share is taken of; nothing for other measures."""
+    if of in ("contribution", "effect") or not spot.queries.is_floating_point():
         return None
     return float(spot.totals(list(by), of="magnitude").values.sum())
 

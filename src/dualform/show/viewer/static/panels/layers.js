@@ -8,7 +8,7 @@ import { key } from "../link.js";
 import { Panel } from "../panel.js";
 import * as state from "../state.js";
 
-const MEASURES = [["attention", "attention"], ["magnitude", "magnitude"], ["contribution", "contribution"]];
+const MEASURES = [["attention", "attention"], ["magnitude", "magnitude"], ["contribution", "contribution"], ["effect", "effect"]];
 
 export function create(app) {
   const panel = new Panel("layers", "A · Layers");
@@ -80,6 +80,9 @@ function explain(answer, now) {
   const signs = "◆ target, ▸ output; to the right of the axis positive, to the left negative.";
   if (answer.of === "contribution") {
     return `What each ${now.by} adds to the output “${answer.unit_name}”: exact in the last layer; in the others along the gradient of that output, exact while no unit switches. ${signs}`;
+  }
+  if (answer.of === "effect") {
+    return `What training on each ${now.by} brought to the margin of “${answer.unit_name}”: a prediction of retraining, not a share of the output; effects do not sum to the weight. ${signs}`;
   }
   return `Sum of ${answer.of} over all training patterns, by ${now.by}. ${signs}`;
 }

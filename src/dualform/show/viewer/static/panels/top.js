@@ -26,10 +26,11 @@ export function create(app) {
     if (now.first !== "1") filters.push(`from rank ${now.first}`);
     const cards = answer.cards.map((one) => card(app, answer, one, now));
     const list = answer.tab === "group" ? grouped(answer, cards) : h("ol", { class: "cards", start: now.first }, cards);
-    const measured = answer.of === "contribution" ? "contribution to the predicted output" : answer.of;
+    const measured = answer.of === "contribution" ? "contribution to the predicted output" : answer.of === "effect" ? "effect on the margin of the predicted output (a prediction of retraining, not a share of the output)" : answer.of;
     panel.body.replaceChildren(
       h("p", { class: "muted" }, `${answer.layer}, ${count(answer.patterns)} patterns, ranked by ${measured}${answer.per === "sample" ? ", summed over the occurrences of a sample" : ""}.`,
-        now.of === "contribution" && answer.of !== "contribution" ? " Single contributions are to outputs of the layer itself, so only the last layer can be ranked by them." : ""),
+        now.of === "contribution" && answer.of !== "contribution" ? " Single contributions are to outputs of the layer itself, so only the last layer can be ranked by them." : "",
+        now.of === "effect" && answer.of !== "effect" ? " This layer, or a range of steps, cannot be ranked by effects." : ""),
       filters.length ? h("p", { class: "filters" }, `Only ${filters.join(" and ")}. `, button("Clear filters", () => state.set({ steps: [], first: "1", k: "12" }), { class: "small" })) : "",
       answer.cards.length ? list : h("p", {}, "No pattern fits. ", button("Clear filters", () => state.set({ steps: [], first: "1", k: "12" }), { class: "small" })),
       answer.tab !== "group" && answer.cards.length === Number(now.k) && Number(now.k) < 60 ? button("Show more", () => state.set({ k: String(Math.min(Number(now.k) + 12, 60)) }, { replace: true })) : "");
