@@ -29,6 +29,8 @@ GOALS = {  # milliseconds, at the median
     "another test: patterns": 300,
     "mask": 100,
 }
+PAGE = Path(__file__).parents[1] / "docs" / "viewer.md"
+BEGIN, END = "<!-- measured -->", "<!-- end measured -->"
 CLICK = """
 async ([selector, panels]) => {
   const shown = () => panels.map((id) => document.getElementById(id).dataset.shown ?? "");
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=50, help="clicks of each kind")
     parser.add_argument("--clients", type=int, default=20, help="clients at once")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/viewer.md")
     arguments = parser.parse_args()
     executable = shutil.which("chromium") or shutil.which("chromium-browser")
     if executable is None:
@@ -76,6 +79,8 @@ def main() -> None:
         server.wait(10)
     found["machine"] = {"cores": os.cpu_count(), "load": os.getloadavg()}
     print(json.dumps(found, indent=1) if arguments.json else table(found))
+    if arguments.page:
+        write_page(found)
 
 
 def measure(address: str, executable: str, repeat: int, server: int) -> dict[str, Any]:
@@ -187,6 +192,31 @@ def cpu_seconds(process: int) -> float:
 def _summary(milliseconds: list[float]) -> dict[str, float]:
     ordered = sorted(milliseconds)
     return {"median": statistics.median(ordered), "least": ordered[0], "worst": ordered[-1], "count": len(ordered)}
+
+
+def write_page(found: dict[str, Any]) -> None:
+    """Replace the table in docs/viewer.md by what was measured."""
+    rows = ["| what | median, ms | least | worst | goal | |", "|---|---|---|---|---|---|"]
+    for name, goal in GOALS.items():
+        one = found[name]
+        verdict = "met" if one["median"] < goal else "**missed**"
+        numbers = " | ".join(f"{one[which]:.0f}" for which in ("median", "least", "worst"))
+        rows.append(f"| {name} ({one['count']} times) | {numbers} | {goal} | {verdict} |")
+    crowd = found["at once"]
+    numbers = " | ".join(f"{crowd[which]:.0f}" for which in ("median", "least", "worst"))
+    rows.append(
+        f"| {crowd['clients']} clients at once, {crowd['questions']} questions, {crowd['errors']} errors | {numbers} | | |"
+    )
+    rest = [f"{name} {value:.0f}" for name, value in found["cpu"].items()]
+    rest += [f"{name} {value:.1f}" for name, value in found["cold"].items()]
+    machine = f"{found['machine']['cores']} cores, load {found['machine']['load'][0]:.1f} at the end"
+    text = PAGE.read_text(encoding="utf-8")
+    before, begin, rest_of_page = text.partition(BEGIN)
+    _, end, after = rest_of_page.partition(END)
+    if not begin or not end:
+        sys.exit(f"{PAGE} lacks the marks {BEGIN} and {END}.")
+    body = "\n".join(["", *rows, "", f"Processor time: {'; '.join(rest)}. {machine}.", ""])
+    PAGE.write_text(f"{before}{BEGIN}{body}{END}{after}", encoding="utf-8")
 
 
 def table(found: dict[str, Any]) -> str:
