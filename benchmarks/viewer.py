@@ -204,18 +204,17 @@ def write_page(found: dict[str, Any]) -> None:
         rows.append(f"| {name} ({one['count']} times) | {numbers} | {goal} | {verdict} |")
     crowd = found["at once"]
     numbers = " | ".join(f"{crowd[which]:.0f}" for which in ("median", "least", "worst"))
-    rows.append(
-        f"| {crowd['clients']} clients at once, {crowd['questions']} questions, {crowd['errors']} errors | {numbers} | | |"
-    )
-    rest = [f"{name} {value:.0f}" for name, value in found["cpu"].items()]
-    rest += [f"{name} {value:.1f}" for name, value in found["cold"].items()]
+    asked = f"{crowd['clients']} clients at once, {crowd['questions']} questions, {crowd['errors']} errors"
+    rows.append(f"| {asked} | {numbers} | | |")
+    cpu = "; ".join(f"{name}: {value:.0f}" for name, value in found["cpu"].items())
+    cold = "; ".join(f"{name}: {value:.1f}" for name, value in found["cold"].items())
     machine = f"{found['machine']['cores']} cores, load {found['machine']['load'][0]:.1f} at the end"
     text = PAGE.read_text(encoding="utf-8")
     before, begin, rest_of_page = text.partition(BEGIN)
     _, end, after = rest_of_page.partition(END)
     if not begin or not end:
         sys.exit(f"{PAGE} lacks the marks {BEGIN} and {END}.")
-    body = "\n".join(["", *rows, "", f"Processor time: {'; '.join(rest)}. {machine}.", ""])
+    body = "\n".join(["", *rows, "", f"Processor time of {cpu}. Cold: {cold}. {machine}.", ""])
     PAGE.write_text(f"{before}{BEGIN}{body}{END}{after}", encoding="utf-8")
 
 
