@@ -197,7 +197,7 @@ def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Muon"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_contributions_are_gradients(tmp_path: Path, layer: str, optimizer: str) -> None:
+def test_contributions_add_up(tmp_path: Path, layer: str, optimizer: str) -> None:
     """What every pattern adds to an output sums to what the start lacks of it, group by group and one by one."""
     trained = fit(tmp_path / "run", layer, OPTIMIZERS[optimizer], torch.float64)
     memory, model = trained.memory, trained.model
@@ -217,3 +217,23 @@ def test_contributions_are_gradients(tmp_path: Path, layer: str, optimizer: str)
         whole = memory.shares()
         for parameter in memory.layers[name].parameters.values():
             torch.testing.assert_close(halves[0][parameter] + halves[1][parameter], whole[parameter])
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_one_steps_shares_are_autograds_gradients(tmp_path: Path, layer: str) -> None:
+    """After one step of SGD with rate 1 every parameter's share is minus what autograd accumulated."""
+    torch.manual_seed(0)
+    model = LAYERS[layer]().double()
+    optimizer = make.SGD(model.parameters(), lr=1.0)
+    with dualform.record(model, optimizer, tmp_path / "run", strict=True):
+        for seed in (1, 2):
+            inputs = torch.randn(B, L, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            model(inputs).sin().square().mean().backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    shares = dualform.open(tmp_path / "run").shares()
+    assert shares.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        unmoved = "in_proj_bias" in name or name.endswith("weight_hh")  # a cell's first state is zero
+        assert unmoved or float(gradient.norm()) > 0, name  # or nothing would be shown
+        torch.testing.assert_close(shares[name], -gradient, rtol=1e-11, atol=1e-14)

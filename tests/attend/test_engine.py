@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend import engine, spotlight
+from dualform.attend import engine, reducers, scoring
 from dualform.store import rebuild, stream
 from small import sgd
 
@@ -94,7 +94,7 @@ def test_many_queries_make_the_chunks_smaller(wide: tuple[Path, nn.Linear], monk
 
     monkeypatch.setattr(engine, "attend", attend)
     monkeypatch.setattr(engine, "SCORES", 300_000)
-    monkeypatch.setattr(spotlight, "BLOCK", 1000)
+    monkeypatch.setattr(scoring, "BLOCK", 1000)
     layer = dualform.open(path).attend(queries={"": torch.randn(2500, WIDTH)})[""]
     top = layer.top(2)
     assert top.values.shape == (2500, 1, 2)
@@ -121,14 +121,14 @@ def test_top_samples_hold_a_block_of_sums_at_a_time(
 ) -> None:
     path, model = wide
     held: list[int] = []
-    real = spotlight.BestSums.__init__
+    real = reducers.BestSums.__init__
 
     def watched(self: Any, queries: int, groups: int, k: int, group_of: Tensor, *rest: Any, **options: Any) -> None:
         held.append(queries * len(group_of))
         real(self, queries, groups, k, group_of, *rest, **options)
 
-    monkeypatch.setattr(spotlight.BestSums, "__init__", watched)
-    monkeypatch.setattr(spotlight, "BLOCK", 7)
+    monkeypatch.setattr(reducers.BestSums, "__init__", watched)
+    monkeypatch.setattr(scoring, "BLOCK", 7)
     queries = torch.randn(30, WIDTH)
     top = dualform.open(path).attend(queries={"": queries})[""].top(2, per="sample")
     assert held == [7000, 7000, 7000, 7000, 2000]

@@ -13,12 +13,13 @@ from paired import STEPS, Pair
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend import engine, spotlight
+from dualform.attend import engine, scoring
+from dualform.attend import layer as layer_module
 from dualform.attend.cache import Cache
 from dualform.attend.engine import Score, score_patterns
+from dualform.attend.layer import LayerSpotlight
 from dualform.attend.memory import Memory
 from dualform.attend.reducers import GroupSums
-from dualform.attend.spotlight import LayerSpotlight
 from dualform.errors import QueryError, SelectionError
 from reference import Pattern
 from small import batch, network, recorded, sgd, train
@@ -133,13 +134,13 @@ def test_the_key_sum_shortcut_equals_the_plain_pass(pair: Pair, view: str, by: s
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that every streaming pass over scores adds itself to."""
     seen: list[str] = []
-    real = spotlight.score_patterns
+    real = scoring.score_patterns
 
     def watched(table: Any, layer: str, queries: Tensor, score: Score, *rest: Any, **options: Any) -> Any:
         seen.append(score.of)
         return real(table, layer, queries, score, *rest, **options)
 
-    monkeypatch.setattr(spotlight, "score_patterns", watched)
+    monkeypatch.setattr(scoring, "score_patterns", watched)
     return seen
 
 
@@ -203,7 +204,7 @@ def test_contribution_totals_by_shares_equal_the_streaming_pass(
         output = look(pair, view, layer).output()
         assert seen == []
         with monkeypatch.context() as patch:
-            patch.setattr(spotlight, "SHARES", 0)  # no share may be held
+            patch.setattr(layer_module, "SHARES", 0)  # no share may be held
             found = look(pair, view, layer)
             torch.testing.assert_close(found.totals(by="label", of="contribution").values, by_shares, **EXACT)
             torch.testing.assert_close(found.output(), output, **EXACT)
@@ -245,7 +246,7 @@ def test_no_answer_depends_on_the_chunks(
     whole = look(pair, view, layer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "CHUNK", chunk_size)  # of passes without queries
-        patch.setattr(spotlight, "BLOCK", block)
+        patch.setattr(scoring, "BLOCK", block)
         cut = LayerSpotlight(whole._table, Cache(whole._table.run), layer, pair_queries(whole), chunk_size=chunk_size)
         patch.setattr(Cache, "get", lambda self, what, compute: compute())
         column = BY[by][0]
@@ -427,7 +428,7 @@ def test_questions_that_make_no_sense(pair: Pair, run: Path) -> None:
 def test_answers_too_large_to_hold_are_refused_before_they_are_made(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spotlight, "DENSE", 1000)
+    monkeypatch.setattr(layer_module, "DENSE", 1000)
     layer = look(pair, "whole", "0")
     for question in (
         layer.attention,

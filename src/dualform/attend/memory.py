@@ -7,7 +7,6 @@ as it was; it does not retrain.
 import copy
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,12 +22,13 @@ from dualform.attend.course import Course, follow
 from dualform.attend.effects_asked import Asked, Quantity, ask
 from dualform.attend.effects_moments import outside
 from dualform.attend.groups import Bins, By, Condition, Table, condition
+from dualform.attend.info import Info, describe
+from dualform.attend.layer import LayerSpotlight
 from dualform.attend.queries import batches, capture_queries, given_queries
-from dualform.attend.spotlight import LayerSpotlight, Spotlight
+from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError, SelectionError
-from dualform.record.estimate import size_text
 from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
 from dualform.store import audit, media, rebuild
@@ -36,37 +36,6 @@ from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, read_corpus
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
-
-
-@dataclass(frozen=True, slots=True)
-class Info:
-    """What a memory holds."""
-
-    path: str
-    steps: int
-    closed: bool
-    view: str
-    layers: Mapping[str, Mapping[str, Any]]
-    columns: Mapping[str, str]
-    uncovered: Mapping[str, int]
-    optimizers: tuple[str, ...]
-    bytes: int
-
-    def __repr__(self) -> str:
-        lines = [f"{self.path}: {self.steps} steps, {size_text(self.bytes)}, trained by {', '.join(self.optimizers)}"]
-        if not self.closed:
-            lines.append("still being recorded, or cut off; this is what was published")
-        if self.view:
-            lines.append(f"view: {self.view}")
-        lines += [
-            f"  {name}: {layer['kind']} {layer['d_in']} -> {layer['d_out']}, {layer['patterns']:,} patterns, "
-            f"{layer['store']}, {layer['dtype']}"
-            for name, layer in self.layers.items()
-        ]
-        lines.append(f"columns: {', '.join(self.columns) or 'none'}")
-        if self.uncovered:
-            lines.append(f"not recorded: {', '.join(self.uncovered)}")
-        return "\n".join(lines)
 
 
 class Memory:
@@ -127,30 +96,7 @@ class Memory:
 
     def info(self) -> Info:
         """Describe the memory."""
-        manifest = self._run.manifest
-        layers = {
-            name: {
-                "kind": entry.kind,
-                "d_in": entry.d_in,
-                "d_out": entry.d_out,
-                "store": entry.store,
-                "dtype": entry.dtype,
-                "patterns": self._run.count(name),
-                "bytes": audit.stored_bytes(self._run, name),
-            }
-            for name, entry in self._run.layers.items()
-        }
-        return Info(
-            path=str(self.path),
-            steps=self._run.steps,
-            closed=manifest.closed,
-            view=self._describe(),
-            layers=layers,
-            columns=manifest.columns,
-            uncovered=manifest.uncovered,
-            optimizers=manifest.optimizers,
-            bytes=sum(entry.bytes for entry in self._run.files().values()),
-        )
+        return describe(self._run, self._describe())
 
     def patterns(self, layer: str, *, columns: Collection[str] | None = None) -> pa.Table:
         """Return the pattern table of a layer in this view: addresses and annotations, a row per pattern."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from dualform.record.annotations import Binding
 from dualform.record.hooks import Arrival
@@ -25,6 +26,18 @@ class Pending:
         if task not in self.tasks:
             self.tasks.append(task)
         return self.tasks.index(task)
+
+    def cleared(self, parameters: Mapping[str, nn.Parameter], accumulating: str) -> bool:
+        """Say whether every gradient that is pending was cleared without a step, as one parameter accumulates anew."""
+        for name, trail in self.trails.items():
+            if name == accumulating:
+                left = trail.waiting is not None and not trail.waiting.zero
+            else:
+                gradient = parameters[name].grad
+                left = gradient is not None and bool(gradient.any())
+            if left:
+                return False
+        return True
 
     def keep(self, parameters: Collection[str]) -> None:
         """Let go of everything that none of these parameters waits for."""

@@ -25,7 +25,7 @@ from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
 from dualform.record.probes import Accumulation, Trail, resolve
 from dualform.record.sinks import RESIDUAL, CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
-from dualform.record.steps import OpenStep, Owned, own
+from dualform.record.steps import OpenStep, Owned, own, warm_states, with_closure
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
 
 OnFailure = Literal["raise", "detach"]
@@ -90,7 +90,7 @@ class Recorder:
             Start(
                 layers={layer.name: _describe(layer) for layer in self._layers},
                 parameters=parameters,
-                states=self._states(),
+                states=warm_states(self._owned),
                 optimizers=tuple(owned.name for owned in self._owned),
                 uncovered=self._uncovered,
                 batch_axis=self._batch_axis,
@@ -196,7 +196,7 @@ class Recorder:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
         if self._state != "recording":
             return
-        if task not in self._pending.tasks and self._all_cleared(name):
+        if task not in self._pending.tasks and self._pending.cleared(self._parameters, name):
             self._pending = Pending()  # nothing of what was pending can reach a step any more
         micro = self._pending.micro(task)
         self._annotator.late = False
@@ -238,19 +238,7 @@ class Recorder:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._prepare(optimizer)
-            return None
-
-        def measured_closure() -> Any:
-            result = closure()
-            self._prepare(optimizer)  # the gradients exist only now
-            return result
-
-        if len(args) > 1:
-            return (args[0], measured_closure, *args[2:]), kwargs
-        return args, {**kwargs, "closure": measured_closure}
+        return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
     @torch.no_grad()
     def _prepare(self, optimizer: Optimizer) -> None:
@@ -379,29 +367,8 @@ class Recorder:
         shape = self._parameters[name].shape
         return self._pending.trails.setdefault(name, Trail(shape[1:].numel()))
 
-    def _all_cleared(self, accumulating: str) -> bool:
-        """Say whether every gradient that is pending was cleared without a step."""
-        for name, trail in self._pending.trails.items():
-            if name == accumulating:
-                left = trail.waiting is not None and not trail.waiting.zero
-            else:
-                gradient = self._parameters[name].grad
-                left = gradient is not None and bool(gradient.any())
-            if left:
-                return False
-        return True
-
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
-
-    def _states(self) -> dict[str, dict[str, Tensor]]:
-        states = {}
-        for owned in self._owned:
-            for name, parameter in owned.parameters.items():
-                found = owned.logger.state(owned.optimizer.state.get(parameter, {})) if owned.logger else {}
-                if found:
-                    states[name] = {entry: tensor.detach().cpu().clone() for entry, tensor in found.items()}
-        return states
 
     def _detach(self) -> None:
         self._state = "closed"

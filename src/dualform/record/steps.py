@@ -4,10 +4,11 @@ With one optimizer a step of the recording is its step. Several optimizers share
 other with no backward between them, so that a layer whose parameters are divided among them keeps one row per pattern.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import RefusedError
@@ -72,3 +73,36 @@ def own(
                 )
             taken[name] = optimizer
     return tuple(owned)
+
+
+def warm_states(optimizers: Sequence[Owned]) -> dict[str, dict[str, Tensor]]:
+    """Return copies of the optimizers' state that is warm already: parameter -> entry -> tensor."""
+    states = {}
+    for owned in optimizers:
+        for name, parameter in owned.parameters.items():
+            found = owned.logger.state(owned.optimizer.state.get(parameter, {})) if owned.logger else {}
+            if found:
+                states[name] = {entry: tensor.detach().cpu().clone() for entry, tensor in found.items()}
+    return states
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Prepare a step now, or after its closure where it has one: the gradients exist only then.
+
+    Takes and returns what an optimizer's step hook does; nothing where the arguments stay as they are.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        prepare()
+        return None
+
+    def measured_closure() -> Any:
+        result = closure()
+        prepare()
+        return result
+
+    if len(args) > 1:
+        return (args[0], measured_closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": measured_closure}

@@ -11,8 +11,9 @@ from dualform.attend.answers import EFFECT_NOTE
 from dualform.attend.effects_asked import Quantity
 from dualform.attend.engine import Of
 from dualform.attend.groups import By
+from dualform.attend.layer import Per
 from dualform.attend.memory import Memory
-from dualform.attend.spotlight import Per, Spotlight
+from dualform.attend.spotlight import Spotlight
 from dualform.errors import QueryError
 from dualform.experiments.training import predict
 from dualform.show.models import load_inputs, load_model

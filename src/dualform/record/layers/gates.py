@@ -44,6 +44,16 @@ class Outer:
     cell: Tensor | None  # (B, H), at the last cell state of an LSTM
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A cell's way through a sequence."""
+
+    keys: Tensor  # (T, B, d + H), the input and the hidden state before
+    last: Tensor  # (B, H), the output of the last step
+    cell: Tensor | None  # (B, H), an LSTM's first cell state
+    mask: Tensor | None  # (T, B, 1), false where a sequence has not begun or is over; nothing where all are as long
+
+
 class Cell(ABC):
     """One kind of recurrent cell."""
 
@@ -51,23 +61,12 @@ class Cell(ABC):
     blocks: int  # blocks of H elements in a value
 
     @abstractmethod
-    def errors(
-        self,
-        weights: Weights,
-        keys: Tensor,
-        last: Tensor,
-        cell: Tensor | None,
-        mask: Tensor | None,
-        outer: Outer,
-    ) -> Tensor:
+    def errors(self, weights: Weights, ran: Ran, outer: Outer) -> Tensor:
         """Return the values, (T, B, blocks · H).
 
         Args:
             weights: the cell's.
-            keys: (T, B, d + H), the input and the hidden state before.
-            last: (B, H), the output of the last step.
-            cell: (B, H), an LSTM's first cell state.
-            mask: (T, B, 1), false where a sequence has not begun or is over; nothing where all are as long.
+            ran: what it met and gave.
             outer: the errors from outside.
         """
 
@@ -88,16 +87,9 @@ class LSTM(Cell):
     gates = 4
     blocks = 4
 
-    def errors(
-        self,
-        weights: Weights,
-        keys: Tensor,
-        last: Tensor,
-        cell: Tensor | None,
-        mask: Tensor | None,
-        outer: Outer,
-    ) -> Tensor:
+    def errors(self, weights: Weights, ran: Ran, outer: Outer) -> Tensor:
         """Go back through the cell states and hidden states."""
+        keys, cell, mask = ran.keys, ran.cell, ran.mask
         assert cell is not None, "an LSTM has a first cell state"
         assert outer.cell is not None, "an LSTM has a last cell state"
         steps, rows, _ = keys.shape
@@ -162,16 +154,9 @@ class GRU(Cell):
             "bias_hh": f"bias(values={hidden})",
         }
 
-    def errors(
-        self,
-        weights: Weights,
-        keys: Tensor,
-        last: Tensor,
-        cell: Tensor | None,
-        mask: Tensor | None,
-        outer: Outer,
-    ) -> Tensor:
+    def errors(self, weights: Weights, ran: Ran, outer: Outer) -> Tensor:
         """Go back through the hidden states."""
+        keys, mask = ran.keys, ran.mask
         steps, rows, width = keys.shape
         units = weights.units
         x, h = keys.split([width - units, units], dim=2)
@@ -210,18 +195,10 @@ class Plain(Cell):
     def __init__(self, nonlinearity: str) -> None:
         self._tanh = nonlinearity == "tanh"
 
-    def errors(
-        self,
-        weights: Weights,
-        keys: Tensor,
-        last: Tensor,
-        cell: Tensor | None,
-        mask: Tensor | None,
-        outer: Outer,
-    ) -> Tensor:
+    def errors(self, weights: Weights, ran: Ran, outer: Outer) -> Tensor:
         """Go back through the hidden states."""
-        units = weights.units
-        outputs = torch.cat([keys[1:, :, -units:], last[None]])
+        keys, mask, units = ran.keys, ran.mask, weights.units
+        outputs = torch.cat([keys[1:, :, -units:], ran.last[None]])
         slope = 1 - outputs.square() if self._tanh else (outputs > 0).to(outputs.dtype)
         values = torch.empty_like(outputs)
         at_hidden = outer.hidden

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from dualform.record.layers.composite import Composite, Report, Tracer, composes
-from dualform.record.layers.gates import GRU, LSTM, Cell, Outer, Plain, Weights
+from dualform.record.layers.gates import GRU, LSTM, Cell, Outer, Plain, Ran, Weights
 from dualform.record.layers.kind import LayerKind, Role
 
 
@@ -24,11 +24,8 @@ from dualform.record.layers.kind import LayerKind, Role
 class Unrolled:
     """One call of one layer in one direction, in its own order of time."""
 
-    keys: Tensor  # (T, B, d + H)
-    last: Tensor  # (B, H), the output of the last step
-    cell: Tensor | None  # (B, H), an LSTM's first cell state
+    ran: Ran
     weights: Weights
-    mask: Tensor | None  # (T, B, 1) of a packed sequence
     sizes: Tensor | None  # its batch sizes
     unsorted: Tensor | None  # (B,), where each of its rows came from
     direction: int  # 0, or 1 for reversed
@@ -45,14 +42,14 @@ class Unrolled:
         """Return the errors at a call's outputs as this direction meets them."""
         units = self.weights.units
         if outputs is None:
-            own = self.keys.new_zeros(*self.keys.shape[:2], units)
+            own = self.ran.keys.new_zeros(*self.ran.keys.shape[:2], units)
         else:
             own = outputs[..., self.direction * units : (self.direction + 1) * units]
-            own = own.reshape(*self.keys.shape[:2], units) if self.sizes is None else _padded(own, self.sizes)
+            own = own.reshape(*self.ran.keys.shape[:2], units) if self.sizes is None else _padded(own, self.sizes)
             own = own.flip(0) if self.direction else own
-        nothing = self.keys.new_zeros(self.keys.shape[1], units)
+        nothing = self.ran.keys.new_zeros(self.ran.keys.shape[1], units)
         last = [nothing if state is None else state[self.direction].reshape_as(nothing) for state in (hidden, cell)]
-        return Outer(own, last[0], last[1] if self.cell is not None else None)
+        return Outer(own, last[0], last[1] if self.ran.cell is not None else None)
 
 
 class Part(LayerKind):
@@ -82,7 +79,8 @@ class Part(LayerKind):
     def keys(self, module: nn.Module, inputs: Any) -> Tensor:
         """Return [x ; h] of every time, (T, B, d + H) or (T, d + H)."""
         unrolled: Unrolled = inputs
-        keys = unrolled.keys if unrolled.mask is None else unrolled.keys * unrolled.mask
+        ran = unrolled.ran
+        keys = ran.keys if ran.mask is None else ran.keys * ran.mask
         return unrolled.presented(keys)
 
     def errors(self, module: nn.Module, inputs: Any, errors: Sequence[Tensor | None]) -> Tensor:
@@ -90,7 +88,7 @@ class Part(LayerKind):
         unrolled: Unrolled = inputs
         outputs, hidden, cell = (*errors, None)[:3]
         outer = unrolled.errors(outputs, hidden, cell)
-        values = self._cell.errors(unrolled.weights, unrolled.keys, unrolled.last, unrolled.cell, unrolled.mask, outer)
+        values = self._cell.errors(unrolled.weights, unrolled.ran, outer)
         return unrolled.presented(values)
 
 
@@ -173,7 +171,7 @@ class Cells(Composite):
             rows = keys.reshape(1, -1, keys.shape[-1])
             last = results[0].detach().clone().reshape(rows.shape[1], -1)
             first = None if cell is None else cell.detach().reshape_as(last)
-            report("", Unrolled(rows, last, first, _weights(weights), None, None, None, 0, batched), results)
+            report("", Unrolled(Ran(rows, last, first, None), _weights(weights), None, None, 0, batched), results)
             return results if isinstance(result, tuple) else result
 
         return Tracer(dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), follow))
@@ -241,7 +239,7 @@ def _unrolled(
     keys[..., :width] = x
     keys[0, :, width:] = hidden
     keys[1:, :, width:] = own[:-1] if mask is None else torch.where(mask[:-1], own[:-1], hidden)
-    return Unrolled(keys, own[-1].clone(), cell, _weights(weights), mask, sizes, unsorted, direction, batched)
+    return Unrolled(Ran(keys, own[-1].clone(), cell, mask), _weights(weights), sizes, unsorted, direction, batched)
 
 
 def _padded(data: Tensor, sizes: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import importlib.resources
 from html import escape
 from typing import Any
 
-from dualform.attend.spotlight import LayerSpotlight, Spotlight
+from dualform.attend.layer import LayerSpotlight
+from dualform.attend.spotlight import Spotlight
 from dualform.errors import DualformError
 from dualform.show.passages import PLACE, around, column_name
 from dualform.show.report.cards import cards

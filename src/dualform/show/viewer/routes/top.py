@@ -3,8 +3,8 @@
 from typing import Any, cast
 
 from dualform.attend.engine import Of
+from dualform.attend.layer import LayerSpotlight, Per
 from dualform.attend.removal import in_steps
-from dualform.attend.spotlight import LayerSpotlight, Per
 from dualform.show.passages import PLACE, around
 from dualform.show.viewer.ask import Ask, BadQuestion
 from dualform.show.viewer.questions import question

@@ -1,0 +1,68 @@
+"""What a memory holds, in a few lines."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dualform.record.estimate import size_text
+from dualform.store import audit
+from dualform.store.reader import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a memory holds."""
+
+    path: str
+    steps: int
+    closed: bool
+    view: str
+    layers: Mapping[str, Mapping[str, Any]]
+    columns: Mapping[str, str]
+    uncovered: Mapping[str, int]
+    optimizers: tuple[str, ...]
+    bytes: int
+
+    def __repr__(self) -> str:
+        lines = [f"{self.path}: {self.steps} steps, {size_text(self.bytes)}, trained by {', '.join(self.optimizers)}"]
+        if not self.closed:
+            lines.append("still being recorded, or cut off; this is what was published")
+        if self.view:
+            lines.append(f"view: {self.view}")
+        lines += [
+            f"  {name}: {layer['kind']} {layer['d_in']} -> {layer['d_out']}, {layer['patterns']:,} patterns, "
+            f"{layer['store']}, {layer['dtype']}"
+            for name, layer in self.layers.items()
+        ]
+        lines.append(f"columns: {', '.join(self.columns) or 'none'}")
+        if self.uncovered:
+            lines.append(f"not recorded: {', '.join(self.uncovered)}")
+        return "\n".join(lines)
+
+
+def describe(run: Run, view: str) -> Info:
+    """Describe a run; `view` says which part of it is looked at."""
+    manifest = run.manifest
+    layers = {
+        name: {
+            "kind": entry.kind,
+            "d_in": entry.d_in,
+            "d_out": entry.d_out,
+            "store": entry.store,
+            "dtype": entry.dtype,
+            "patterns": run.count(name),
+            "bytes": audit.stored_bytes(run, name),
+        }
+        for name, entry in run.layers.items()
+    }
+    return Info(
+        path=str(run.folder),
+        steps=run.steps,
+        closed=manifest.closed,
+        view=view,
+        layers=layers,
+        columns=manifest.columns,
+        uncovered=manifest.uncovered,
+        optimizers=manifest.optimizers,
+        bytes=sum(entry.bytes for entry in run.files().values()),
+    )

@@ -1,0 +1,101 @@
+"""Scores of all patterns of one layer for some queries, reduced: kept from the last question, or found by a pass.
+
+What is asked, and what the numbers mean, is up to `spotlight.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualform.attend.backward import score_backward
+from dualform.attend.engine import Score, score_patterns
+from dualform.attend.groups import Grouping, Table
+from dualform.attend.reducers import Everything, Reducer, joined
+from dualform.attend.sums import LayerSums
+from dualform.store.stream import Chunk, selected
+
+R = TypeVar("R")
+BLOCK = 1 << 14  # queries of one pass at most
+KEPT = 64 << 20  # bytes of scores that are remembered, so that the next question needs no pass
+MOST_KEPT = 2  # kinds of scores that are remembered
+SLICE = 1 << 15  # kept scores that are reduced at a time
+
+
+class LayerScoring:
+    """Scores every pattern of a view of a layer against its queries, (Q, d_in)."""
+
+    def __init__(self, table: Table, layer: str, queries: Tensor, sums: LayerSums, chunk_size: int | None) -> None:
+        self._table = table
+        self._layer = layer
+        self._queries = queries
+        self._sums = sums
+        self._chunk_size = chunk_size
+        self._kept: dict[Any, Tensor] = {}
+
+    def count(self) -> int:
+        """Return the number of patterns in this view of the layer."""
+        table = self._table
+        return sum(len(selected(shard, self._layer, table.horizon, table.keep())) for shard in table.run.shards)
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return the number of each of them, counted over all shards."""
+        table, found, before = self._table, [], 0
+        for shard in table.run.shards:
+            found.append(selected(shard, self._layer, table.horizon, table.keep()) + before)
+            before += shard.count(self._layer)
+        return np.concatenate(found)
+
+    def reduce(
+        self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int | None = None
+    ) -> R:
+        """Reduce the scores of all patterns: those that are kept, or else by a pass over them."""
+        scores = self._scores(score) if len(self._queries) <= min(BLOCK, block or BLOCK) else None
+        if scores is None:
+            return self._pass(score, grouping, make, block)
+        numbers = self.numbers()
+        codes = torch.zeros(len(numbers), dtype=torch.int64) if grouping is None else torch.from_numpy(grouping.codes)
+        reducer = make(len(self._queries))
+        for start in range(0, len(numbers), SLICE):
+            part = slice(start, start + SLICE)
+            chunk = Chunk(numbers[part], self._queries[:0])
+            reducer.update(chunk, scores[:, part], codes[part].to(self._queries.device))
+        return reducer.result()
+
+    def _scores(self, score: Score) -> Tensor | None:
+        """Return every pattern's score, (Q, T), where they are few enough to be kept for the next question."""
+        if self._chunk_size is not None or (score.needs_values and score.units is None):
+            return None
+        if self._sums.like.dtype.itemsize * len(self._queries) * self.count() > KEPT:
+            return None
+        if score.of == "magnitude":
+            attention = self._scores(Score("attention"))
+            return None if attention is None else attention.abs()
+        at = (score.of, None if score.units is None else tuple(score.units.tolist()))
+        found = self._kept.get(at)
+        if found is None:
+            found = self._pass(score, None, lambda rows: Everything(), None)
+            self._kept = {at: found, **dict(list(self._kept.items())[: MOST_KEPT - 1])}
+        return found
+
+    def _pass(self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int | None) -> R:
+        """Run the plain pass in blocks of queries and join the results."""
+        results = []
+        size = min(BLOCK, block or BLOCK)
+        dtype = self._sums.like.dtype
+        for start in range(0, len(self._queries), size):
+            rows = self._queries[start : start + size]
+            units = None if score.units is None else score.units[start : start + size]
+            reducer = make(len(rows))
+            if units is not None and self._sums.replayed:
+                results.append(score_backward(self._table, self._layer, rows, units, grouping, reducer, dtype=dtype))
+                continue
+            part = Score(score.of, units, score.shapes)
+            results.append(
+                score_patterns(self._table, self._layer, rows, part, grouping, reducer, chunk_size=self._chunk_size)
+            )
+        whole: R = joined(results)
+        return whole
