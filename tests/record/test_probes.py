@@ -21,16 +21,16 @@ def patterns(rows: int, d_in: int, d_out: int, dtype: torch.dtype, *, offset: fl
 
 def accumulate(gradient: Tensor | None, keys: Tensor, values: Tensor, micro: int = 0) -> tuple[Tensor, Accumulation]:
     """Add patterns to a weight's gradient; return it and what the hooks would measure."""
-    columns = columns_of(keys.shape[1], dtype=keys.dtype, device=CPU)
+    columns = columns_of(values.shape[1], keys.shape[1], dtype=keys.dtype, device=CPU)
     after = values.T @ keys if gradient is None else gradient + values.T @ keys
     taken = probe(after, columns)
     found = predict({"weight": Watching(columns, after.shape)}, values, keys, rounding=1.0)["weight"]
     before = None if gradient is None else probe(gradient, columns)
-    return after, Accumulation(micro, before, taken, found.columns, found.size)
+    return after, Accumulation(micro, before, taken, found.columns, [found.size])
 
 
 def seen(gradient: Tensor) -> Probe:
-    return probe(gradient, columns_of(gradient.shape[1], dtype=gradient.dtype, device=CPU))
+    return probe(gradient, columns_of(*gradient.shape, dtype=gradient.dtype, device=CPU))
 
 
 def resolved(gradient: Tensor, event: Accumulation) -> Resolution:
@@ -81,7 +81,7 @@ def test_neither_tiny_nor_huge_gradients_are_objected_to(dtype: torch.dtype, exp
 def test_a_projection_that_nearly_cancels_is_no_objection(dtype: torch.dtype) -> None:
     """Its rounding is that of the gradient, not that of the little which is left."""
     torch.manual_seed(0)
-    columns = columns_of(1000, dtype=torch.float64, device=CPU)
+    columns = columns_of(1, 1000, dtype=torch.float64, device=CPU)
     for _ in range(20):
         key = torch.randn(1, 1000, dtype=torch.float64)
         hidden = key - key @ columns @ torch.linalg.pinv(columns)  # seen by no column
@@ -153,10 +153,10 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
         torch.manual_seed(seed)
         keys, values = patterns(16, 30, 8, dtype)
         unseen_keys, unseen_values = patterns(16, 30, 8, dtype)
-        columns = columns_of(30, dtype=dtype, device=CPU)
+        columns = columns_of(8, 30, dtype=dtype, device=CPU)
         after = probe(values.T @ keys + share * unseen_values.T @ unseen_keys, columns)
         found = predict({"weight": Watching(columns, (8, 30))}, values, keys, rounding=1.0)["weight"]
-        resolution = resolve(Trail(30, [Accumulation(0, None, after, found.columns, found.size)]), after)
+        resolution = resolve(Trail(30, [Accumulation(0, None, after, found.columns, [found.size])]), after)
         assert resolution.objection is not None
         assert "patterns do not explain" in resolution.objection
 
@@ -165,13 +165,13 @@ def test_an_unseen_use_of_a_bias_is_objected_to() -> None:
     values = torch.randn(16, 8)
     after = probe(values.sum(0) + 1e-3, None)
     found = predict({"bias": Watching(None, (8,))}, values, torch.randn(16, 3), rounding=1.0)["bias"]
-    assert resolve(Trail(1, [Accumulation(0, None, after, found.columns, found.size)]), after).objection is not None
+    assert resolve(Trail(1, [Accumulation(0, None, after, found.columns, [found.size])]), after).objection is not None
 
 
 def test_a_gradient_without_any_pattern_is_objected_to() -> None:
     after = seen(torch.randn(4, 5))
-    predicted, size = torch.zeros_like(after.columns), torch.zeros(())
-    objection = resolve(Trail(5, [Accumulation(0, None, after, predicted, size)]), after).objection
+    predicted = torch.zeros_like(after.columns)
+    objection = resolve(Trail(5, [Accumulation(0, None, after, predicted, [])]), after).objection
     assert objection is not None
     assert "no recorded pattern explains" in objection
 
@@ -210,7 +210,7 @@ def test_a_true_zero_gradient_is_not_cleared() -> None:
 
 def test_an_objection_goes_when_the_gradient_is_cleared() -> None:
     gradient, wrong = accumulate(None, *patterns(4, 5, 3, torch.float64))
-    wrong = Accumulation(0, None, wrong.after, 2 * wrong.predicted, wrong.size)
+    wrong = Accumulation(0, None, wrong.after, 2 * wrong.predicted, wrong.sizes)
     fresh, right = accumulate(None, *patterns(4, 5, 3, torch.float64), micro=1)
     assert resolve(Trail(5, [wrong]), seen(gradient)).objection is not None
     assert resolve(Trail(5, [wrong, right]), seen(fresh)).objection is None

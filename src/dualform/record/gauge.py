@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from dualform.record.hooks import Arrival
 from dualform.record.probes import COARSE, Prediction, Probe, Watching, predict, probe, projection
+from dualform.threads import one_thread
 
 
 class Gauge:
@@ -18,7 +19,8 @@ class Gauge:
         if parameter.grad is None:
             return None
         gradient = parameter.grad if parameter.dim() == 1 else parameter.grad.flatten(1)
-        return probe(gradient, self._projection(name, parameter))
+        with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
+            return probe(gradient, self._projection(name, parameter))
 
     def predictions(self, arrival: Arrival) -> dict[str, Prediction]:
         """Return what a call's patterns predict for its parameters, computed once for all of them."""
@@ -34,7 +36,9 @@ class Gauge:
                 values = arrival.values.to(dtype)
                 # Autograd rounds the whole gradient to what autocast computed in.
                 coarse = 1.0 if arrival.call.coarse is None else COARSE / torch.finfo(dtype).eps
-                arrival.predictions = predict(watching, values, arrival.keys, rounding=layer.kind.rounding * coarse)
+                rounding = layer.kind.rounding * coarse
+                with one_thread(bytes_read=values.nbytes + arrival.keys.nbytes, device=values.device):
+                    arrival.predictions = predict(watching, values, arrival.keys, rounding=rounding)
         return arrival.predictions
 
     def _projection(self, name: str, parameter: nn.Parameter) -> Tensor | None:
@@ -42,6 +46,7 @@ class Gauge:
             return None
         columns = self._columns.get(name)
         if columns is None or columns.device != parameter.device:
-            columns = projection(parameter[0].numel(), dtype=parameter.dtype, device=parameter.device)
+            rows, width = len(parameter), parameter[0].numel()
+            columns = projection(rows, width, dtype=parameter.dtype, device=parameter.device)
             self._columns[name] = columns
         return columns

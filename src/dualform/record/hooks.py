@@ -22,7 +22,9 @@ from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.layers import Report
 from dualform.record.probes import Prediction
+from dualform.record.spares import Spares
 from dualform.record.watch import Watched, covered
+from dualform.threads import one_thread
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +53,7 @@ class Arrival:
     predictions: dict[str, Prediction] | None = None  # what its patterns predict for each parameter's probe, by role
 
     @torch.no_grad()
-    def copy(self) -> None:
+    def copy(self, spares: Spares) -> None:
         """Copy key and value out of the user's reach; a value only where it is kept."""
         layer = self.call.layer
         keys = layer.kind.keys(layer.module, self.call.inputs)
@@ -59,11 +61,13 @@ class Arrival:
         if self.call.coarse is not None and keys.is_floating_point():
             keys = keys.to(self.call.coarse)  # as the layer saw them
         self.keys = _own(
-            keys.reshape(-1, layer.d_in).to(self.dtype if keys.is_floating_point() else keys.dtype), [self.call.inputs]
+            keys.reshape(-1, layer.d_in).to(self.dtype if keys.is_floating_point() else keys.dtype),
+            [self.call.inputs],
+            spares,
         )
         if not layer.keys_only:
             values = layer.kind.errors(layer.module, self.call.inputs, self.errors)
-            self.values = _own(values.reshape(-1, layer.d_out).to(self.dtype), self.errors)
+            self.values = _own(values.reshape(-1, layer.d_out).to(self.dtype), self.errors, spares)
         self.accumulated = True
 
     @property
@@ -97,6 +101,7 @@ class Hooks:
 
     layers: Sequence[Watched]
     listener: Listener
+    spares: Spares
     enabled: bool = False
     calls: int = 0
     arrivals: dict[int, dict[int, Arrival]] = field(default_factory=dict)  # graph task -> call -> what it brought
@@ -137,7 +142,7 @@ class Hooks:
                 ]
                 for arrival in mine:
                     if not arrival.accumulated:
-                        arrival.copy()
+                        arrival.copy(self.spares)
                 self.listener.after_accumulation(name, parameter, task, mine)
 
         self.handles.append(parameter.register_hook(before))
@@ -236,11 +241,14 @@ class _Hook:
         return _Hook, ()
 
 
-def _own(rows: Tensor, others: Sequence[Any]) -> Tensor:
+def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:
     """Return rows that share no memory with others': themselves, or a copy."""
     place = rows.untyped_storage().data_ptr()
     shared = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
-    return rows.clone() if shared or not rows.is_contiguous() else rows
+    if not shared and rows.is_contiguous():
+        return rows
+    with one_thread(bytes_read=rows.nbytes, device=rows.device):
+        return spares.copy(rows)
 
 
 def _hookable(output: Tensor) -> Tensor:

@@ -25,8 +25,10 @@ from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
 from dualform.record.probes import Accumulation, Trail, resolve
 from dualform.record.sinks import RESIDUAL, CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
+from dualform.record.spares import Spares
 from dualform.record.steps import OpenStep, Owned, own, warm_states, with_closure
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
+from dualform.threads import one_thread
 
 OnFailure = Literal["raise", "detach"]
 
@@ -59,7 +61,8 @@ class Recorder:
         if self._uncovered:
             report_uncovered(self._uncovered, self._parameters, strict=strict)
 
-        self._hooks = Hooks(self._layers, self)
+        self._spares = Spares()
+        self._hooks = Hooks(self._layers, self, self._spares)
         self._handles: list[RemovableHandle] = []
         self._pending = Pending()
         self._open = OpenStep()
@@ -186,11 +189,11 @@ class Recorder:
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
-        with self._guarding():
-            self._end_step()
-        if self._state != "recording":
-            return
-        self._trail(name).waiting = self._gauge.probe(name, parameter)
+        if self._open.done:
+            with self._guarding():
+                self._end_step()
+        if self._state == "recording":
+            self._trail(name).waiting = self._gauge.probe(name, parameter)
 
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
@@ -208,16 +211,17 @@ class Recorder:
             self._annotator.spend(arrival.call.binding)
         after = self._gauge.probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
-        predicted, size = torch.zeros_like(after.columns), after.size.new_zeros((), dtype=torch.float64)
-        coarse = False
+        predicted: Tensor | None = None
+        sizes, coarse = [], False
         for arrival in arrivals:
             for role, prediction in self._gauge.predictions(arrival).items():
                 if arrival.call.layer.parameters[role][0] == name:
-                    predicted = predicted + prediction.columns
-                    size = size + prediction.size
+                    predicted = prediction.columns if predicted is None else predicted + prediction.columns
+                    sizes.append(prediction.size)
                     coarse = coarse or arrival.call.coarse is not None
         trail = self._trail(name)
-        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, size, coarse))
+        predicted = torch.zeros_like(after.columns) if predicted is None else predicted
+        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, sizes, coarse))
         trail.waiting = None
 
     def coarse_seen(self, layer: str) -> None:
@@ -274,7 +278,9 @@ class Recorder:
             if owned.logger:
                 owned.logger.check_skipped(settings, name)
             return ParameterFacts(name, owned.name, updated, settings, [])
-        resolution = resolve(trail, self._gauge.probe(name, parameter))
+        final = self._gauge.probe(name, parameter)
+        with one_thread():  # what is left of gradients is small
+            resolution = resolve(trail, final)
         attached = parameter.grad is not None and parameter.grad.requires_grad
         if self._graph_of is not None and (attached or resolution.objection is not None) and name in self._exact:
             layer, self._graph_of = self._graph_of, None
@@ -325,9 +331,10 @@ class Recorder:
         self._graph_of = None
         self._hooks.forget()
         owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
-        for name, parameter in owned.parameters.items():
-            self._pending.trails.pop(name, None)
-            self._samples[name] = sample(parameter)
+        with one_thread():
+            for name, parameter in owned.parameters.items():
+                self._pending.trails.pop(name, None)
+                self._samples[name] = sample(parameter)
         if prepared is None or self._state != "recording":
             self._pending = Pending()
             return
@@ -354,7 +361,15 @@ class Recorder:
             if id(owned.optimizer) not in ended.done
             for name in owned.parameters
         ]
-        record = StepRecord(self._step, ended.calls, [*ended.facts, *still], dict(self._samples), self._snapshot)
+        shared = bool(self._pending.arrivals)  # a step of another optimizer may hold the same patterns
+        record = StepRecord(
+            self._step,
+            ended.calls,
+            [*ended.facts, *still],
+            dict(self._samples),
+            self._snapshot,
+            None if shared else self._spares,
+        )
         self._sink.write(record)
         self._step += 1
 
@@ -364,8 +379,10 @@ class Recorder:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
 
     def _trail(self, name: str) -> Trail:
-        shape = self._parameters[name].shape
-        return self._pending.trails.setdefault(name, Trail(shape[1:].numel()))
+        trail = self._pending.trails.get(name)
+        if trail is None:
+            trail = self._pending.trails[name] = Trail(self._parameters[name].shape[1:].numel())
+        return trail
 
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}

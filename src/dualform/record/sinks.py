@@ -12,6 +12,7 @@ from torch import Tensor
 from dualform.record.annotations import Binding
 from dualform.record.layers import Role
 from dualform.record.media import Files
+from dualform.record.spares import Spares
 
 RESIDUAL = "residual"
 """A fact beside an optimizer's settings: how far patterns are from a gradient that autograd rounded coarsely."""
@@ -87,11 +88,18 @@ class StepRecord:
     facts: Sequence[ParameterFacts]
     samples: Mapping[str, Tensor]
     snapshot: Callable[[], dict[str, Tensor]]  # copies of all covered parameters, valid until the next step
+    spares: Spares | None = None  # where the memory of its patterns may go when it is done with
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values in memory."""
         return sum(call.nbytes for call in self.calls)
+
+    def release(self) -> None:
+        """Give back the memory of its patterns: a sink that is done with them and calls this may not look again."""
+        if self.spares is not None:
+            for call in self.calls:
+                self.spares.give([call.keys] if call.values is None else [call.keys, call.values])
 
 
 class Sink(Protocol):
@@ -122,4 +130,5 @@ class Sink(Protocol):
 def sample(parameter: Tensor) -> Tensor:
     """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
     flat = parameter.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // SAMPLE)].cpu().clone()
+    taken = flat[:: max(1, len(flat) // SAMPLE)]
+    return taken.clone() if taken.device.type == "cpu" else taken.cpu()

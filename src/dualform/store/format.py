@@ -186,11 +186,11 @@ def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
     )
 
 
-def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
+def publish(path: Path, write: Callable[[Path], object], *, summed: bool = False) -> FileEntry:
     """Let `write` fill a file in a partial folder beside `path`, fsync it, rename it, fsync the folder.
 
     Return the file's entry. The partial folder is its own, because a library that writes may put temporary files beside
-    what it is told to write.
+    what it is told to write. With `summed`, `write` returns the checksum of what it wrote.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
@@ -199,10 +199,11 @@ def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
     try:
         partial.touch()
         mode = partial.stat().st_mode  # what new files may be read by, whatever a library makes of it
-        write(partial)
+        written = write(partial)
         partial.chmod(mode)
         with partial.open("rb+") as file:
-            entry = FileEntry(bytes=partial.stat().st_size, xxh3=checksum(partial))
+            found = str(written) if summed else checksum(partial)
+            entry = FileEntry(bytes=partial.stat().st_size, xxh3=found)
             os.fsync(file.fileno())
         partial.replace(path)
     finally:

@@ -1,6 +1,6 @@
 """Read a run folder: its manifest, the patterns of a layer shard by shard, and the tables beside them.
 
-Everything is read where it lies (tensors are memory maps) and when it is asked for. A listed file that is missing or
+Everything is read where it lies and when it is asked for. A listed file that is missing or
 cut short is an error at opening; changed bytes are found by `dualform.store.audit`.
 """
 
@@ -21,12 +21,14 @@ from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.store.encoding import SCALE
 from dualform.store.format import FINAL, INITIAL, STATE, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
-from dualform.store.pool import DIGESTS, REFERENCES, PooledRows, Rows
+from dualform.store.pool import DIGESTS, REFERENCES
+from dualform.store.rows import FileRows, PooledRows
 from dualform.store.tables import CALLS, addresses
+from dualform.store.tensors import TensorFile
 
 Columns = dict[str, npt.NDArray[Any]]
 Factors = npt.NDArray[np.float64]
-MAPPED = 1000  # shards whose files stay mapped; a system allows so many maps only
+OPEN = 256  # shards whose files stay open; a system allows so many only
 
 
 class Shard:
@@ -39,13 +41,13 @@ class Shard:
         batch_axis: int,
         before: Sequence["Shard"] = (),
         *,
-        keep_mapped: bool = False,
+        keep_open: bool = False,
     ) -> None:
         self.folder = folder
         self._before = before  # where the keys of a pool may lie
         self.entry = entry
-        self._keep_mapped = keep_mapped
-        self._mapped: dict[str, Rows] = {}
+        self._keep_open = keep_open
+        self._file: TensorFile | None = None
         self._batch_axis = batch_axis
         self._names = shard_files(entry.index)
         self._calls: dict[str, Columns] = {}
@@ -71,47 +73,44 @@ class Shard:
         """Return step, micro, call, row, position and row in the annotation table of all patterns, or of some."""
         return addresses(self.calls(layer), patterns)
 
-    def rows(self, layer: str, what: str) -> Rows | PooledRows:
-        """Return the keys or values of a layer, as they are stored: a map of the file, read where it is used."""
+    def rows(self, layer: str, what: str) -> FileRows | PooledRows:
+        """Return the keys or values of a layer, as they are stored, to be read where they are used."""
         count = self.count(layer)
         if what != "keys" or layer not in self.entry.pools:
             return self._stored(f"{layer}/{what}", count)
         shards = [shard for shard in (*self._before, self) if layer in shard.entry.pools]
         return PooledRows(
-            references=self._stored(f"{layer}/{REFERENCES}", count).stored,
+            references=self._stored(f"{layer}/{REFERENCES}", count).take(slice(None))[0],
             bases=[shard.entry.pools[layer][0] for shard in shards],
             sources=[shard.pool(layer) for shard in shards],
         )
 
-    def pool(self, layer: str) -> Rows:
+    def pool(self, layer: str) -> FileRows:
         """Return the keys of a layer's pool that lie in this shard."""
         return self._stored(f"{layer}/keys", self.entry.pools[layer][1])
 
     def digests(self, layer: str) -> Tensor:
         """Return the digests of those keys, (n, 2)."""
-        return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).stored
+        return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).take(slice(None))[0]
 
-    def _stored(self, name: str, count: int) -> Rows:
-        if name in self._mapped:
-            return self._mapped[name]
-        rows = self._map(name, count)
-        if self._keep_mapped:
-            self._mapped[name] = rows
-        return rows
+    def _stored(self, name: str, count: int) -> FileRows:
+        file = self._tensors()
+        return FileRows(file, file.place(name), file.places.get(name + SCALE), count)
 
-    def _map(self, name: str, count: int) -> Rows:
-        with opened_tensors(self.path("patterns")) as file:
-            names = set(file.keys())
-            if name not in names:
-                raise CorruptError(f"{self.path('patterns')} does not hold {name!r}. Restore the file from a copy.")
-            scales = file.get_tensor(name + SCALE)[:count] if name + SCALE in names else None
-            return Rows(file.get_tensor(name)[:count], scales)
+    def _tensors(self) -> TensorFile:
+        if self._file is not None:
+            return self._file
+        file = TensorFile(self.path("patterns"))
+        if self._keep_open:
+            self._file = file
+        return file
 
     def stored_bytes(self, layer: str) -> int:
         """Return the bytes of a layer's patterns in this shard's file, those that were cut off included."""
-        with opened_tensors(self.path("patterns")) as file:
-            names = [name for name in file.keys() if name.startswith(f"{layer}/")]  # noqa: SIM118 (not a mapping)
-            return sum(file.get_tensor(name).nbytes for name in names if "/" not in name.removeprefix(f"{layer}/"))
+        places = self._tensors().places
+        names = [name for name in places if name.startswith(f"{layer}/")]
+        mine = [places[name] for name in names if "/" not in name.removeprefix(f"{layer}/")]
+        return sum(place.shape[0] * place.row_bytes for place in mine)
 
     @cached_property
     def annotations(self) -> pa.Table:
@@ -154,11 +153,11 @@ class Run:
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self._check_sizes()
-        keep = len(self.manifest.shards) <= MAPPED
+        keep = len(self.manifest.shards) <= OPEN
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
-                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards), keep_mapped=keep))
+                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards), keep_open=keep))
         self.shards = tuple(shards)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 

@@ -26,8 +26,8 @@ from dualform.record.layers import sums_in_own_order
 from dualform.record.sinks import RESIDUAL
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
-from dualform.store.pool import PooledRows, Rows
 from dualform.store.reader import Columns, Run, Shard
+from dualform.store.rows import Source
 from dualform.store.stream import Keep, everything
 
 Codes = Callable[[Shard, str], npt.NDArray[np.int64] | None]
@@ -357,9 +357,7 @@ class _Reader:
         for layer in self._layers:
             run.require_values(layer)
         self._shard: Shard | None = None
-        self._sources: dict[
-            str, tuple[Columns, Rows | PooledRows, Rows | PooledRows, npt.NDArray[np.int64] | None]
-        ] = {}
+        self._sources: dict[str, tuple[Columns, Source, Source, npt.NDArray[np.int64] | None]] = {}
 
     def calls(self, step: int) -> list[_Call]:
         """Return a step's calls, in the order of layers and forward calls."""

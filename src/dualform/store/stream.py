@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dualform.coefficients.family import Of
 from dualform.store.encoding import decode
-from dualform.store.pool import PooledRows, Rows
 from dualform.store.reader import Run, Shard
+from dualform.store.rows import Source
 
 CHUNK = 8192
 Keep = Callable[[Shard, str], npt.NDArray[np.bool_] | None]
@@ -124,16 +124,12 @@ def _repeat(
     return calls["step"][at], calls["micro"][at]
 
 
-def take(
-    source: Rows | PooledRows, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
+def take(source: Source, rows: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return stored rows, decoded, on a device."""
     return decode(*_taken(source, rows, device), dtype)
 
 
-def _taken(
-    source: Rows | PooledRows, rows: npt.NDArray[np.int64], device: torch.device | str
-) -> tuple[Tensor, Tensor | None]:
+def _taken(source: Source, rows: npt.NDArray[np.int64], device: torch.device | str) -> tuple[Tensor, Tensor | None]:
     """Return rows as they are stored, and their scales where they have some, on a device."""
     contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
     index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)

@@ -7,6 +7,7 @@ what the manifest lists is a whole number of steps. Resuming is prepared elsewhe
 import contextlib
 import dataclasses
 import datetime
+import functools
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -52,6 +53,8 @@ from dualform.store.queue import ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import read_pools, resume_at
 from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
+from dualform.store.tensors import write_parts
+from dualform.threads import start_alone
 
 Snapshot = dict[str, Tensor]
 
@@ -93,7 +96,7 @@ class DiskWriter:
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
         self._queue: ByteQueue[StepRecord | _Seal | _Attachment] = ByteQueue(queue_bytes)
-        self._worker = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
+        self._worker: threading.Thread | None = None
         self._unsealed = 0  # bytes handed over since the last seal
         self._checked = False
         self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
@@ -127,7 +130,7 @@ class DiskWriter:
         except BaseException:
             self._stack.close()
             raise
-        self._worker.start()
+        self._worker = start_alone(self._work, name="dualform-writer")
         return self._manifest.steps
 
     def check(self, binding: Binding) -> None:
@@ -186,7 +189,8 @@ class DiskWriter:
             self._queue.join()
         finally:
             self._queue.close()
-            self._worker.join()
+            if self._worker is not None:
+                self._worker.join()
 
     def _check_whole(self) -> None:
         if self._hole is not None:
@@ -279,6 +283,8 @@ class DiskWriter:
                     self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
                 elif self._taken:
                     self._publish_shard(self._taken, item.parameters)
+                    for record in self._taken:
+                        record.release()
                     self._taken = []
         except Exception as error:  # handed to the training thread, which raises it
             self._taken = []
@@ -289,7 +295,8 @@ class DiskWriter:
         names = shard_files(index)
         calls, annotations = call_tables(records)
         tensors, key_range, pools = self._tensors(records)
-        files = {names["patterns"]: publish_tensors(self.path / names["patterns"], tensors)}
+        write = functools.partial(write_parts, tensors=tensors)
+        files = {names["patterns"]: publish(self.path / names["patterns"], write, summed=True)}
         tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
         for what, table in tables.items():
             files[names[what]] = _publish_table(self.path / names[what], table)
@@ -307,32 +314,40 @@ class DiskWriter:
 
     def _tensors(
         self, records: list[StepRecord]
-    ) -> tuple[dict[str, Tensor], dict[str, tuple[float, float]], dict[str, tuple[int, int]]]:
-        """Return a shard's tensors, the range of each layer's keys, and what each pool got."""
-        parts: dict[str, list[Tensor]] = {}
+    ) -> tuple[dict[str, list[Tensor]], dict[str, tuple[float, float]], dict[str, tuple[int, int]]]:
+        """Return the parts of a shard's tensors, the range of each layer's keys, and what each pool got."""
+        tensors: dict[str, list[Tensor]] = {}
+        key_range: dict[str, tuple[float, float]] = {}
         self._choose_pools(records)
+        bases = {layer: pool.size for layer, pool in self._pools.items()}
         for record in records:
             for call in record.calls:
-                parts.setdefault(f"{call.layer}/keys", []).append(call.keys)
+                keys = call.keys
+                if keys.numel():
+                    low, high = (float(found) for found in torch.aminmax(keys))
+                    least, greatest = key_range.get(call.layer, (low, high))
+                    key_range[call.layer] = (min(low, least), max(high, greatest))
+                if (pool := self._pools.get(call.layer)) is not None:
+                    numbers, new, digests = pool.place(keys)
+                    tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(numbers)
+                    tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
+                    keys = keys if len(new) == len(keys) else keys[new]
+                self._encode(tensors, call.layer, "keys", keys)
                 if call.values is not None:
-                    parts.setdefault(f"{call.layer}/values", []).append(call.values)
-        tensors, key_range, pools = {}, {}, {}
-        for name, rows in parts.items():
-            layer, what = name.rsplit("/", 1)
-            whole = torch.cat(rows)
-            if what == "keys" and whole.numel():
-                low, high = torch.aminmax(whole)
-                key_range[layer] = (float(low), float(high))
-            if what == "keys" and layer in self._pools:
-                base = self._pools[layer].size
-                tensors[f"{layer}/{REFERENCES}"], new, tensors[f"{layer}/{DIGESTS}"] = self._pools[layer].place(whole)
-                whole = whole[new]
-                pools[layer] = (base, len(new))
-            stored, scales = encode(whole, getattr(torch, self._manifest.layers[layer].dtype))
-            tensors[name] = stored
-            if scales is not None:
-                tensors[name + SCALE] = scales
+                    self._encode(tensors, call.layer, "values", call.values)
+        pools = {
+            layer: (base, self._pools[layer].size - base)
+            for layer, base in bases.items()
+            if f"{layer}/{REFERENCES}" in tensors
+        }
         return tensors, key_range, pools
+
+    def _encode(self, tensors: dict[str, list[Tensor]], layer: str, what: str, rows: Tensor) -> None:
+        """Add rows to the parts of a tensor, and their scales where they have some."""
+        stored, scales = encode(rows, getattr(torch, self._manifest.layers[layer].dtype))
+        tensors.setdefault(f"{layer}/{what}", []).append(stored.contiguous())
+        if scales is not None:
+            tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)
 
     def _choose_pools(self, records: list[StepRecord]) -> None:
         """Give a pool to each layer whose first patterns are worth one; those of later shards go the same way."""
