@@ -186,30 +186,56 @@ def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
     )
 
 
-def publish(path: Path, write: Callable[[Path], object], *, summed: bool = False) -> FileEntry:
-    """Let `write` fill a file in a partial folder beside `path`, fsync it, rename it, fsync the folder.
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A file that is written, in a folder of its own beside its place, and not published yet."""
 
-    Return the file's entry. The partial folder is its own, because a library that writes may put temporary files beside
-    what it is told to write. With `summed`, `write` returns the checksum of what it wrote.
+    path: Path  # where it will be
+    folder: Path
+    xxh3: str
+
+    def publish(self) -> FileEntry:
+        """Fsync it, rename it, fsync the folder; return its entry."""
+        partial = self.folder / self.path.name
+        try:
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+            entry = FileEntry(bytes=partial.stat().st_size, xxh3=self.xxh3)
+            partial.replace(self.path)
+        finally:
+            self.discard()
+        _sync_folder(self.path.parent)
+        return entry
+
+    def discard(self) -> None:
+        """Leave nothing of it behind."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def write_partial(path: Path, write: Callable[[Path], object], *, summed: bool = False) -> Partial:
+    """Let `write` fill a file in a partial folder beside `path`.
+
+    The folder is its own, because a library that writes may put temporary files beside what it is told to write. With
+    `summed`, `write` returns the checksum of what it wrote.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
     folder.mkdir()
-    partial = folder / path.name
+    file = folder / path.name
     try:
-        partial.touch()
-        mode = partial.stat().st_mode  # what new files may be read by, whatever a library makes of it
-        written = write(partial)
-        partial.chmod(mode)
-        with partial.open("rb+") as file:
-            found = str(written) if summed else checksum(partial)
-            entry = FileEntry(bytes=partial.stat().st_size, xxh3=found)
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
+        file.touch()
+        mode = file.stat().st_mode  # what new files may be read by, whatever a library makes of it
+        written = write(file)
+        file.chmod(mode)
+        return Partial(path, folder, str(written) if summed else checksum(file))
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-    _sync_folder(path.parent)
-    return entry
+        raise
+
+
+def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
+    """Let `write` fill a file, and publish it: readers see all of it or nothing, whenever we are killed."""
+    return write_partial(path, write).publish()
 
 
 def publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:

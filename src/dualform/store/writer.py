@@ -1,7 +1,8 @@
 """The disk sink: a background thread that turns step records into published shards.
 
-The training thread only queues; encoding, checksums and fsync happen here. A shard always ends between two steps, so
-what the manifest lists is a whole number of steps. Resuming is prepared elsewhere (`dualform.store.resume`).
+The training thread only queues; encoding and checksums happen on the writer's thread, and while it writes a shard
+another one waits for the disk to have the shard before. A shard always ends between two steps, so what the manifest
+lists is a whole number of steps. Resuming is prepared elsewhere (`dualform.store.resume`).
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import functools
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,7 @@ from dualform.store.format import (
     publish_tensors,
     remove_partial,
     shard_files,
+    write_partial,
 )
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.queue import ByteQueue
@@ -64,6 +67,7 @@ class _Seal:
     """Publish what was taken so far; the parameters as they were then."""
 
     parameters: Snapshot
+    wait: bool  # whether it has to be on the disk before the next item is looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,8 @@ class DiskWriter:
         self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
         self._columns: dict[str, str] = {}
         self._taken: list[StepRecord] = []
+        self._next = 0  # number of the next shard
+        self._publishing: Future[None] | None = None
         self._seen: set[str] = set()  # layers that have patterns
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
         self._manifest = Manifest({}, {}, (), {})
@@ -130,6 +136,7 @@ class DiskWriter:
         except BaseException:
             self._stack.close()
             raise
+        self._next = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
         self._worker = start_alone(self._work, name="dualform-writer")
         return self._manifest.steps
 
@@ -149,7 +156,7 @@ class DiskWriter:
             raise
         self._unsealed += record.nbytes
         if self._unsealed >= self._shard_bytes:
-            self._seal(record.snapshot)
+            self._seal(record.snapshot, wait=False)
 
     def attach(self, files: Files) -> None:
         """Queue files; they are published before anything that is handed over later."""
@@ -267,50 +274,68 @@ class DiskWriter:
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
-    def _seal(self, snapshot: Callable[[], Snapshot]) -> None:
+    def _seal(self, snapshot: Callable[[], Snapshot], *, wait: bool = True) -> None:
         parameters = snapshot()
-        self._queue.put(_Seal(parameters), sum(tensor.nbytes for tensor in parameters.values()))
+        self._queue.put(_Seal(parameters, wait), sum(tensor.nbytes for tensor in parameters.values()))
         self._unsealed = 0
 
     # On the writer's thread ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        try:
-            for item in self._queue:
-                if isinstance(item, StepRecord):
-                    self._taken.append(item)
-                elif isinstance(item, _Attachment):
-                    self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
-                elif self._taken:
-                    self._publish_shard(self._taken, item.parameters)
-                    for record in self._taken:
-                        record.release()
-                    self._taken = []
-        except Exception as error:  # handed to the training thread, which raises it
-            self._taken = []
-            self._queue.fail(error)
+        with ThreadPoolExecutor(1, thread_name_prefix="dualform-publisher") as publisher:
+            try:
+                for item in self._queue:
+                    if isinstance(item, StepRecord):
+                        self._taken.append(item)
+                    elif isinstance(item, _Attachment):
+                        self._settle()
+                        self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
+                    else:
+                        if self._taken:
+                            finish = self._write_shard(self._taken, item.parameters)
+                            self._taken = []
+                            self._publishing = publisher.submit(finish)
+                        if item.wait:
+                            self._settle()
+                self._settle()
+            except Exception as error:  # handed to the training thread, which raises it
+                self._taken = []
+                self._queue.fail(error)
 
-    def _publish_shard(self, records: list[StepRecord], parameters: Snapshot) -> None:
-        index = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
-        names = shard_files(index)
+    def _settle(self) -> None:
+        """Wait until the shard that is being published is on the disk."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.result()
+
+    def _write_shard(self, records: list[StepRecord], parameters: Snapshot) -> Callable[[], None]:
+        """Write the patterns of a shard, and return what publishes it once the shard before is on the disk."""
+        names = shard_files(self._next)
         calls, annotations = call_tables(records)
         tensors, key_range, pools = self._tensors(records)
         write = functools.partial(write_parts, tensors=tensors)
-        files = {names["patterns"]: publish(self.path / names["patterns"], write, summed=True)}
-        tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
-        for what, table in tables.items():
-            files[names[what]] = _publish_table(self.path / names[what], table)
-        shard = ShardEntry(
-            index=index,
-            start=records[0].step,
-            stop=records[-1].step + 1,
-            files=files,
-            key_range=key_range,
-            parameters={name: fingerprint(tensor) for name, tensor in parameters.items()},
-            pools=pools,
-        )
-        columns = merge_columns(self._manifest.columns, annotations.schema)
-        self._publish(shards=(*self._manifest.shards, shard), columns=columns)
+        partial = write_partial(self.path / names["patterns"], write, summed=True)
+        try:
+            tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
+            for record in records:
+                record.release()
+            self._settle()
+        except BaseException:
+            partial.discard()
+            raise
+        index, self._next = self._next, self._next + 1
+        start, stop = records[0].step, records[-1].step + 1
+
+        def finish() -> None:
+            files = {names["patterns"]: partial.publish()}
+            for what, table in tables.items():
+                files[names[what]] = _publish_table(self.path / names[what], table)
+            marks = {name: fingerprint(tensor) for name, tensor in parameters.items()}
+            shard = ShardEntry(index, start, stop, files, key_range, marks, pools)
+            columns = merge_columns(self._manifest.columns, annotations.schema)
+            self._publish(shards=(*self._manifest.shards, shard), columns=columns)
+
+        return finish
 
     def _tensors(
         self, records: list[StepRecord]
