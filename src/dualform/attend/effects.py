@@ -241,12 +241,15 @@ class _Effect:
 class _Shares(Reducer[Tensor]):
     """The sum of rate · e xᵀ per group, (G, d_out, d_in) in float64."""
 
+    wide = True
+
     def __init__(self, shape: tuple[int, ...], extend: Extended, rates: Tensor) -> None:
         self.sums = torch.zeros(shape, dtype=torch.float64, device=rates.device)
         self._extend, self._rates = extend, rates
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+    def take(self, prepared: tuple[Chunk, Tensor, Tensor]) -> None:
         """Add a chunk's updates, by group."""
+        chunk, _, codes = prepared
         assert chunk.values is not None, "values were asked for"
         rates = self._rates[torch.from_numpy(chunk.patterns).to(codes.device)]
         values, keys = chunk.values * rates[:, None], self._extend(chunk.keys)

@@ -4,9 +4,10 @@ Memory is bounded by the chunk and by what the reducer holds. Shortcuts live wit
 is the plain pass that they are compared with.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,9 @@ from dualform.attend.groups import Grouping, Numbered, Table
 from dualform.attend.reducers import Reducer
 from dualform.forms import form
 from dualform.progress import bar
-from dualform.store.stream import CHUNK, Chunk, stream
+from dualform.store.reader import Shard
+from dualform.store.stream import CHUNK, Chunk, Piece, Reader, pieces
+from dualform.threads import side_by_side
 
 R = TypeVar("R")
 Of = Literal["attention", "magnitude", "contribution", "effect"]
@@ -92,8 +95,8 @@ def score_patterns(
     """Score every kept pattern of a layer against the queries, (Q, d_in), and reduce."""
     size = chunk_size or _chunk_size(queries)
     values = score.needs_values
-    for chunk, codes in _chunks(table, layer, grouping, values=values, size=size, like=queries, scaled=values):
-        reducer.update(chunk, score(queries, chunk), codes)
+    source = _Source(table, layer, grouping, values=values, size=size, like=queries, scaled=values)
+    source.reduce(reducer, lambda chunk: score(queries, chunk))
     return reducer.result()
 
 
@@ -115,56 +118,86 @@ def sum_patterns(
 ) -> R:
     """Reduce every kept pattern of a layer without any query."""
     nothing = like.new_zeros(0)
-    for chunk, codes in _chunks(table, layer, grouping, values=values, size=CHUNK, like=like, scaled=True):
-        reducer.update(chunk, nothing, codes)
+    source = _Source(table, layer, grouping, values=values, size=CHUNK, like=like, scaled=True)
+    source.reduce(reducer, lambda chunk: nothing)
     return reducer.result()
 
 
-def _chunks(
-    table: Table,
-    layer: str,
-    grouping: Grouping | Numbered | None,
-    *,
-    values: bool,
-    size: int,
-    like: Tensor,
-    scaled: bool,
-) -> Iterator[tuple[Chunk, Tensor]]:
-    """Yield the kept patterns of a layer in chunks, each with its patterns' groups (n,).
+class _Source:
+    """The kept patterns of a layer in chunks, each with its patterns' groups (n,).
 
     With `scaled=False` row-scaled keys still lack their scales, which saves a pass over them.
     """
-    codes = _codes(table, layer, grouping)
-    chunks = stream(
-        table.run,
-        layer,
-        horizon=table.horizon,
-        keep=table.keep(),
-        values=values,
-        size=size,
-        device=like.device,
-        dtype=like.dtype if like.is_floating_point() else None,
-        scaled=scaled,
-    )
-    with bar(f"attending {layer}", total=table.run.count(layer)) as advance:
-        for chunk in chunks:
-            count = len(chunk.patterns)
-            yield chunk, torch.from_numpy(codes(count)).to(like.device)
-            advance(count)
 
+    def __init__(
+        self,
+        table: Table,
+        layer: str,
+        grouping: Grouping | Numbered | None,
+        *,
+        values: bool,
+        size: int,
+        like: Tensor,
+        scaled: bool,
+    ) -> None:
+        self._table = table
+        self._layer = layer
+        self._grouping = grouping
+        self._size = size
+        self._device = like.device
+        dtype = like.dtype if like.is_floating_point() else None
+        self._reader = Reader(
+            table.run, layer, horizon=table.horizon, values=values, device=like.device, dtype=dtype, scaled=scaled
+        )
+        self._buffers = threading.local()
+        self._numbers: dict[int, npt.NDArray[np.int64]] = {}  # of the shards that are being read
 
-def _codes(table: Table, layer: str, grouping: Grouping | Numbered | None) -> Callable[[int], npt.NDArray[np.int64]]:
-    """Return what gives the groups of the next so many patterns."""
-    if grouping is None:
-        return lambda count: np.zeros(count, dtype=np.int64)
-    pieces = iter([grouping.codes]) if isinstance(grouping, Grouping) else table.numbers(layer, grouping)
-    waiting = np.zeros(0, dtype=np.int64)
+    def reduce(self, reducer: Reducer[Any], score: Callable[[Chunk], Tensor]) -> None:
+        """Give every chunk to a reducer, with its scores.
 
-    def take(count: int) -> npt.NDArray[np.int64]:
-        nonlocal waiting
-        while len(waiting) < count:
-            waiting = np.concatenate([waiting, next(pieces)])
-        taken, waiting = waiting[:count], waiting[count:]
-        return taken
+        On a CPU several threads read, score and prepare, each a chunk of its own; the reducer takes what was prepared
+        in order, one at a time.
+        """
+        table, layer = self._table, self._layer
+        found = list(pieces(table.run, layer, horizon=table.horizon, keep=table.keep(), size=self._size))
+        with bar(f"attending {layer}", total=sum(map(len, found))) as advance:
 
-    return take
+            def prepare(piece: Piece) -> tuple[Any, int]:
+                chunk = self._reader.read(piece, self._buffer())
+                return reducer.prepare(chunk, score(chunk), self._codes(piece)), len(piece)
+
+            def take(prepared: tuple[Any, int]) -> None:
+                reducer.take(prepared[0])
+                advance(prepared[1])
+
+            if self._device.type == "cpu" and not reducer.wide:
+                side_by_side(found, prepare, take)
+            else:
+                for piece in found:
+                    take(prepare(piece))
+
+    def _buffer(self) -> Tensor:
+        """Return the calling thread's memory for keys; what lies in it is done with when the next chunk is read."""
+        if not hasattr(self._buffers, "keys"):
+            width = self._table.run.layer(self._layer).d_in
+            self._buffers.keys = torch.empty(8 * self._size * width, dtype=torch.uint8)
+        buffer: Tensor = self._buffers.keys
+        return buffer
+
+    def _codes(self, piece: Piece) -> Tensor:
+        grouping = self._grouping
+        if grouping is None:
+            return torch.zeros(len(piece), dtype=torch.int64, device=self._device)
+        if isinstance(grouping, Grouping):
+            start = piece.kept + piece.start
+            found = grouping.codes[start : start + len(piece)]
+        else:
+            found = self._of_shard(piece.shard, grouping)[piece.start : piece.start + len(piece)]
+        return torch.from_numpy(found).to(self._device)
+
+    def _of_shard(self, shard: Shard, groups: Numbered) -> npt.NDArray[np.int64]:
+        numbers = self._numbers.get(shard.entry.index)
+        if numbers is None:
+            numbers = self._table.numbers_of(shard, self._layer, groups)
+            self._numbers = {shard.entry.index: numbers, **dict(list(self._numbers.items())[:1])}
+        return numbers

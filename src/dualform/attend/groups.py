@@ -236,21 +236,25 @@ class Table:
 
     def numbers(self, layer: str, groups: Numbered) -> Iterator[npt.NDArray[np.int64]]:
         """Yield a column of the kept patterns, shard by shard; where it has no value, the number after the last."""
-        self.require([groups.column])
         for shard in self.run.shards:
-            kept = selected(shard, layer, self.horizon, self._mask)
-            rows = shard.addresses(layer)["annotation"][kept]
-            column = shard.annotation(groups.column)
-            found = np.full(len(kept), groups.size, dtype=np.int64)
-            if column is not None:
-                values = np.asarray(column.fill_null(groups.size), dtype=np.int64)
-                if len(values) and (values.min() < 0 or values.max() > groups.size):
-                    raise SelectionError(
-                        f"Column {groups.column!r} goes from {values.min()} to {values.max()}; expected numbers from 0 "
-                        f"to {groups.size - 1}."
-                    )
-                found[rows >= 0] = values[rows[rows >= 0]]
-            yield found
+            yield self.numbers_of(shard, layer, groups)
+
+    def numbers_of(self, shard: Shard, layer: str, groups: Numbered) -> npt.NDArray[np.int64]:
+        """Return a column of the kept patterns of one shard."""
+        self.require([groups.column])
+        kept = selected(shard, layer, self.horizon, self._mask)
+        rows = shard.addresses(layer)["annotation"][kept]
+        column = shard.annotation(groups.column)
+        found = np.full(len(kept), groups.size, dtype=np.int64)
+        if column is not None:
+            values = np.asarray(column.fill_null(groups.size), dtype=np.int64)
+            if len(values) and (values.min() < 0 or values.max() > groups.size):
+                raise SelectionError(
+                    f"Column {groups.column!r} goes from {values.min()} to {values.max()}; expected numbers from 0 "
+                    f"to {groups.size - 1}."
+                )
+            found[rows >= 0] = values[rows[rows >= 0]]
+        return found
 
     def _encode(self, layer: str, part: str | Bins) -> tuple[list[Any], npt.NDArray[np.int64]]:
         """Return a column's distinct values over the kept patterns, and each pattern's place among them."""

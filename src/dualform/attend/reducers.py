@@ -1,11 +1,13 @@
 """What a streaming pass can add up: one small class per question.
 
-A reducer takes chunks in any order and number; `merge` joins two reducers of different patterns, and is associative, so
-a pass may be split. Shapes: Q queries, n patterns of a chunk, G groups.
+A reducer takes chunks in any order and number: first it prepares what it can from a chunk alone, which threads do side
+by side, then it takes that in. `merge` joins two reducers of different patterns, and is associative, so a pass may be
+split. Shapes: Q queries, n patterns of a chunk, G groups.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -16,14 +18,35 @@ from dualform.store.rebuild import scaled
 from dualform.store.stream import Chunk
 
 R = TypeVar("R")
+FEW = 64  # groups that are summed by a product with their members
+BLOCK = 1024  # keys whose sum is taken in their own dtype
+
+
+def members(codes: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Return which pattern is in which group, as ones in a matrix, (n, G)."""
+    found = torch.zeros(len(codes), groups, dtype=dtype, device=codes.device)
+    return found.scatter_(1, codes[:, None], 1)
 
 
 class Reducer(ABC, Generic[R]):
     """Takes chunks, gives a result."""
 
+    wide = False  # whether taking a chunk is work for all threads, so that chunks are not prepared side by side
+
+    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
+        """Make of a chunk, its scores (Q, n) and its patterns' groups (n,) what `take` needs: here just that.
+
+        Several threads may do so at once. What is prepared is taken before the same thread reads another chunk.
+        """
+        return chunk, scores, codes
+
     @abstractmethod
+    def take(self, prepared: Any) -> None:
+        """Add what was prepared of a chunk, one at a time."""
+
     def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
         """Take a chunk with its scores (Q, n) and its patterns' groups (n,)."""
+        self.take(self.prepare(chunk, scores, codes))
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
@@ -40,13 +63,16 @@ class GroupSums(Reducer[Tensor]):
     def __init__(self, queries: int, groups: int, device: torch.device) -> None:
         self.sums = torch.zeros(queries, groups, dtype=torch.float64, device=device)
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
-        """Add a chunk's scores, by group."""
+    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
+        """Sum a chunk's scores by group where groups are few."""
         groups = self.sums.shape[1]
-        if groups <= 64:
-            members = torch.zeros(len(codes), groups, dtype=scores.dtype, device=scores.device)
-            members[torch.arange(len(codes), device=codes.device), codes] = 1
-            self.sums += scores @ members
+        return (scores @ members(codes, groups, scores.dtype), None) if groups <= FEW else (scores, codes)
+
+    def take(self, prepared: tuple[Tensor, Tensor | None]) -> None:
+        """Add a chunk's sums, or its scores by group."""
+        scores, codes = prepared
+        if codes is None:
+            self.sums += scores
         else:
             self.sums.index_add_(1, codes, scores.double())
 
@@ -61,29 +87,54 @@ class GroupSums(Reducer[Tensor]):
 
 
 class Best(Reducer[tuple[Tensor, Tensor]]):
-    """The k best scores per group and the patterns they belong to, (Q, G, k); -1 and infinity where there are few."""
+    """The k best scores per group and the patterns they belong to, (Q, G, k); -1 and infinity where there are few.
+
+    Once there are k of each, only scores that beat the worst of them are looked at: far fewer than there are patterns.
+    They are collected, and compete when there are enough of them.
+    """
 
     def __init__(self, queries: int, groups: int, k: int, *, largest: bool, device: torch.device) -> None:
         worst = -torch.inf if largest else torch.inf
         self.largest = largest
         self.scores = torch.full((queries, groups, k), worst, dtype=torch.float64, device=device)
         self.patterns = torch.full((queries, groups, k), -1, dtype=torch.int64, device=device)
+        self._limits: dict[int, Tensor] = {}  # group -> (Q,) the worst that is kept, where k of each are
+        self._waiting: dict[int, list[Candidates]] = {}  # group -> what beat them
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
-        """Let a chunk's scores compete with the best so far."""
+    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> list[tuple[int, "Ranked | Candidates"]]:
+        """Find the scores that can be among the best, by group."""
         numbers = torch.from_numpy(chunk.patterns).to(scores.device)
         if self.scores.shape[1] == 1:
-            self.compete(0, scores, numbers)
-            return
+            return [(0, self._candidates(0, scores, numbers))]
+        found: list[tuple[int, Ranked | Candidates]] = []
         for group in codes.unique().tolist():
-            members = (codes == group).nonzero()[:, 0]
-            self.compete(group, scores[:, members], numbers[members])
+            mine = (codes == group).nonzero()[:, 0]
+            found.append((group, self._candidates(group, scores[:, mine], numbers[mine])))
+        return found
+
+    def take(self, prepared: list[tuple[int, "Ranked | Candidates"]]) -> None:
+        """Let them compete with the best so far."""
+        for group, found in prepared:
+            if isinstance(found, Ranked):
+                self._keep(group, found.scores, found.patterns)
+            else:
+                waiting = self._waiting.setdefault(group, [])
+                waiting.append(found)
+                if 2 * sum(len(part.rows) for part in waiting) > self.scores.shape[0] * self.scores.shape[2]:
+                    self._settle(group)
 
     def compete(self, group: int, scores: Tensor, numbers: Tensor) -> None:
         """Let scores (Q, n) of the patterns with these numbers (n,) compete in a group."""
-        k = self.scores.shape[2]
-        best = scores.topk(min(k, scores.shape[1]), dim=1, largest=self.largest)
-        self._keep(group, best.values.double(), numbers[best.indices])
+        self.take([(group, self._candidates(group, scores, numbers))])
+
+    def _candidates(self, group: int, scores: Tensor, numbers: Tensor) -> "Ranked | Candidates":
+        limits = self._limits.get(group)
+        if limits is None or scores.device.type != "cpu":  # elsewhere, to count them would wait for the device
+            best = scores.topk(min(self.scores.shape[2], scores.shape[1]), dim=1, largest=self.largest)
+            return Ranked(best.values.double(), numbers[best.indices])
+        limits = limits.to(scores.dtype)[:, None]
+        rows, places = (scores > limits if self.largest else scores < limits).nonzero(as_tuple=True)
+        return Candidates(rows, scores[rows, places].double(), numbers[places])
 
     def _keep(self, group: int, scores: Tensor, patterns: Tensor) -> None:
         k = self.scores.shape[2]
@@ -92,16 +143,62 @@ class Best(Reducer[tuple[Tensor, Tensor]]):
         best = scores.topk(k, dim=1, largest=self.largest, sorted=True)
         self.scores[:, group] = best.values
         self.patterns[:, group] = patterns.gather(1, best.indices)
+        if scores.device.type == "cpu" and (group in self._limits or bool((self.patterns[:, group, -1] >= 0).all())):
+            self._limits[group] = best.values[:, -1]
+
+    def _settle(self, group: int) -> None:
+        """Let what is waiting compete, a few of each query's candidates at a time."""
+        waiting = self._waiting.pop(group, [])
+        if not waiting:
+            return
+        rows = torch.cat([part.rows for part in waiting])
+        order = rows.argsort(stable=True)
+        rows = rows[order]
+        scores = torch.cat([part.scores for part in waiting])[order]
+        patterns = torch.cat([part.patterns for part in waiting])[order]
+        counts = torch.bincount(rows, minlength=self.scores.shape[0])
+        place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]  # of each among its query's
+        width = 2 * self.scores.shape[2]
+        for start in range(0, int(counts.max()), width):
+            mine = (place >= start) & (place < start + width)
+            size = (self.scores.shape[0], min(width, int(counts.max()) - start))
+            at = (rows[mine], place[mine] - start)
+            wide = torch.full(size, -torch.inf if self.largest else torch.inf, dtype=torch.float64)
+            wide[at] = scores[mine]
+            named = torch.full(size, -1)
+            named[at] = patterns[mine]
+            self._keep(group, wide, named)
 
     def merge(self, other: Self) -> Self:
         """Let the other's best compete with these."""
+        scores, patterns = other.result()
         for group in range(self.scores.shape[1]):
-            self._keep(group, other.scores[:, group], other.patterns[:, group])
+            self._settle(group)
+            self._keep(group, scores[:, group], patterns[:, group])
         return self
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return the scores, best first, and their patterns."""
+        for group in list(self._waiting):
+            self._settle(group)
         return self.scores, self.patterns
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """The best of some patterns for each query, (Q, n)."""
+
+    scores: Tensor
+    patterns: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Single scores that may be among the best: of which query, how much, which pattern; (c,) each."""
+
+    rows: Tensor
+    scores: Tensor
+    patterns: Tensor
 
 
 class BestSums(Reducer[tuple[Tensor, Tensor]]):
@@ -119,9 +216,13 @@ class BestSums(Reducer[tuple[Tensor, Tensor]]):
         self.stands_for = stands_for  # (M,) the pattern that each member is known by
         self.totals = GroupSums(queries, len(group_of), group_of.device)
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
+        """Sum a chunk's scores by member where they are few."""
+        return self.totals.prepare(chunk, scores, codes)
+
+    def take(self, prepared: Any) -> None:
         """Add a chunk's scores, by member."""
-        self.totals.update(chunk, scores, codes)
+        self.totals.take(prepared)
 
     def merge(self, other: Self) -> Self:
         """Add the sums."""
@@ -148,8 +249,9 @@ class Places(Reducer["Places"]):
         self.best = torch.full((queries, groups), -torch.inf, device=device)
         self.counts = torch.zeros(groups, dtype=torch.int64, device=device)
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+    def take(self, prepared: Any) -> None:
         """Add a chunk's scores, and let them compete, by group."""
+        _, scores, codes = prepared
         self.sums.index_add_(1, codes, scores.double())
         self.best.scatter_reduce_(1, codes.expand_as(scores), scores.float(), "amax")
         self.counts.index_add_(0, codes, torch.ones_like(codes))
@@ -172,8 +274,9 @@ class Everything(Reducer[Tensor]):
     def __init__(self) -> None:
         self.parts: list[tuple[int, Tensor]] = []
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+    def take(self, prepared: Any) -> None:
         """Keep a chunk's scores."""
+        chunk, scores, _ = prepared
         self.parts.append((int(chunk.patterns[0]), scores))
 
     def merge(self, other: Self) -> Self:
@@ -189,11 +292,14 @@ class Everything(Reducer[Tensor]):
 class Outputs(Reducer[Tensor]):
     """The sum of contributions per group, (Q, G, d_out) in float64; scores are what multiplies the values."""
 
+    wide = True
+
     def __init__(self, queries: int, groups: int, width: int, device: torch.device) -> None:
         self.sums = torch.zeros(queries, groups, width, dtype=torch.float64, device=device)
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+    def take(self, prepared: Any) -> None:
         """Add a chunk's contributions, by group."""
+        chunk, scores, codes = prepared
         assert chunk.values is not None, "contributions need values"
         for group in codes.unique().tolist():
             members = codes == group
@@ -215,9 +321,23 @@ class KeySums(Reducer[Tensor]):
     def __init__(self, groups: int, width: int, device: torch.device) -> None:
         self.sums = torch.zeros(groups, width, dtype=torch.float64, device=device)
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
-        """Add a chunk's keys, by group."""
-        self.sums.index_add_(0, codes, chunk.keys.double())
+    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
+        """Sum a chunk's keys by group, a block at a time: a float32 sum of few is as exact as its terms."""
+        groups = len(self.sums)
+        if groups > FEW:
+            return chunk.keys, codes
+        total = torch.zeros_like(self.sums)
+        for keys, of in zip(chunk.keys.split(BLOCK), codes.split(BLOCK), strict=True):
+            total += members(of, groups, keys.dtype).T @ keys
+        return total, None
+
+    def take(self, prepared: tuple[Tensor, Tensor | None]) -> None:
+        """Add a chunk's sums, or its keys by group."""
+        keys, codes = prepared
+        if codes is None:
+            self.sums += keys
+        else:
+            self.sums.index_add_(0, codes, keys.double())
 
     def merge(self, other: Self) -> Self:
         """Add the sums."""
@@ -232,13 +352,16 @@ class KeySums(Reducer[Tensor]):
 class GroupShares(Reducer[dict[str, Tensor]]):
     """Each group's share of each of a layer's parameters, role -> (G, *shape) in float64."""
 
+    wide = True
+
     def __init__(self, groups: int, shapes: Mapping[str, Sequence[int]], device: torch.device) -> None:
         self.shares = {
             role: torch.zeros(groups, *shape, dtype=torch.float64, device=device) for role, shape in shapes.items()
         }
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
+    def take(self, prepared: Any) -> None:
         """Add a chunk's gradients, by group."""
+        chunk, _, codes = prepared
         assert chunk.values is not None, "shares need values"
         for group in codes.unique().tolist():
             members = codes == group

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -139,10 +140,10 @@ class _InputSums(GroupSums):
         super().__init__(len(source), groups, source.queries.device)
         self._of = source.asked.of
 
-    def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
-        """Add a chunk's scores, by input and group."""
+    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
+        """Sum a chunk's scores by input, and by group where groups are few."""
         by_input = scores.new_zeros(len(self.sums), scores.shape[1]).index_add_(0, self._of, scores)
-        super().update(chunk, by_input, codes)
+        return super().prepare(chunk, by_input, codes)
 
 
 def _magnitudes(source: LayerEffects, grouping: Grouping) -> Tensor:

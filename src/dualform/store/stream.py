@@ -72,38 +72,85 @@ def stream(
         scaled: multiply row-scaled keys with their scales. A scale is a power of two, so it may as well multiply what
             becomes of the key later, which is cheaper.
     """
-    entry = run.require_values(layer) if values else run.layer(layer)
-    coefficients = {
-        role: run.coefficients(parameter, horizon, of)
-        for role, parameter in entry.parameters.items()
-        if values and not run.is_replayed(parameter)
-    }
-    dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
-    before = 0
+    reader = Reader(run, layer, horizon=horizon, values=values, of=of, device=device, dtype=dtype, scaled=scaled)
+    for piece in pieces(run, layer, horizon=horizon, keep=keep, size=size):
+        yield reader.read(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some patterns of one layer and shard, still to be read."""
+
+    shard: Shard
+    rows: npt.NDArray[np.int64]  # their places in the shard, ascending
+    start: int  # patterns of the shard that earlier pieces keep
+    before: int  # patterns in earlier shards, kept or not
+    kept: int  # patterns in earlier shards that are kept
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def pieces(run: Run, layer: str, *, horizon: int, keep: Keep = everything, size: int = CHUNK) -> Iterator[Piece]:
+    """Yield a layer's kept patterns of the first `horizon` steps in pieces of at most `size`, none across shards."""
+    before = done = 0
     for shard in run.shards:
-        count = shard.count(layer)
         if shard.entry.start >= horizon:
             break
-        if count:
-            kept = selected(shard, layer, horizon, keep)
-            keys = shard.rows(layer, "keys")
-            errors = shard.rows(layer, "values") if values else None
-            for start in range(0, len(kept), size):
-                rows = kept[start : start + size]
-                steps = _repeat(shard, layer, rows) if values else None
-                stored, scales = _taken(keys, rows, device)
-                yield Chunk(
-                    patterns=rows + before,
-                    keys=decode(stored, scales if scaled else None, dtype),
-                    values=take(errors, rows, dtype, device) if errors is not None else None,
-                    coefficients={
-                        role: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(device, dtype)
-                        for role, (found, factors) in coefficients.items()
-                        if steps is not None
-                    },
-                    scales=None if scaled or scales is None else scales.to(dtype),
-                )
+        count = shard.count(layer)
+        kept = selected(shard, layer, horizon, keep) if count else np.zeros(0, dtype=np.int64)
+        for start in range(0, len(kept), size):
+            yield Piece(shard, kept[start : start + size], start, before, done)
         before += count
+        done += len(kept)
+
+
+class Reader:
+    """Reads pieces. Several threads may, each with a buffer of its own; the options are those of `stream`."""
+
+    def __init__(
+        self,
+        run: Run,
+        layer: str,
+        *,
+        horizon: int,
+        values: bool = False,
+        of: Of = "parameter",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        scaled: bool = True,
+    ) -> None:
+        entry = run.require_values(layer) if values else run.layer(layer)
+        self._layer = layer
+        self._values = values
+        self._coefficients = {
+            role: run.coefficients(parameter, horizon, of)
+            for role, parameter in entry.parameters.items()
+            if values and not run.is_replayed(parameter)
+        }
+        self._device = device
+        self._dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
+        self._scaled = scaled
+
+    def read(self, piece: Piece, into: Tensor | None = None) -> Chunk:
+        """Return a piece's patterns; with a buffer (uint8), their keys may lie in it until it is used again."""
+        shard, rows, layer, dtype = piece.shard, piece.rows, self._layer, self._dtype
+        stored, scales = _taken(shard.rows(layer, "keys"), rows, self._device, into)
+        values, coefficients = None, {}
+        if self._values:
+            values = take(shard.rows(layer, "values"), rows, dtype, self._device)
+            steps = _repeat(shard, layer, rows)
+            coefficients = {
+                role: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(self._device, dtype)
+                for role, (found, factors) in self._coefficients.items()
+            }
+        return Chunk(
+            patterns=rows + piece.before,
+            keys=decode(stored, scales if self._scaled else None, dtype),
+            values=values,
+            coefficients=coefficients,
+            scales=None if self._scaled or scales is None else scales.to(dtype),
+        )
 
 
 def selected(shard: Shard, layer: str, horizon: int, keep: Keep) -> npt.NDArray[np.int64]:
@@ -129,9 +176,11 @@ def take(source: Source, rows: npt.NDArray[np.int64], dtype: torch.dtype, device
     return decode(*_taken(source, rows, device), dtype)
 
 
-def _taken(source: Source, rows: npt.NDArray[np.int64], device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+def _taken(
+    source: Source, rows: npt.NDArray[np.int64], device: torch.device | str, into: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return rows as they are stored, and their scales where they have some, on a device."""
     contiguous = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
     index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else torch.from_numpy(rows)
-    stored, scales = source.take(index)
+    stored, scales = source.take(index, into)
     return stored.to(device), None if scales is None else scales.to(device)
