@@ -88,9 +88,9 @@ def test_many_queries_make_the_chunks_smaller(wide: tuple[Path, nn.Linear], monk
     sizes = []
     real = engine.attend
 
-    def attend(queries: Tensor, keys: Tensor) -> Tensor:
+    def attend(queries: Tensor, keys: Tensor, out: Tensor | None) -> Tensor:
         sizes.append(queries.shape[0] * keys.shape[0])
-        return real(queries, keys)
+        return real(queries, keys, out)
 
     monkeypatch.setattr(engine, "attend", attend)
     monkeypatch.setattr(engine, "SCORES", 300_000)
@@ -160,7 +160,8 @@ def test_scales_multiply_attention_as_they_would_the_keys(tmp_path: Path, masked
 
 
 def test_chunks_fit_a_cpus_cache_and_memory() -> None:
-    assert engine._chunk_size(torch.empty(1, 8)) == stream.CHUNK
-    assert engine._chunk_size(torch.empty(1, 400)) == engine.KEYS // 400
-    assert engine._chunk_size(torch.empty(1, 1 << 20)) == 256
+    assert engine._chunk_size(torch.empty(5, 8)) == stream.CHUNK
+    assert engine._chunk_size(torch.empty(5, 400)) == 10 * engine.STEP  # of 1 << 20 elements, 2621
+    assert engine._chunk_size(torch.empty(1, 800)) == 20 * engine.STEP  # of four times as many, 5242
+    assert engine._chunk_size(torch.empty(5, 1 << 20)) == engine.STEP
     assert engine._chunk_size(torch.empty(1 << 14, 8)) == engine.SCORES >> 14

@@ -227,7 +227,7 @@ class _Effect:
     inputs: int
     needs_values: bool = True
 
-    def __call__(self, queries: Tensor, chunk: Chunk) -> Tensor:
+    def __call__(self, queries: Tensor, chunk: Chunk, out: Tensor | None = None) -> Tensor:
         """Return the effects, (inputs, n)."""
         assert chunk.values is not None, "values were asked for"
         keys = self.extend(chunk.keys)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +25,14 @@ BLOCK = 1024  # keys whose sum is taken in their own dtype
 
 def members(codes: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Return which pattern is in which group, as ones in a matrix, (n, G)."""
-    found = torch.zeros(len(codes), groups, dtype=dtype, device=codes.device)
-    return found.scatter_(1, codes[:, None], 1)
+    found = torch.zeros(groups, len(codes), dtype=dtype, device=codes.device)
+    return found.scatter_(0, codes[None], 1).T  # products with this layout are twice as fast
 
 
 class Reducer(ABC, Generic[R]):
     """Takes chunks, gives a result."""
 
+    keeps = False  # whether it holds on to scores, whose memory is used again otherwise
     wide = False  # whether taking a chunk is work for all threads, so that chunks are not prepared side by side
 
     def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
@@ -133,8 +135,10 @@ class Best(Reducer[tuple[Tensor, Tensor]]):
             best = scores.topk(min(self.scores.shape[2], scores.shape[1]), dim=1, largest=self.largest)
             return Ranked(best.values.double(), numbers[best.indices])
         limits = limits.to(scores.dtype)[:, None]
-        rows, places = (scores > limits if self.largest else scores < limits).nonzero(as_tuple=True)
-        return Candidates(rows, scores[rows, places].double(), numbers[places])
+        better = scores > limits if self.largest else scores < limits
+        flat = torch.from_numpy(np.flatnonzero(better.numpy()))  # twice as fast as torch's
+        rows = flat // scores.shape[1]
+        return Candidates(rows, scores.reshape(-1)[flat].double(), numbers[flat - rows * scores.shape[1]])
 
     def _keep(self, group: int, scores: Tensor, patterns: Tensor) -> None:
         k = self.scores.shape[2]
@@ -270,6 +274,8 @@ class Places(Reducer["Places"]):
 
 class Everything(Reducer[Tensor]):
     """Every score, (Q, T): for small memories and few queries."""
+
+    keeps = True
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, Tensor]] = []

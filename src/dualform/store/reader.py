@@ -29,6 +29,7 @@ from dualform.store.tensors import TensorFile
 Columns = dict[str, npt.NDArray[Any]]
 Factors = npt.NDArray[np.float64]
 OPEN = 256  # shards whose files stay open; a system allows so many only
+MAPPED = 2 << 30  # bytes of a run whose files may all be mapped at once
 
 
 class Shard:
@@ -42,11 +43,13 @@ class Shard:
         before: Sequence["Shard"] = (),
         *,
         keep_open: bool = False,
+        keep_mapped: bool = False,
     ) -> None:
         self.folder = folder
         self._before = before  # where the keys of a pool may lie
         self.entry = entry
         self._keep_open = keep_open
+        self._keep_mapped = keep_mapped and keep_open
         self._file: TensorFile | None = None
         self._batch_axis = batch_axis
         self._names = shard_files(entry.index)
@@ -100,7 +103,7 @@ class Shard:
     def _tensors(self) -> TensorFile:
         if self._file is not None:
             return self._file
-        file = TensorFile(self.path("patterns"))
+        file = TensorFile(self.path("patterns"), keep_mapped=self._keep_mapped)
         if self._keep_open:
             self._file = file
         return file
@@ -153,11 +156,13 @@ class Run:
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self._check_sizes()
-        keep = len(self.manifest.shards) <= OPEN
+        few = len(self.manifest.shards) <= OPEN
+        small = sum(entry.bytes for shard in self.manifest.shards for entry in shard.files.values()) <= MAPPED
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
-                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards), keep_open=keep))
+                axis, before = self.manifest.batch_axis, tuple(shards)
+                shards.append(Shard(folder, entry, axis, before, keep_open=few, keep_mapped=small))
         self.shards = tuple(shards)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 

@@ -1,7 +1,7 @@
 """Rows of keys or values as they are stored, and how some of them are taken: from memory, a file, or a pool of keys.
 
-Rows that follow each other are read from the file into memory, so that a pass over a run holds no more than its chunks.
-Scattered rows are taken from a map of the file.
+Of a small run files are mapped. Of a large one, rows that follow each other are read into memory, so that a pass holds
+no more than its chunks, and only scattered rows are taken from a map.
 """
 
 from collections.abc import Sequence
@@ -82,11 +82,14 @@ class FileRows:
         """Read consecutive rows; take others out of what is read with them, or out of a map where they are few."""
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.count)
+            if self.file.keep_mapped:
+                scales = None if self.scales is None else self.file.mapped(self.scales)[start:stop]
+                return self.file.mapped(self.place)[start:stop], scales
             return self._read(start, max(start, stop), into)
         if not len(index):
             return self._read(0, 0, None)
         low, high = int(index.min()), int(index.max()) + 1
-        if high - low <= DENSE * len(index):
+        if high - low <= DENSE * len(index) and not self.file.keep_mapped:
             stored, scales = self._read(low, high, into)
             return stored[index - low], None if scales is None else scales[index - low]
         scales = None if self.scales is None else self.file.mapped(self.scales)[index]
@@ -142,6 +145,6 @@ class PooledRows:
     def _drop(self) -> None:
         """Let go of the maps of a pool that is too large to stay."""
         files = [source for source in self.sources if isinstance(source, FileRows)]
-        if sum(rows.nbytes for rows in files) > LARGEST_MAP:
+        if files and not files[0].file.keep_mapped and sum(rows.nbytes for rows in files) > LARGEST_MAP:
             for rows in files:
                 rows.file.drop()

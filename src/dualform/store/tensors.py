@@ -83,8 +83,9 @@ class Place:
 class TensorFile:
     """A published safetensors file, open for reading. Any number of threads may read from it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep_mapped: bool = False) -> None:
         self.path = path
+        self.keep_mapped = keep_mapped  # whether it may be mapped as a whole for as long as it is open
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
