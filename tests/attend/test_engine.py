@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
+from dualform import threads as threads_module
 from dualform.attend import engine, reducers, scoring
 from dualform.store import rebuild, stream
 from small import sgd
@@ -165,3 +166,63 @@ def test_chunks_fit_a_cpus_cache_and_memory() -> None:
     assert engine._chunk_size(torch.empty(1, 800)) == 20 * engine.STEP  # of four times as many, 5242
     assert engine._chunk_size(torch.empty(5, 1 << 20)) == engine.STEP
     assert engine._chunk_size(torch.empty(1 << 14, 8)) == engine.SCORES >> 14
+
+
+@pytest.mark.parametrize("view", ["whole", "masked", "early"])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_keys_that_stay_on_a_device_give_the_same_answers(
+    wide: tuple[Path, nn.Linear], question: str, view: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU keeps them, here in the CPU's memory: pieces go across shards, and may leave patterns out."""
+    path, model = wide
+    inputs = torch.randn(20, WIDTH)
+
+    def ask() -> Any:
+        memory = dualform.open(path)
+        memory = memory.without(sample=[3, 5]) if view == "masked" else memory
+        memory = memory.at(step=2) if view == "early" else memory
+        memory = memory.where("sample % 3 = 0") if view == "masked" else memory
+        found = QUESTIONS[question](memory.attend(model, inputs, chunk_size=700)[""])
+        return found if isinstance(found, Tensor) else found.values
+
+    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+    plain = ask()
+    monkeypatch.setattr("dualform.store.resident.fits", lambda size, device: True)
+    torch.testing.assert_close(ask(), plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_best_are_the_best_however_they_come(threads: int, largest: bool, groups: int, ties: bool) -> None:
+    """Against one sort of all scores; only ties may go another way."""
+    torch.manual_seed(0)
+    queries, patterns, k = 7, 4000, 13
+    scores = torch.randn(queries, patterns)
+    scores = scores.round() if ties else scores
+    scores[2] = torch.linspace(-1, 1, patterns)  # every chunk beats the ones before
+    codes = torch.randint(groups, (patterns,))
+    best = reducers.Best(queries, groups, k, largest=largest, device=torch.device("cpu"))
+    starts = list(range(0, patterns, 150))
+
+    def prepare(start: int) -> Any:
+        part = slice(start, start + 150)
+        numbers = torch.arange(patterns)[part].numpy()
+        return best.prepare(stream.Chunk(numbers, torch.zeros(len(numbers), 1)), scores[:, part], codes[part])
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        threads_module.side_by_side(starts, prepare, best.take)
+    finally:
+        torch.set_num_threads(before)
+    values, found = best.result()
+    for group in range(groups):
+        mine = scores.masked_fill(codes != group, -torch.inf if largest else torch.inf)
+        expected = mine.topk(k, dim=1, largest=largest)
+        torch.testing.assert_close(values[:, group], expected.values.double())
+        torch.testing.assert_close(scores.gather(1, found[:, group]), expected.values)
+        assert all(len(set(row)) == k for row in found[:, group].tolist()), "no pattern twice"
+        if not ties:
+            assert torch.equal(found[:, group], expected.indices)

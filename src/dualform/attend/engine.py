@@ -20,12 +20,14 @@ from dualform.attend.reducers import Reducer
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.reader import Shard
-from dualform.store.stream import CHUNK, Chunk, Piece, Reader, pieces
+from dualform.store.stream import CHUNK, Chunk, Piece, Reader, long_pieces, pieces, resident_keys
 from dualform.threads import side_by_side
 
 R = TypeVar("R")
 Of = Literal["attention", "magnitude", "contribution", "effect"]
 SCORES = 1 << 24  # elements of a chunk's score matrix at most
+SCORES_THERE = 1 << 29  # and on a GPU
+LONGEST = 1 << 16  # patterns of a chunk at most that is read from files
 STEP = 256
 KEYS = 1 << 20  # elements of a chunk's keys at most, on a CPU: larger ones leave its cache, and are much slower
 
@@ -116,9 +118,10 @@ def _chunk_size(queries: Tensor) -> int:
     Products with a number of keys that is no multiple of a few hundred are up to a third slower.
     """
     count, width = queries.shape
-    most = CHUNK
-    if queries.device.type == "cpu":  # few queries read every key about once, whether it stays in the cache or not
-        most = min(CHUNK, (KEYS if count > FEW else 4 * KEYS) // max(width, 1))
+    if queries.device.type != "cpu":
+        return max(STEP, SCORES_THERE // max(count, 1) // STEP * STEP)
+    # Few queries read every key about once, whether it stays in the cache or not.
+    most = min(CHUNK, (KEYS if count > FEW else 4 * KEYS) // max(width, 1))
     size = min(most, SCORES // max(count, 1))
     return max(STEP, size // STEP * STEP)
 
@@ -156,12 +159,13 @@ class _Source:
         like: Tensor,
         scaled: bool,
     ) -> None:
+        dtype = like.dtype if like.is_floating_point() else None
+        self._there = None if values else resident_keys(table.run, layer, like.device, dtype)
         self._table = table
         self._layer = layer
         self._grouping = grouping
-        self._size = size
+        self._size = size if self._there is not None else min(size, LONGEST)
         self._device = like.device
-        dtype = like.dtype if like.is_floating_point() else None
         self._reader = Reader(
             table.run, layer, horizon=table.horizon, values=values, device=like.device, dtype=dtype, scaled=scaled
         )
@@ -175,11 +179,12 @@ class _Source:
         in order, one at a time.
         """
         table, layer = self._table, self._layer
-        found = list(pieces(table.run, layer, horizon=table.horizon, keep=table.keep(), size=self._size))
+        cut = pieces if self._there is None or isinstance(self._grouping, Numbered) else long_pieces
+        found = list(cut(table.run, layer, horizon=table.horizon, keep=table.keep(), size=self._size))
         with bar(f"attending {layer}", total=sum(map(len, found))) as advance:
 
             def prepare(piece: Piece) -> tuple[Any, int]:
-                chunk = self._reader.read(piece, self._buffer())
+                chunk = self._chunk(piece)
                 return reducer.prepare(chunk, score(chunk), self._codes(piece)), len(piece)
 
             def take(prepared: tuple[Any, int]) -> None:
@@ -192,8 +197,19 @@ class _Source:
                 for piece in found:
                     take(prepare(piece))
 
-    def _buffer(self) -> Tensor:
+    def _chunk(self, piece: Piece) -> Chunk:
+        if self._there is None:
+            return self._reader.read(piece, self._buffer())
+        numbers = piece.rows + piece.before
+        first, last = int(numbers[0]), int(numbers[-1])
+        if last - first + 1 == len(numbers):
+            return Chunk(numbers, self._there[first : last + 1])
+        return Chunk(numbers, self._there[torch.from_numpy(numbers).to(self._device)])
+
+    def _buffer(self) -> Tensor | None:
         """Return the calling thread's memory for keys; what lies in it is done with when the next chunk is read."""
+        if self._device.type != "cpu":
+            return None
         if not hasattr(self._buffers, "keys"):
             width = self._table.run.layer(self._layer).d_in
             self._buffers.keys = torch.empty(8 * self._size * width, dtype=torch.uint8)
@@ -206,9 +222,9 @@ class _Source:
             return torch.zeros(len(piece), dtype=torch.int64, device=self._device)
         if isinstance(grouping, Grouping):
             start = piece.kept + piece.start
-            found = grouping.codes[start : start + len(piece)]
-        else:
-            found = self._of_shard(piece.shard, grouping)[piece.start : piece.start + len(piece)]
+            return grouping.on(self._device)[start : start + len(piece)]
+        assert piece.shard is not None, "numbers are read shard by shard"
+        found = self._of_shard(piece.shard, grouping)[piece.start : piece.start + len(piece)]
         return torch.from_numpy(found).to(self._device)
 
     def _of_shard(self, shard: Shard, groups: Numbered) -> npt.NDArray[np.int64]:

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
+from torch import Tensor
 
 from dualform.errors import SelectionError
 from dualform.store.reader import Run, Shard
@@ -83,6 +85,15 @@ class Grouping:
     parts: tuple[str | Bins, ...]
     labels: tuple[Any, ...]
     codes: npt.NDArray[np.int64]
+    _there: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the codes on a device; on a GPU they stay."""
+        if device.type == "cpu":
+            return torch.from_numpy(self.codes)
+        if device not in self._there:
+            self._there[device] = torch.from_numpy(self.codes).to(device)
+        return self._there[device]
 
     @property
     def by(self) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ class Best(Reducer[tuple[Tensor, Tensor]]):
 
     def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> list[tuple[int, "Ranked | Candidates"]]:
         """Find the scores that can be among the best, by group."""
-        numbers = torch.from_numpy(chunk.patterns).to(scores.device)
+        numbers = chunk.numbers
         if self.scores.shape[1] == 1:
             return [(0, self._candidates(0, scores, numbers))]
         found: list[tuple[int, Ranked | Candidates]] = []
@@ -292,6 +292,8 @@ class Everything(Reducer[Tensor]):
 
     def result(self) -> Tensor:
         """Return the scores in the order of the patterns."""
+        if len(self.parts) == 1:
+            return self.parts[0][1]
         return torch.cat([scores for _, scores in sorted(self.parts, key=lambda part: part[0])], dim=1)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from torch import Tensor
 
 from dualform.coefficients import Coefficients, Facts, derive, kinds
@@ -22,6 +21,7 @@ from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.store.encoding import SCALE
 from dualform.store.format import FINAL, INITIAL, STATE, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
 from dualform.store.pool import DIGESTS, REFERENCES
+from dualform.store.resident import Resident
 from dualform.store.rows import FileRows, PooledRows
 from dualform.store.tables import CALLS, addresses
 from dualform.store.tensors import TensorFile
@@ -29,7 +29,7 @@ from dualform.store.tensors import TensorFile
 Columns = dict[str, npt.NDArray[Any]]
 Factors = npt.NDArray[np.float64]
 OPEN = 256  # shards whose files stay open; a system allows so many only
-MAPPED = 2 << 30  # bytes of a run whose files may all be mapped at once
+MAPPED = 5 << 28  # bytes of a run whose files may all be mapped at once
 
 
 class Shard:
@@ -122,6 +122,8 @@ class Shard:
 
     def annotation(self, name: str) -> pa.ChunkedArray | None:
         """Read one of the user's columns alone, without keeping it; nothing where this shard does not have it."""
+        import pyarrow.parquet as pq  # whose loading takes as long as that of everything else here
+
         if name not in pq.read_schema(self.path("annotations")).names:
             return None
         return self._read("annotations", [name])[name]
@@ -143,6 +145,8 @@ class Shard:
         return table.filter(pc.field("step") < self.entry.stop)
 
     def _read(self, what: str, columns: list[str] | None = None) -> pa.Table:
+        import pyarrow.parquet as pq
+
         try:
             return pq.read_table(self.path(what), columns=columns)
         except (OSError, pa.ArrowException) as error:
@@ -164,6 +168,7 @@ class Run:
                 axis, before = self.manifest.batch_axis, tuple(shards)
                 shards.append(Shard(folder, entry, axis, before, keep_open=few, keep_mapped=small))
         self.shards = tuple(shards)
+        self.resident = Resident()
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 
     @property

@@ -39,6 +39,14 @@ class Chunk:
     coefficients: Mapping[str, Tensor] = field(default_factory=dict)
     scales: Tensor | None = None
 
+    @property
+    def numbers(self) -> Tensor:
+        """The patterns' numbers, where the keys are."""
+        device = self.keys.device
+        if device.type != "cpu" and len(self.patterns) == self.patterns[-1] - self.patterns[0] + 1:
+            return torch.arange(int(self.patterns[0]), int(self.patterns[-1]) + 1, device=device)
+        return torch.from_numpy(self.patterns).to(device)
+
 
 def everything(shard: Shard, layer: str) -> None:
     """Keep every pattern."""
@@ -79,10 +87,10 @@ def stream(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some patterns of one layer and shard, still to be read."""
+    """Some patterns of one layer, still to be read."""
 
-    shard: Shard
-    rows: npt.NDArray[np.int64]  # their places in the shard, ascending
+    shard: Shard | None  # where they lie, or nothing where they may lie anywhere
+    rows: npt.NDArray[np.int64]  # their places in the shard (or numbers in the layer), ascending
     start: int  # patterns of the shard that earlier pieces keep
     before: int  # patterns in earlier shards, kept or not
     kept: int  # patterns in earlier shards that are kept
@@ -93,16 +101,45 @@ class Piece:
 
 def pieces(run: Run, layer: str, *, horizon: int, keep: Keep = everything, size: int = CHUNK) -> Iterator[Piece]:
     """Yield a layer's kept patterns of the first `horizon` steps in pieces of at most `size`, none across shards."""
+    for shard, kept, before, done in _kept(run, layer, horizon, keep):
+        for start in range(0, len(kept), size):
+            yield Piece(shard, kept[start : start + size], start, before, done)
+
+
+def long_pieces(run: Run, layer: str, *, horizon: int, keep: Keep = everything, size: int = CHUNK) -> Iterator[Piece]:
+    """Yield the same patterns in pieces that go across shards."""
+    numbers = np.concatenate([kept + before for _, kept, before, _ in _kept(run, layer, horizon, keep)])
+    for start in range(0, len(numbers), size):
+        yield Piece(None, numbers[start : start + size], start, 0, 0)
+
+
+def _kept(run: Run, layer: str, horizon: int, keep: Keep) -> Iterator[tuple[Shard, npt.NDArray[np.int64], int, int]]:
+    """Yield each shard, its kept patterns, and how many there are before it: all, and kept."""
     before = done = 0
     for shard in run.shards:
         if shard.entry.start >= horizon:
             break
-        count = shard.count(layer)
-        kept = selected(shard, layer, horizon, keep) if count else np.zeros(0, dtype=np.int64)
-        for start in range(0, len(kept), size):
-            yield Piece(shard, kept[start : start + size], start, before, done)
-        before += count
+        kept = selected(shard, layer, horizon, keep) if shard.count(layer) else np.zeros(0, dtype=np.int64)
+        yield shard, kept, before, done
+        before += shard.count(layer)
         done += len(kept)
+
+
+def resident_keys(run: Run, layer: str, device: torch.device, dtype: torch.dtype | None) -> Tensor | None:
+    """Return all keys of a layer on a device, (T, d_in), where they fit; they stay there."""
+    entry = run.layer(layer)
+    dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
+    count = run.count(layer)
+
+    def make() -> Tensor:
+        whole: Tensor | None = None
+        for chunk in stream(run, layer, horizon=run.steps, device=device, dtype=dtype):
+            whole = chunk.keys.new_empty(count, chunk.keys.shape[1]) if whole is None else whole
+            whole[int(chunk.patterns[0]) : int(chunk.patterns[-1]) + 1] = chunk.keys
+        assert whole is not None, "a layer with patterns"
+        return whole
+
+    return run.resident.get((layer, dtype), count * entry.d_in * 8, device, make) if count else None
 
 
 class Reader:
@@ -135,6 +172,7 @@ class Reader:
     def read(self, piece: Piece, into: Tensor | None = None) -> Chunk:
         """Return a piece's patterns; with a buffer (uint8), their keys may lie in it until it is used again."""
         shard, rows, layer, dtype = piece.shard, piece.rows, self._layer, self._dtype
+        assert shard is not None, "a piece across shards is read from a device"
         stored, scales = _taken(shard.rows(layer, "keys"), rows, self._device, into)
         values, coefficients = None, {}
         if self._values:

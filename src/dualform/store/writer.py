@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -398,6 +397,8 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def _publish_table(path: Path, table: pa.Table) -> FileEntry:
+    import pyarrow.parquet as pq  # whose loading takes long
+
     return publish(path, lambda partial: pq.write_table(table, partial))
 
 
