@@ -1,15 +1,17 @@
 """What was accumulated since the last step, and the calls it becomes: which reach the step, where, which columns."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dualform.record.annotations import Binding
 from dualform.record.hooks import Arrival
 from dualform.record.probes import Trail
 from dualform.record.sinks import CallRecord
+from dualform.record.transfer import Brought, Transfer
 from dualform.record.watch import Watched
 
 
@@ -89,8 +91,7 @@ def gather_calls(
                     misfits.append((binding, layer.name, name, binding.misfit(name, layer.name, rows, positions)))
                 binding = taken
             number = numbers[layer.name] = numbers.get(layer.name, -1) + 1
-            values = None if layer.keys_only or arrival.values is None else arrival.values.cpu()
-            keys = arrival.keys.cpu()
+            values = None if layer.keys_only else arrival.values
             calls.append(
                 CallRecord(
                     layer=layer.name,
@@ -99,7 +100,7 @@ def gather_calls(
                     rows=rows,
                     positions=positions,
                     inner=inner,
-                    keys=keys,
+                    keys=arrival.keys,
                     values=values,
                     binding=binding,
                     raw=arrival.call.raw,
@@ -121,3 +122,22 @@ def address(leading: Sequence[int], batch_axis: int) -> tuple[int, int, int]:
     size = torch.Size(leading)
     inner = size[axis + 1 :].numel()
     return leading[axis], size[:axis].numel() * inner, inner
+
+
+def bring(
+    calls: Sequence[CallRecord], samples: Mapping[str, Tensor], transfer: Transfer | None
+) -> tuple[Sequence[CallRecord], Mapping[str, Tensor], Brought | None]:
+    """Let a step's patterns and samples come from a GPU, if they are there; whoever looks at them waits for them."""
+    tensors = [t for call in calls for t in (call.keys, call.values) if t is not None] + list(samples.values())
+    devices = {tensor.device for tensor in tensors}
+    if all(device.type == "cpu" for device in devices):
+        return calls, samples, None
+    if transfer is not None and devices == {transfer.device}:
+        brought = transfer.bring(tensors)
+    else:
+        brought = Brought([tensor.cpu() for tensor in tensors], lambda: None, lambda: None)
+    here = iter(brought.tensors)
+    calls = [
+        dataclasses.replace(call, keys=next(here), values=None if call.values is None else next(here)) for call in calls
+    ]
+    return calls, {name: next(here) for name in samples}, brought

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dualform.forms import form
+from dualform.record.transfer import pack, unpack
 
 Numbers = npt.NDArray[np.float64]
 
@@ -109,6 +110,40 @@ def probe(gradient: Tensor, columns: Tensor | None) -> Probe:
     taken = gradient @ columns
     # The norm of many elements is that of the gradient, within a few percent, for a fraction of the reading.
     return Probe(taken, None if taken.numel() >= MANY else _norm(gradient))
+
+
+def fetched(seen: Sequence[tuple[Trail, Probe | None]]) -> Sequence[tuple[Trail, Probe | None]]:
+    """Return trails and final probes in the CPU's memory: from a GPU all of them at once, which is waited for."""
+    everything = [tensor for trail, final in seen for tensor in _tensors(trail, final)]
+    if all(tensor.device.type == "cpu" for tensor in everything):
+        return seen
+    devices = {tensor.device for tensor in everything}
+    if len(devices) == 1:
+        everything = unpack(pack(everything).cpu(), everything)
+    here = iter(everything)
+
+    def probe_here(one: Probe | None) -> Probe | None:
+        return None if one is None else Probe(next(here), None if one.norm is None else next(here))
+
+    found = []
+    for trail, final in seen:
+        events = []
+        for event in trail.accumulations:
+            before, after = probe_here(event.before), probe_here(event.after)
+            assert after is not None, "an accumulation left a gradient"
+            events.append(Accumulation(event.micro, before, after, next(here), event.sizes, event.coarse))
+        found.append((Trail(trail.width, events, trail.waiting), probe_here(final)))
+    return found
+
+
+def _tensors(trail: Trail, final: Probe | None) -> list[Tensor]:
+    """Return every tensor of a trail and a final probe, in the order in which `fetched` takes them."""
+
+    def of(one: Probe | None) -> list[Tensor]:
+        return [] if one is None else [one.columns] if one.norm is None else [one.columns, one.norm]
+
+    events = [t for event in trail.accumulations for t in (*of(event.before), *of(event.after), event.predicted)]
+    return [*events, *of(final)]
 
 
 def resolve(trail: Trail, final: Probe | None) -> Resolution:

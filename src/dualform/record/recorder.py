@@ -6,7 +6,7 @@ what the identity does not cover, and hands each finished step to its sink. It s
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -17,16 +17,18 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
 from dualform.record.annotations import Annotator, Binding
-from dualform.record.calls import Pending, gather_calls
+from dualform.record.calls import Pending, bring, gather_calls
 from dualform.record.estimate import Estimate, estimate
+from dualform.record.facts import Situation, gather_facts
 from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
-from dualform.record.probes import Accumulation, Trail, resolve
-from dualform.record.sinks import RESIDUAL, CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
+from dualform.record.probes import Accumulation, Trail, fetched
+from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.spares import Spares
-from dualform.record.steps import OpenStep, Owned, own, warm_states, with_closure
+from dualform.record.steps import OpenStep, own, warm_states, with_closure
+from dualform.record.transfer import Transfer
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
 from dualform.threads import one_thread
 
@@ -71,6 +73,7 @@ class Recorder:
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
         self._gauge = Gauge()
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
+        self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
         self._warned: set[str] = set()
         self._step = 0
         self._state: Literal["new", "recording", "closed"] = "new"
@@ -100,6 +103,9 @@ class Recorder:
             )
         )
         self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
+        devices = {parameter.device for parameter in self._parameters.values()}
+        if len(devices) == 1 and next(iter(devices)).type == "cuda":
+            self._transfer = Transfer(next(iter(devices)))
         self._state = "recording"
         self._hooks.attach()
         for owned in self._owned:
@@ -254,57 +260,16 @@ class Recorder:
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+            mine = owned.parameters
+            finals = [None if skipped else self._gauge.probe(name, parameter) for name, parameter in mine.items()]
+            seen = fetched([(self._trail(name), final) for name, final in zip(mine, finals, strict=True)])
+            situation = Situation(self._exact, self._graph_of, len(self._pending.tasks), scale, skipped)
+            self._graph_of = None
             facts = [
-                self._facts(owned, name, parameter, groups[id(parameter)], scale=scale, skipped=skipped)
-                for name, parameter in owned.parameters.items()
+                gather_facts(owned, name, parameter, groups[id(parameter)], *trace, situation)
+                for (name, parameter), trace in zip(mine.items(), seen, strict=True)
             ]
             self._in_flight = facts, self._calls([*self._open.facts, *facts])
-
-    def _facts(
-        self,
-        owned: Owned,
-        name: str,
-        parameter: nn.Parameter,
-        group: Mapping[str, Any],
-        *,
-        scale: float,
-        skipped: bool,
-    ) -> ParameterFacts:
-        state = owned.optimizer.state.get(parameter, {})
-        settings = owned.logger.settings(group, state) if owned.logger else {"lr": float(group.get("lr", "nan"))}
-        updated = parameter.grad is not None and not skipped
-        trail = self._trail(name)
-        if skipped:
-            if owned.logger:
-                owned.logger.check_skipped(settings, name)
-            return ParameterFacts(name, owned.name, updated, settings, [])
-        final = self._gauge.probe(name, parameter)
-        with one_thread():  # what is left of gradients is small
-            resolution = resolve(trail, final)
-        attached = parameter.grad is not None and parameter.grad.requires_grad
-        if self._graph_of is not None and (attached or resolution.objection is not None) and name in self._exact:
-            layer, self._graph_of = self._graph_of, None
-            raise RefusedError(
-                f"Parameter {name!r} cannot be recorded exactly: a backward through layer {layer!r} was run with "
-                "create_graph=True, and gradients of gradients are not sums over patterns. Train without it, or "
-                'record keys only (layers={"*": "keys"}).'
-            )
-        if resolution.objection is not None and name in self._exact:
-            raise RefusedError(
-                f"Parameter {name!r} cannot be recorded exactly: {resolution.objection}. "
-                f'Remove it, or record the layer\'s keys only (layers={{...: "keys"}}).'
-            )
-        micros = len(self._pending.tasks)
-        factors = [resolution.factors.get(micro, 0.0) / scale for micro in range(micros)]
-        if resolution.residual is not None:
-            if owned.logger is not None and owned.logger.rounds:
-                raise RefusedError(
-                    f"Parameter {name!r} is trained by {owned.name} under autocast: its orthogonalisation makes "
-                    "as much of the rounding of a gradient as of the gradient. Train it outside autocast, or "
-                    'record the layer\'s keys only (layers={...: "keys"}).'
-                )
-            settings = {**settings, RESIDUAL: resolution.residual}
-        return ParameterFacts(name, owned.name, updated, settings, factors)
 
     def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
         """Return the calls whose gradient reaches the step through at least one parameter."""
@@ -362,13 +327,15 @@ class Recorder:
             for name in owned.parameters
         ]
         shared = bool(self._pending.arrivals)  # a step of another optimizer may hold the same patterns
+        calls, samples, brought = bring(ended.calls, dict(self._samples), self._transfer)
         record = StepRecord(
             self._step,
-            ended.calls,
+            calls,
             [*ended.facts, *still],
-            dict(self._samples),
+            samples,
             self._snapshot,
             None if shared else self._spares,
+            brought,
         )
         self._sink.write(record)
         self._step += 1

@@ -13,6 +13,7 @@ from dualform.record.annotations import Binding
 from dualform.record.layers import Role
 from dualform.record.media import Files
 from dualform.record.spares import Spares
+from dualform.record.transfer import Brought
 
 RESIDUAL = "residual"
 """A fact beside an optimizer's settings: how far patterns are from a gradient that autograd rounded coarsely."""
@@ -89,15 +90,23 @@ class StepRecord:
     samples: Mapping[str, Tensor]
     snapshot: Callable[[], dict[str, Tensor]]  # copies of all covered parameters, valid until the next step
     spares: Spares | None = None  # where the memory of its patterns may go when it is done with
+    brought: Brought | None = None  # its patterns and samples on their way from a GPU
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values in memory."""
         return sum(call.nbytes for call in self.calls)
 
+    def wait(self) -> None:
+        """Return when its patterns and samples are here: they may be on their way from a GPU."""
+        if self.brought is not None:
+            self.brought.wait()
+
     def release(self) -> None:
         """Give back the memory of its patterns: a sink that is done with them and calls this may not look again."""
-        if self.spares is not None:
+        if self.brought is not None:
+            self.brought.release()
+        elif self.spares is not None:
             for call in self.calls:
                 self.spares.give([call.keys] if call.values is None else [call.keys, call.values])
 
@@ -112,7 +121,10 @@ class Sink(Protocol):
         """Raise `AnnotationError` where a batch's columns cannot join those of earlier batches."""
 
     def write(self, record: StepRecord) -> None:
-        """Take a step. May wait; raises `StoreError` when an earlier step could not be kept."""
+        """Take a step. May wait; raises `StoreError` when an earlier step could not be kept.
+
+        A sink calls the record's `wait` before it looks at tensors, and may call `release` when it is done with them.
+        """
 
     def attach(self, files: Files) -> None:
         """Take files that belong to the run but are no patterns: media, test examples."""
@@ -130,5 +142,4 @@ class Sink(Protocol):
 def sample(parameter: Tensor) -> Tensor:
     """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
     flat = parameter.detach().reshape(-1)
-    taken = flat[:: max(1, len(flat) // SAMPLE)]
-    return taken.clone() if taken.device.type == "cpu" else taken.cpu()
+    return flat[:: max(1, len(flat) // SAMPLE)].clone()

@@ -285,6 +285,7 @@ class DiskWriter:
             try:
                 for item in self._queue:
                     if isinstance(item, StepRecord):
+                        item.wait()
                         self._taken.append(item)
                     elif isinstance(item, _Attachment):
                         self._settle()
