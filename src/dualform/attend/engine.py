@@ -200,7 +200,7 @@ class _Source:
     def _chunk(self, piece: Piece) -> Chunk:
         if self._there is None:
             return self._reader.read(piece, self._buffer())
-        numbers = piece.rows + piece.before
+        numbers = piece.rows + piece.before if piece.before else piece.rows
         first, last = int(numbers[0]), int(numbers[-1])
         if last - first + 1 == len(numbers):
             return Chunk(numbers, self._there[first : last + 1])
@@ -219,7 +219,7 @@ class _Source:
     def _codes(self, piece: Piece) -> Tensor:
         grouping = self._grouping
         if grouping is None:
-            return torch.zeros(len(piece), dtype=torch.int64, device=self._device)
+            return torch.zeros(1, dtype=torch.int64, device=self._device).expand(len(piece))
         if isinstance(grouping, Grouping):
             start = piece.kept + piece.start
             return grouping.on(self._device)[start : start + len(piece)]

@@ -16,7 +16,7 @@ from dualform.attend.engine import Score, score_patterns
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import Everything, Reducer, joined
 from dualform.attend.sums import LayerSums
-from dualform.store.stream import Chunk, selected
+from dualform.store.stream import Chunk, count_kept, numbers_kept
 
 R = TypeVar("R")
 BLOCK = 1 << 14  # queries of one pass at most
@@ -35,19 +35,18 @@ class LayerScoring:
         self._sums = sums
         self._chunk_size = chunk_size
         self._kept: dict[Any, Tensor] = {}
+        self._count: int | None = None
 
     def count(self) -> int:
         """Return the number of patterns in this view of the layer."""
-        table = self._table
-        return sum(len(selected(shard, self._layer, table.horizon, table.keep())) for shard in table.run.shards)
+        if self._count is None:
+            table = self._table
+            self._count = count_kept(table.run, self._layer, horizon=table.horizon, keep=table.keep())
+        return self._count
 
     def numbers(self) -> npt.NDArray[np.int64]:
         """Return the number of each of them, counted over all shards."""
-        table, found, before = self._table, [], 0
-        for shard in table.run.shards:
-            found.append(selected(shard, self._layer, table.horizon, table.keep()) + before)
-            before += shard.count(self._layer)
-        return np.concatenate(found)
+        return numbers_kept(self._table.run, self._layer, horizon=self._table.horizon, keep=self._table.keep())
 
     def reduce(
         self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int | None = None
@@ -56,13 +55,17 @@ class LayerScoring:
         scores = self._scores(score) if len(self._queries) <= min(BLOCK, block or BLOCK) else None
         if scores is None:
             return self._pass(score, grouping, make, block)
-        numbers = self.numbers()
-        codes = torch.zeros(len(numbers), dtype=torch.int64) if grouping is None else torch.from_numpy(grouping.codes)
         reducer = make(len(self._queries))
-        for start in range(0, len(numbers), SLICE):
-            part = slice(start, start + SLICE)
+        if isinstance(reducer, Everything):
+            return scores.clone()  # type: ignore[return-value]  # what is kept stays ours
+        numbers, device = self.numbers(), self._queries.device
+        nothing = torch.zeros(1, dtype=torch.int64, device=device).expand(len(numbers))
+        codes = nothing if grouping is None else grouping.on(device)
+        size = SLICE if device.type == "cpu" else len(numbers)
+        for start in range(0, len(numbers), size):
+            part = slice(start, start + size)
             chunk = Chunk(numbers[part], self._queries[:0])
-            reducer.update(chunk, scores[:, part], codes[part].to(self._queries.device))
+            reducer.update(chunk, scores[:, part], codes[part])
         return reducer.result()
 
     def _scores(self, score: Score) -> Tensor | None:

@@ -54,11 +54,14 @@ class Shard:
         self._batch_axis = batch_axis
         self._names = shard_files(entry.index)
         self._calls: dict[str, Columns] = {}
+        self._counts: dict[str, int] = {}
 
     def count(self, layer: str) -> int:
         """Return how many patterns of a layer are here."""
-        calls = self.calls(layer)
-        return int((calls["rows"] * calls["positions"]).sum())
+        if layer not in self._counts:
+            calls = self.calls(layer)
+            self._counts[layer] = int((calls["rows"] * calls["positions"]).sum())
+        return self._counts[layer]
 
     def calls(self, layer: str) -> Columns:
         """Return the calls of a layer, as columns."""

@@ -3,6 +3,7 @@
 Every pass over a memory goes through here; what is done with a chunk is up to the caller.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -108,9 +109,31 @@ def pieces(run: Run, layer: str, *, horizon: int, keep: Keep = everything, size:
 
 def long_pieces(run: Run, layer: str, *, horizon: int, keep: Keep = everything, size: int = CHUNK) -> Iterator[Piece]:
     """Yield the same patterns in pieces that go across shards."""
-    numbers = np.concatenate([kept + before for _, kept, before, _ in _kept(run, layer, horizon, keep)])
+    numbers = numbers_kept(run, layer, horizon=horizon, keep=keep)
     for start in range(0, len(numbers), size):
         yield Piece(None, numbers[start : start + size], start, 0, 0)
+
+
+def numbers_kept(run: Run, layer: str, *, horizon: int, keep: Keep = everything) -> npt.NDArray[np.int64]:
+    """Return the number of each kept pattern of a layer, counted over all shards."""
+    if all(keep(shard, layer) is None for shard in run.shards):
+        return _first(count_kept(run, layer, horizon=horizon, keep=keep))
+    return np.concatenate([kept + before for _, kept, before, _ in _kept(run, layer, horizon, keep)])
+
+
+def count_kept(run: Run, layer: str, *, horizon: int, keep: Keep = everything) -> int:
+    """Return how many patterns of a layer are kept."""
+    total = 0
+    for shard in run.shards:
+        within, mask = _within(shard, layer, horizon), keep(shard, layer)
+        total += within if mask is None else int(np.count_nonzero(mask[:within]))
+    return total
+
+
+@functools.lru_cache(maxsize=2)
+def _first(count: int) -> npt.NDArray[np.int64]:
+    """Return the first whole numbers; to make millions of them for every question would take longer than the answer."""
+    return np.arange(count)
 
 
 def _kept(run: Run, layer: str, horizon: int, keep: Keep) -> Iterator[tuple[Shard, npt.NDArray[np.int64], int, int]]:
@@ -193,10 +216,16 @@ class Reader:
 
 def selected(shard: Shard, layer: str, horizon: int, keep: Keep) -> npt.NDArray[np.int64]:
     """Return the kept patterns' places in a shard, ascending."""
-    calls = shard.calls(layer)
-    within = int((calls["rows"] * calls["positions"])[calls["step"] < horizon].sum())  # calls are in order of steps
-    mask = keep(shard, layer)
+    within, mask = _within(shard, layer, horizon), keep(shard, layer)
     return np.arange(within) if mask is None else np.flatnonzero(mask[:within])
+
+
+def _within(shard: Shard, layer: str, horizon: int) -> int:
+    """Return how many of a shard's patterns are of the first `horizon` steps; calls are in the order of steps."""
+    if shard.entry.stop <= horizon:
+        return shard.count(layer)
+    calls = shard.calls(layer)
+    return int((calls["rows"] * calls["positions"])[calls["step"] < horizon].sum())
 
 
 def _repeat(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dualform.errors import CorruptError
 
+ALIGNED = 64  # the first tensor begins at a multiple of so many bytes, as processors like it
 BLOCK = 1 << 20  # bytes that are summed and written while they are in the cache
 _CODES = {
     torch.float64: "F64",
@@ -49,7 +50,7 @@ def write_parts(path: Path, tensors: Mapping[str, Sequence[Tensor]]) -> str:
         shape = [sum(len(part) for part in parts), *parts[0].shape[1:]]
         header[name] = {"dtype": _CODES[parts[0].dtype], "shape": shape, "data_offsets": [begin, end]}
     head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
+    head += b" " * (-(8 + len(head)) % ALIGNED)
     digest = xxhash.xxh3_64()
     with path.open("wb", buffering=0) as file:
         first = memoryview(len(head).to_bytes(8, "little") + head)

@@ -1,0 +1,110 @@
+"""Files in parts: the safetensors library reads what we write, and we read what it writes; damage is named."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dualform.errors import CorruptError
+from dualform.store.format import checksum
+from dualform.store.rows import FileRows
+from dualform.store.tensors import TensorFile, write_parts
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+
+
+def make(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(100, shape, dtype=dtype)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.integers(0, 5), st.lists(st.integers(0, 4), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=6,
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_the_library_reads_what_was_written_in_parts(
+    tmp_path: Path, tensors: list[tuple[torch.dtype, int, list[int]]]
+) -> None:
+    parts = {
+        f"{i}": [make(dtype, rows, width) if width else make(dtype, rows) for rows in counts]
+        for i, (dtype, width, counts) in enumerate(tensors)
+    }
+    path = tmp_path / "x.safetensors"
+    assert write_parts(path, parts) == checksum(path)
+    whole = {name: torch.cat(each) for name, each in parts.items()}
+    found = safetensors.torch.load_file(path)
+    file = TensorFile(path)
+    assert found.keys() == file.places.keys() == whole.keys()
+    for name, expected in whole.items():
+        place = file.place(name)
+        assert torch.equal(found[name], expected)
+        assert torch.equal(file.mapped(place), expected)
+        assert torch.equal(file.read(place, 0, len(expected)), expected)
+        middle = len(expected) // 2
+        assert torch.equal(file.read(place, middle, len(expected)), expected[middle:])
+        buffer = torch.empty(expected.nbytes + 3, dtype=torch.uint8)
+        assert torch.equal(file.read(place, 0, middle, buffer), expected[:middle])
+
+
+@pytest.mark.parametrize("keep_mapped", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@given(index=st.one_of(st.lists(st.integers(0, 49), max_size=20), st.tuples(st.integers(0, 50), st.integers(0, 50))))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_rows_of_a_file_are_those_of_the_tensor(tmp_path: Path, index: object, scaled: bool, keep_mapped: bool) -> None:
+    torch.manual_seed(0)
+    rows, scales = torch.randn(60, 7), torch.rand(60)
+    path = tmp_path / "x.safetensors"
+    write_parts(path, {"rows": [rows], "rows.scale": [scales]})
+    file = TensorFile(path, keep_mapped=keep_mapped)
+    source = FileRows(
+        file, file.place("rows"), file.place("rows.scale") if scaled else None, 50
+    )  # the rest was cut off
+    wanted = slice(*index) if isinstance(index, tuple) else torch.tensor(index, dtype=torch.int64)
+    for into in (None, torch.empty(7 * 4 * 50, dtype=torch.uint8), torch.empty(9, dtype=torch.uint8)):
+        stored, found = source.take(wanted, into)
+        assert torch.equal(stored, rows[:50][wanted])
+        assert found is None if not scaled else torch.equal(found, scales[:50][wanted])
+
+
+def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"a": torch.arange(6).reshape(2, 3)}, path, metadata={"who": "the library"})
+    file = TensorFile(path)
+    assert list(file.places) == ["a"]
+    assert torch.equal(file.mapped(file.place("a")), torch.arange(6).reshape(2, 3))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"half", (1 << 40).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"{no}"],
+    ids=["empty", "half", "long", "mangled"],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(damage)
+    with pytest.raises(CorruptError, match=r"x\.safetensors"):
+        TensorFile(path)
+
+
+def test_a_file_that_is_cut_short_or_lacks_a_tensor_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_parts(path, {"a": [torch.zeros(100)]})
+    file = TensorFile(path)
+    with pytest.raises(CorruptError, match="does not hold 'b'"):
+        file.place("b")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(CorruptError, match="ends too early"):
+        file.read(file.place("a"), 0, 100)
+    with pytest.raises(CorruptError, match="within the file"):
+        TensorFile(path)
+    path.unlink()
+    with pytest.raises(CorruptError, match="cannot be read"):
+        TensorFile(path)
