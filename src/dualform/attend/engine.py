@@ -26,7 +26,8 @@ from dualform.threads import side_by_side
 R = TypeVar("R")
 Of = Literal["attention", "magnitude", "contribution", "effect"]
 SCORES = 1 << 24  # elements of a chunk's score matrix at most
-SCORES_THERE = 1 << 29  # and on a GPU
+SCORES_THERE = 1 << 23  # and on a GPU, whose cache they should not leave before they are summed
+LEAST_THERE = 1 << 14  # patterns of a chunk there: it costs many a launch
 LONGEST = 1 << 16  # patterns of a chunk at most that is read from files
 STEP = 256
 KEYS = 1 << 20  # elements of a chunk's keys at most, on a CPU: larger ones leave its cache, and are much slower
@@ -119,7 +120,7 @@ def _chunk_size(queries: Tensor) -> int:
     """
     count, width = queries.shape
     if queries.device.type != "cpu":
-        return max(STEP, SCORES_THERE // max(count, 1) // STEP * STEP)
+        return max(LEAST_THERE, SCORES_THERE // max(count, 1) // STEP * STEP)
     # Few queries read every key about once, whether it stays in the cache or not.
     most = min(CHUNK, (KEYS if count > FEW else 4 * KEYS) // max(width, 1))
     size = min(most, SCORES // max(count, 1))

@@ -34,22 +34,28 @@ COARSE = 2.0**-11  # of what a gradient's rounding is relative to, autocast to b
 NOT_FINITE = "its gradient is not finite"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Probe:
     """What is kept of a gradient."""
 
     columns: Tensor  # G R, (d_out, COLUMNS), or a bias's gradient itself, (d_out,)
     norm: Tensor | None = None  # (): the gradient's, where the columns do not tell it
+    _numbers: Numbers | None = None
+    _size: float | None = None
 
     @property
     def numbers(self) -> Numbers:
         """All elements of the columns."""
-        return _numbers(self.columns)
+        if self._numbers is None:
+            self._numbers = _numbers(self.columns)
+        return self._numbers
 
     @property
     def size(self) -> float:
         """What their rounding is relative to: the norm of the gradient."""
-        return _length(self.numbers) if self.norm is None else float(self.norm)
+        if self._size is None:
+            self._size = _length(self.numbers) if self.norm is None else float(self.norm)
+        return self._size
 
     @property
     def zero(self) -> bool:
@@ -251,7 +257,9 @@ def _difference(event: Accumulation) -> float:
 
 def _numbers(columns: Tensor) -> Numbers:
     """Return all elements in float64, whose squares neither underflow nor overflow. They are few: numpy is faster."""
-    found: Numbers = columns.reshape(-1).double().cpu().numpy()
+    flat = columns.reshape(-1)
+    here = flat if flat.device.type == "cpu" else flat.cpu()
+    found: Numbers = here.double().numpy()
     return found
 
 
@@ -335,6 +343,9 @@ def _norm(tensor: Tensor) -> Tensor:
         limits = torch.finfo(tensor.dtype)
         if limits.smallest_normal / limits.eps**2 < float(square) < limits.max:
             return square.sqrt()
+    if tensor.device.type != "cpu" and tensor.dtype != torch.float64:  # one kernel instead of five
+        wide: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        return wide
     norm = torch.linalg.vector_norm(tensor)
     largest = torch.linalg.vector_norm(tensor, ord=torch.inf)
     return torch.where(norm.isinf(), largest * math.sqrt(tensor.numel()), torch.maximum(norm, largest))

@@ -86,10 +86,10 @@ class Transfer:
         if not tensors:
             return Brought([], _nothing, _nothing)
         packed = pack(tensors)
-        block = self._ring.take(packed.numel())
+        block = self._ring.take(packed.nbytes)
         if block is None:
             return Brought(unpack(packed.cpu(), tensors), _nothing, _nothing)
-        host = self._ring.buffer[block.start : block.start + packed.numel()]
+        host = self._ring.buffer[block.start : block.start + packed.nbytes].view(packed.dtype)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             host.copy_(packed, non_blocking=True)
@@ -99,7 +99,12 @@ class Transfer:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of tensors, those of wide elements first, so that each lies where its elements may."""
+    """Return all elements of tensors; their bytes where types differ, those of wide elements first.
+
+    So each one lies where its elements may.
+    """
+    if _alike(tensors):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
     return torch.cat([tensors[i].contiguous().reshape(-1).view(torch.uint8) for i in _order(tensors)])
 
 
@@ -111,13 +116,17 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     [tensor([[1., 1.],
             [1., 1.]]), tensor([0, 1, 2])]
     """
-    found: dict[int, Tensor] = {}
-    start = 0
-    for i in _order(like):
-        part = packed[start : start + like[i].nbytes]
-        found[i] = part.view(like[i].dtype).view(like[i].shape)
-        start += like[i].nbytes
+    if _alike(like):
+        parts = packed.split([tensor.numel() for tensor in like])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    order = _order(like)
+    parts = packed.split([like[i].nbytes for i in order])
+    found = {i: part.view(like[i].dtype).view(like[i].shape) for i, part in zip(order, parts, strict=True)}
     return [found[i] for i in range(len(like))]
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.dtype == tensors[0].dtype for tensor in tensors)
 
 
 def _order(tensors: Sequence[Tensor]) -> list[int]:
