@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.algebra import FEW, attend, scale
 from dualform.attend.groups import Grouping, Numbered, Table
-from dualform.attend.reducers import Reducer
+from dualform.attend.reducers import Reducer, one_group
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.reader import Shard
@@ -26,7 +26,7 @@ from dualform.threads import side_by_side
 R = TypeVar("R")
 Of = Literal["attention", "magnitude", "contribution", "effect"]
 SCORES = 1 << 24  # elements of a chunk's score matrix at most
-SCORES_THERE = 1 << 23  # and on a GPU, whose cache they should not leave before they are summed
+SCORES_THERE = 1 << 26  # and on a GPU
 LEAST_THERE = 1 << 14  # patterns of a chunk there: it costs many a launch
 LONGEST = 1 << 16  # patterns of a chunk at most that is read from files
 STEP = 256
@@ -180,9 +180,11 @@ class _Source:
         in order, one at a time.
         """
         table, layer = self._table, self._layer
-        cut = pieces if self._there is None or isinstance(self._grouping, Numbered) else long_pieces
-        found = list(cut(table.run, layer, horizon=table.horizon, keep=table.keep(), size=self._size))
-        with bar(f"attending {layer}", total=sum(map(len, found))) as advance:
+        if self._there is None or isinstance(self._grouping, Numbered):
+            found = list(pieces(table.run, layer, horizon=table.horizon, keep=table.keep(), size=self._size))
+        else:
+            found = list(long_pieces(table.kept(layer), size=self._size))
+        with bar(f"attending {layer}", total=table.count(layer)) as advance:
 
             def prepare(piece: Piece) -> tuple[Any, int]:
                 chunk = self._chunk(piece)
@@ -220,7 +222,7 @@ class _Source:
     def _codes(self, piece: Piece) -> Tensor:
         grouping = self._grouping
         if grouping is None:
-            return torch.zeros(1, dtype=torch.int64, device=self._device).expand(len(piece))
+            return one_group(len(piece), self._device)
         if isinstance(grouping, Grouping):
             start = piece.kept + piece.start
             return grouping.on(self._device)[start : start + len(piece)]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dualform.errors import SelectionError
 from dualform.store.reader import Run, Shard
-from dualform.store.stream import Keep, selected
+from dualform.store.stream import Keep, count_kept, first_numbers, numbers_kept, selected
 
 GROUPINGS = 128 << 20  # bytes of groupings that are remembered, about
 ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
@@ -121,6 +121,19 @@ class Table:
     horizon: int
     masks: dict[tuple[str, int], npt.NDArray[np.bool_] | None] = field(default_factory=dict)
     groupings: dict[tuple[str, tuple[str | Bins, ...]], Grouping] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def count(self, layer: str) -> int:
+        """Return how many patterns of a layer are kept."""
+        if layer not in self.counts:
+            self.counts[layer] = count_kept(self.run, layer, horizon=self.horizon, keep=self._mask)
+        return self.counts[layer]
+
+    def kept(self, layer: str) -> npt.NDArray[np.int64]:
+        """Return the number of each kept pattern of a layer, counted over all shards."""
+        if not self.conditions:
+            return first_numbers(self.count(layer))
+        return numbers_kept(self.run, layer, horizon=self.horizon, keep=self._mask)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ by side, then it takes that in. `merge` joins two reducers of different patterns
 split. Shapes: Q queries, n patterns of a chunk, G groups.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,16 @@ def members(codes: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Return which pattern is in which group, as ones in a matrix, (n, G)."""
     found = torch.zeros(groups, len(codes), dtype=dtype, device=codes.device)
     return found.scatter_(0, codes[None], 1).T  # products with this layout are twice as fast
+
+
+def one_group(count: int, device: torch.device) -> Tensor:
+    """Return the groups of patterns that are all in one, (n,)."""
+    return _zero(device).expand(count)
+
+
+@functools.cache
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 class Reducer(ABC, Generic[R]):

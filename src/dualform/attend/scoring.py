@@ -8,15 +8,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from dualform.attend.backward import score_backward
 from dualform.attend.engine import Score, score_patterns
 from dualform.attend.groups import Grouping, Table
-from dualform.attend.reducers import Everything, Reducer, joined
+from dualform.attend.reducers import Everything, Reducer, joined, one_group
 from dualform.attend.sums import LayerSums
-from dualform.store.stream import Chunk, count_kept, numbers_kept
+from dualform.store.stream import Chunk
 
 R = TypeVar("R")
 BLOCK = 1 << 14  # queries of one pass at most
@@ -35,18 +34,14 @@ class LayerScoring:
         self._sums = sums
         self._chunk_size = chunk_size
         self._kept: dict[Any, Tensor] = {}
-        self._count: int | None = None
 
     def count(self) -> int:
         """Return the number of patterns in this view of the layer."""
-        if self._count is None:
-            table = self._table
-            self._count = count_kept(table.run, self._layer, horizon=table.horizon, keep=table.keep())
-        return self._count
+        return self._table.count(self._layer)
 
     def numbers(self) -> npt.NDArray[np.int64]:
         """Return the number of each of them, counted over all shards."""
-        return numbers_kept(self._table.run, self._layer, horizon=self._table.horizon, keep=self._table.keep())
+        return self._table.kept(self._layer)
 
     def reduce(
         self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int | None = None
@@ -59,8 +54,7 @@ class LayerScoring:
         if isinstance(reducer, Everything):
             return scores.clone()  # type: ignore[return-value]  # what is kept stays ours
         numbers, device = self.numbers(), self._queries.device
-        nothing = torch.zeros(1, dtype=torch.int64, device=device).expand(len(numbers))
-        codes = nothing if grouping is None else grouping.on(device)
+        codes = one_group(len(numbers), device) if grouping is None else grouping.on(device)
         size = SLICE if device.type == "cpu" else len(numbers)
         for start in range(0, len(numbers), size):
             part = slice(start, start + size)

@@ -27,21 +27,21 @@ class Pool:
     def place(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return each key's number, (T,) int32; the places of those that are new, (N,); and their digests, (N, 2)."""
         rows = np.ascontiguousarray(keys.numpy()).view(np.uint8)
-        numbers = np.empty(len(rows), dtype=np.int32)
-        new, digests = [], []
-        for i, row in enumerate(rows):
-            digest = xxhash.xxh3_128_digest(row.data)
-            number = self._known.get(digest)
-            if number is None:
-                number = self.size
-                self.size += 1
-                if len(self._known) < LARGEST:
-                    self._known[digest] = number
-                new.append(i)
-                digests.append(digest)
-            numbers[i] = number
-        marks = np.frombuffer(b"".join(digests), dtype=np.int64).reshape(-1, 2).copy()
-        return torch.from_numpy(numbers), torch.tensor(new, dtype=torch.int64), torch.from_numpy(marks)
+        digests = list(map(xxhash.xxh3_128_digest, rows))
+        numbers = [self._known.get(digest, -1) for digest in digests]
+        new = []
+        for i, number in enumerate(numbers):
+            if number < 0:
+                found = self._known.get(digests[i])  # which may have come a few rows ago
+                if found is None:
+                    found = self.size
+                    self.size += 1
+                    if len(self._known) < LARGEST:
+                        self._known[digests[i]] = found
+                    new.append(i)
+                numbers[i] = found
+        marks = np.frombuffer(b"".join(digests[i] for i in new), dtype=np.int64).reshape(-1, 2).copy()
+        return torch.tensor(numbers, dtype=torch.int32), torch.tensor(new, dtype=torch.int64), torch.from_numpy(marks)
 
     def remember(self, base: int, digests: Tensor) -> None:
         """Know the keys of a published shard, whose first is number `base`."""

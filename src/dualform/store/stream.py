@@ -107,17 +107,14 @@ def pieces(run: Run, layer: str, *, horizon: int, keep: Keep = everything, size:
             yield Piece(shard, kept[start : start + size], start, before, done)
 
 
-def long_pieces(run: Run, layer: str, *, horizon: int, keep: Keep = everything, size: int = CHUNK) -> Iterator[Piece]:
-    """Yield the same patterns in pieces that go across shards."""
-    numbers = numbers_kept(run, layer, horizon=horizon, keep=keep)
+def long_pieces(numbers: npt.NDArray[np.int64], *, size: int) -> Iterator[Piece]:
+    """Yield patterns with these numbers in pieces that go across shards."""
     for start in range(0, len(numbers), size):
         yield Piece(None, numbers[start : start + size], start, 0, 0)
 
 
 def numbers_kept(run: Run, layer: str, *, horizon: int, keep: Keep = everything) -> npt.NDArray[np.int64]:
     """Return the number of each kept pattern of a layer, counted over all shards."""
-    if all(keep(shard, layer) is None for shard in run.shards):
-        return _first(count_kept(run, layer, horizon=horizon, keep=keep))
     return np.concatenate([kept + before for _, kept, before, _ in _kept(run, layer, horizon, keep)])
 
 
@@ -131,7 +128,7 @@ def count_kept(run: Run, layer: str, *, horizon: int, keep: Keep = everything) -
 
 
 @functools.lru_cache(maxsize=2)
-def _first(count: int) -> npt.NDArray[np.int64]:
+def first_numbers(count: int) -> npt.NDArray[np.int64]:
     """Return the first whole numbers; to make millions of them for every question would take longer than the answer."""
     return np.arange(count)
 
