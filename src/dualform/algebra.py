@@ -43,7 +43,8 @@ def attend(queries: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
 def _attend_few(queries: Tensor, keys: Tensor) -> Tensor:
     """Multiply with two halves of the keys in a batch: a product with a vector or two runs at half of its speed."""
     half = len(keys) // 2
-    both = torch.bmm(keys[: 2 * half].view(2, half, -1), queries.T.expand(2, -1, -1)).view(2 * half, -1)
+    width, count = keys.shape[1], len(queries)
+    both = torch.bmm(keys[: 2 * half].view(2, half, width), queries.T.expand(2, width, count)).view(2 * half, count)
     found = both if 2 * half == len(keys) else torch.cat([both, keys[-1:] @ queries.T])
     return found.T.contiguous()
 

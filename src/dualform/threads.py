@@ -5,6 +5,7 @@ core; an operation on a megabyte takes less than that. And several operations si
 are faster than one after the other on all threads: they never wait for each other.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -84,16 +85,18 @@ def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R],
     What is done with results, and in which order, does not depend on the number of threads.
     """
     count = min(torch.get_num_threads(), len(items))
+    inference = torch.is_inference_mode_enabled()  # which, like autocast, is each thread's own
     if count <= 1:
-        for item in items:
-            then(work(item))
+        with _plain(inference=inference):
+            for item in items:
+                then(work(item))
         return
     numbers, order = iter(range(len(items))), InTurn()
     taking = threading.Lock()
 
     def loop() -> None:
         try:
-            with one_thread(), torch.no_grad():
+            with one_thread(), _plain(inference=inference):
                 while True:
                     with taking:
                         number = next(numbers, None)
@@ -107,7 +110,9 @@ def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R],
             order.give_up()
             raise
 
-    helpers = [_pool(count - 1).submit(loop) for _ in range(count - 1)]
+    helpers: list[Future[None]] = []
+    with contextlib.suppress(RuntimeError):  # there are none any more when the interpreter ends
+        helpers.extend(_pool(count - 1).submit(loop) for _ in range(count - 1))
     try:
         loop()
     except Broken:
@@ -117,6 +122,13 @@ def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R],
     for helper in helpers:
         if not helper.cancelled() and (error := helper.exception()) is not None and not isinstance(error, Broken):
             raise error
+
+
+@contextmanager
+def _plain(*, inference: bool) -> Iterator[None]:
+    """Compute without graphs and in the tensors' own types."""
+    with torch.inference_mode(inference), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _settle(helpers: Sequence[Future[None]]) -> None:

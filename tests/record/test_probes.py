@@ -94,6 +94,22 @@ def test_a_projection_that_nearly_cancels_is_no_objection(dtype: torch.dtype) ->
         assert resolution.factors[0] == pytest.approx(0.37, rel=1e-3)
 
 
+@pytest.mark.parametrize("shape", [(128, 64), (256, 256), (512, 1024)])
+def test_a_gradient_of_one_pattern_is_no_objection(shape: tuple[int, int]) -> None:
+    """Of rank one: what all columns see of it may happen to be next to nothing."""
+    torch.manual_seed(0)
+    columns = columns_of(*shape, dtype=torch.float32, device=CPU)
+    for _ in range(1000):
+        key, value = torch.randn(1, shape[1]), torch.randn(1, shape[0])
+        gradient, event = accumulate(None, key, value)
+        final = probe(0.3737 * gradient, columns, size="later")
+        assert resolve(Trail(shape[1], [event]), final).objection is None
+        before = probe(0.3737 * gradient, columns, size="now")
+        after, second = accumulate(0.3737 * gradient, key, value, micro=1)
+        again = Accumulation(1, before, second.after, second.predicted, second.sizes)
+        assert resolve(Trail(shape[1], [event, again]), probe(after, columns, size="later")).objection is None
+
+
 def test_huge_gradients_are_not_beyond_objection() -> None:
     """Even where the square of a gradient overflows."""
     torch.manual_seed(0)

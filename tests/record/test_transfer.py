@@ -1,12 +1,17 @@
 """Spare memory and the way from a GPU: nothing is used twice at a time, and what is packed comes out again."""
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+import dualform
 from dualform.record import spares as spares_module
 from dualform.record.probes import Accumulation, Probe, Trail, fetched
 from dualform.record.spares import Spares
@@ -75,14 +80,19 @@ def test_spare_memory_is_used_again_only_when_it_was_given_back() -> None:
     assert torch.equal(again, rows.T + 1)
     assert torch.equal(two, rows)
     assert spares.copy(rows.double()).data_ptr() != one.data_ptr()
-    spares.give([two[1:]])  # a part of a larger memory is nobody's to give
-    assert spares.copy(rows[1:]).data_ptr() != two[1:].data_ptr()
+    spares.give([again, again])  # twice
+    taken = [spares.copy(rows) for _ in range(2)]
+    assert taken[0].data_ptr() == one.data_ptr()
+    assert taken[1].data_ptr() != one.data_ptr()
+    foreign = torch.randn(4, 5)
+    spares.give([foreign, two[:]])  # neither was lent
+    assert spares.copy(rows).data_ptr() not in (foreign.data_ptr(), two.data_ptr())
 
 
 def test_spare_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spares_module, "KEPT", 100)
     spares = Spares()
-    given_back = [torch.zeros(20), torch.zeros(20)]
+    given_back = [spares.copy(torch.zeros(20)) for _ in range(2)]
     spares.give(given_back)
     places = {tensor.data_ptr() for tensor in given_back}
     taken = [spares.copy(torch.ones(20)) for _ in range(2)]
@@ -99,3 +109,73 @@ def test_probes_are_fetched_as_they_are() -> None:
     second = Accumulation(1, probe(False), probe(True), torch.randn(3, 2), [], coarse=True)
     seen = [(Trail(4, [first, second]), probe(True)), (Trail(1), None)]
     assert fetched(seen) is seen
+
+
+def test_a_step_inside_a_backward_does_not_give_back_what_the_next_one_needs(tmp_path: Path) -> None:
+    """An optimizer per parameter, each stepping as soon as its gradient is there; weight and bias share patterns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.05) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    with dualform.record(model, list(optimizers.values()), tmp_path / "run", shard_bytes=1) as recorder:
+        handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in model.parameters()]
+        for _ in range(10):
+            model(torch.randn(8, 8)).square().mean().backward()
+            recorder.flush()
+        for handle in handles:
+            handle.remove()
+    assert dualform.open(tmp_path / "run").verify(model).passed
+
+
+class TwoHeads(nn.Module):
+    """A recurrent layer whose keys are as many numbers as the heads' values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16)
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 32)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.lstm(inputs)[0]
+        return self.a(found), self.b(found)
+
+
+def test_two_backwards_over_one_graph_share_no_memory_that_is_used_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TwoHeads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", shard_bytes=1 << 30) as recorder:
+        for step in range(30):
+            optimizer.zero_grad()
+            a, b = model(torch.randn(5, 8, 16))
+            a.square().mean().backward(retain_graph=True)
+            b.pow(4).mean().backward()
+            optimizer.step()
+            if step % 3 == 2:
+                recorder.flush()
+    assert dualform.open(tmp_path / "run").verify(model).passed
+
+
+SCRIPT = """
+import atexit, sys, torch, dualform
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+recorder = dualform.record(model, optimizer, sys.argv[1])
+recorder.__enter__()
+atexit.register(recorder.__exit__, None, None, None)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_recording_may_be_closed_when_the_interpreter_ends(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "run")], check=True)
+    memory = dualform.open(tmp_path / "run")
+    assert memory.step == 3
+    assert memory.verify().passed

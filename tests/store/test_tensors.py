@@ -12,7 +12,7 @@ from torch import Tensor
 from dualform.errors import CorruptError
 from dualform.store.format import checksum
 from dualform.store.rows import FileRows
-from dualform.store.tensors import TensorFile, write_parts
+from dualform.store.tensors import OpenFiles, TensorFile, write_parts
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 
@@ -61,11 +61,9 @@ def test_rows_of_a_file_are_those_of_the_tensor(tmp_path: Path, index: object, s
     torch.manual_seed(0)
     rows, scales = torch.randn(60, 7), torch.rand(60)
     path = tmp_path / "x.safetensors"
-    write_parts(path, {"rows": [rows], "rows.scale": [scales]})
+    write_parts(path, {"rows": [rows]} | ({"rows.scale": [scales]} if scaled else {}))
     file = TensorFile(path, keep_mapped=keep_mapped)
-    source = FileRows(
-        file, file.place("rows"), file.place("rows.scale") if scaled else None, 50
-    )  # the rest was cut off
+    source = FileRows(lambda: file, "rows", 50)  # without the last
     wanted = slice(*index) if isinstance(index, tuple) else torch.tensor(index, dtype=torch.int64)
     for into in (None, torch.empty(7 * 4 * 50, dtype=torch.uint8), torch.empty(9, dtype=torch.uint8)):
         stored, found = source.take(wanted, into)
@@ -108,3 +106,17 @@ def test_a_file_that_is_cut_short_or_lacks_a_tensor_is_named(tmp_path: Path) -> 
     path.unlink()
     with pytest.raises(CorruptError, match="cannot be read"):
         TensorFile(path)
+
+
+def test_files_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.safetensors" for i in range(5)]
+    for path in paths:
+        write_parts(path, {"a": [torch.zeros(3)]})
+    files = OpenFiles(2, keep_mapped=False)
+    first = files.get(paths[0])
+    assert files.get(paths[0]) is first
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for path in paths[1:]:
+        files.get(path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
+    assert torch.equal(first.read(first.place("a"), 0, 3), torch.zeros(3)), "one that is in use stays open"

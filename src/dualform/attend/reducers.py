@@ -22,6 +22,7 @@ from dualform.store.stream import Chunk
 R = TypeVar("R")
 FEW = 64  # groups that are summed by a product with their members
 BLOCK = 1024  # keys whose sum is taken in their own dtype
+LONG = 1 << 19  # scores of a query that are summed in theirs
 
 
 def members(codes: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
@@ -79,7 +80,12 @@ class GroupSums(Reducer[Tensor]):
     def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
         """Sum a chunk's scores by group where groups are few."""
         groups = self.sums.shape[1]
-        return (scores @ members(codes, groups, scores.dtype), None) if groups <= FEW else (scores, codes)
+        if groups > FEW:
+            return scores, codes
+        if len(codes) <= LONG:
+            return scores @ members(codes, groups, scores.dtype), None
+        parts = zip(scores.split(LONG, dim=1), codes.split(LONG), strict=True)
+        return sum((part @ members(of, groups, part.dtype)).double() for part, of in parts), None
 
     def take(self, prepared: tuple[Tensor, Tensor | None]) -> None:
         """Add a chunk's sums, or its scores by group."""
@@ -143,8 +149,8 @@ class Best(Reducer[tuple[Tensor, Tensor]]):
     def _candidates(self, group: int, scores: Tensor, numbers: Tensor) -> "Ranked | Candidates":
         limits = self._limits.get(group)
         if limits is None or scores.device.type != "cpu":  # elsewhere, to count them would wait for the device
-            best = scores.topk(min(self.scores.shape[2], scores.shape[1]), dim=1, largest=self.largest)
-            return Ranked(best.values.double(), numbers[best.indices])
+            best = self._best(scores, min(self.scores.shape[2], scores.shape[1]))
+            return Ranked(best[0].double(), numbers[best[1]])
         limits = limits.to(scores.dtype)[:, None]
         better = scores > limits if self.largest else scores < limits
         flat = torch.from_numpy(np.flatnonzero(better.numpy()))  # twice as fast as torch's
@@ -155,11 +161,19 @@ class Best(Reducer[tuple[Tensor, Tensor]]):
         k = self.scores.shape[2]
         scores = torch.cat([self.scores[:, group], scores], dim=1)
         patterns = torch.cat([self.patterns[:, group], patterns], dim=1)
-        best = scores.topk(k, dim=1, largest=self.largest, sorted=True)
-        self.scores[:, group] = best.values
-        self.patterns[:, group] = patterns.gather(1, best.indices)
+        values, places = self._best(scores, k)
+        self.scores[:, group] = values
+        self.patterns[:, group] = patterns.gather(1, places)
         if scores.device.type == "cpu" and (group in self._limits or bool((self.patterns[:, group, -1] >= 0).all())):
-            self._limits[group] = best.values[:, -1]
+            self._limits[group] = values[:, -1]
+
+    def _best(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k best of each row, best first; of equal ones the first, however chunks were cut or prepared."""
+        if scores.device.type != "cpu":
+            best = scores.topk(k, dim=1, largest=self.largest)
+            return best.values, best.indices
+        ordered = scores.sort(dim=1, descending=self.largest, stable=True)
+        return ordered.values[:, :k], ordered.indices[:, :k]
 
     def _settle(self, group: int) -> None:
         """Let what is waiting compete, a few of each query's candidates at a time."""

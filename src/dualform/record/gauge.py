@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.record.hooks import Arrival
-from dualform.record.probes import COARSE, Prediction, Probe, Watching, predict, probe, projection
+from dualform.record.probes import COARSE, Prediction, Probe, Size, Watching, predict, probe, projection
 from dualform.threads import one_thread
 
 
@@ -14,13 +14,13 @@ class Gauge:
     def __init__(self) -> None:
         self._columns: dict[str, Tensor] = {}
 
-    def probe(self, name: str, parameter: nn.Parameter) -> Probe | None:
+    def probe(self, name: str, parameter: nn.Parameter, *, size: Size = "about") -> Probe | None:
         """Take a probe of a parameter's gradient, if there is one."""
         if parameter.grad is None:
             return None
         gradient = parameter.grad if parameter.dim() == 1 else parameter.grad.flatten(1)
         with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
-            return probe(gradient, self._projection(name, parameter))
+            return probe(gradient, self._projection(name, parameter), size=size)
 
     def predictions(self, arrival: Arrival) -> dict[str, Prediction]:
         """Return what a call's patterns predict for its parameters, computed once for all of them."""

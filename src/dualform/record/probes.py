@@ -15,6 +15,7 @@ it is found only where ‖G‖ does not explain a difference already. Pure apart
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from dualform.forms import form
 from dualform.record.transfer import pack, unpack
 
 Numbers = npt.NDArray[np.float64]
+Size = Literal["about", "now", "later"]
 
 COLUMNS = 2
 COLUMNS_OF_FEW = 4  # of a gradient with few rows, whose projection may happen to cancel
@@ -39,7 +41,8 @@ class Probe:
     """What is kept of a gradient."""
 
     columns: Tensor  # G R, (d_out, COLUMNS), or a bias's gradient itself, (d_out,)
-    norm: Tensor | None = None  # (): the gradient's, where the columns do not tell it
+    norm: Tensor | None = None  # (): the gradient's, where it was taken
+    gradient: Tensor | None = None  # itself, where it stays as it is until the probe is resolved
     _numbers: Numbers | None = None
     _size: float | None = None
 
@@ -52,10 +55,15 @@ class Probe:
 
     @property
     def size(self) -> float:
-        """What their rounding is relative to: the norm of the gradient."""
+        """What their rounding is relative to: the norm of the gradient, or about that."""
         if self._size is None:
             self._size = _length(self.numbers) if self.norm is None else float(self.norm)
         return self._size
+
+    @property
+    def true_size(self) -> float:
+        """The norm of the gradient itself, where it can be had: the columns of one of low rank may happen to cancel."""
+        return self.size if self.gradient is None else max(self.size, float(_norm(self.gradient)))
 
     @property
     def zero(self) -> bool:
@@ -108,14 +116,22 @@ def projection(rows: int, width: int, *, dtype: torch.dtype, device: torch.devic
     return found.to(device=device, dtype=dtype).T  # products with this layout are 5 times faster, and rounded less
 
 
-def probe(gradient: Tensor, columns: Tensor | None) -> Probe:
-    """Take a probe of a gradient: through random columns (d_in, COLUMNS), or of a 1-D one itself."""
+def probe(gradient: Tensor, columns: Tensor | None, *, size: Size = "about") -> Probe:
+    """Take a probe of a gradient: through random columns (d_in, COLUMNS), or of a 1-D one itself.
+
+    Args:
+        gradient: (d_out, d_in) or (d_out,)
+        columns: (d_in, COLUMNS), or nothing for a gradient of one axis.
+        size: whether to tell the gradient's norm from the columns where they are many, `"about"`; to take it `"now"`;
+            or `"later"`, if it is needed, because the gradient stays as it is.
+    """
     gradient = gradient.detach()
     if columns is None:
         return Probe(gradient.clone())
     taken = gradient @ columns
-    # The norm of many elements is that of the gradient, within a few percent, for a fraction of the reading.
-    return Probe(taken, None if taken.numel() >= MANY else _norm(gradient))
+    # The norm of many elements is about that of the gradient, for a fraction of the reading.
+    exact = taken.numel() < MANY or size == "now"
+    return Probe(taken, _norm(gradient) if exact else None, gradient if size == "later" else None)
 
 
 def fetched(seen: Sequence[tuple[Trail, Probe | None]]) -> Sequence[tuple[Trail, Probe | None]]:
@@ -129,7 +145,7 @@ def fetched(seen: Sequence[tuple[Trail, Probe | None]]) -> Sequence[tuple[Trail,
     here = iter(everything)
 
     def probe_here(one: Probe | None) -> Probe | None:
-        return None if one is None else Probe(next(here), None if one.norm is None else next(here))
+        return None if one is None else Probe(next(here), None if one.norm is None else next(here), one.gradient)
 
     found = []
     for trail, final in seen:
@@ -201,8 +217,10 @@ def _follow(
         objections[None] = NOT_FINITE
         return
     factor, difference = _factor(before, after)
-    size = now.size
-    if not difference <= _rounding(size, width, now.columns.dtype):
+    size, dtype = now.size, now.columns.dtype
+    if not difference <= _rounding(size, width, dtype):
+        size = now.true_size
+    if not difference <= _rounding(size, width, dtype):
         objections[None] = (
             f"its gradient was changed between backward and step by something other than one factor (residual "
             f"{difference / size:.1e}): clipping by value, noise, or an edit by hand"

@@ -199,7 +199,7 @@ class Recorder:
             with self._guarding():
                 self._end_step()
         if self._state == "recording":
-            self._trail(name).waiting = self._gauge.probe(name, parameter)
+            self._trail(name).waiting = self._gauge.probe(name, parameter, size="now")
 
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
@@ -261,7 +261,10 @@ class Recorder:
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             mine = owned.parameters
-            finals = [None if skipped else self._gauge.probe(name, parameter) for name, parameter in mine.items()]
+            finals = [
+                None if skipped else self._gauge.probe(name, parameter, size="later")
+                for name, parameter in mine.items()
+            ]
             seen = fetched([(self._trail(name), final) for name, final in zip(mine, finals, strict=True)])
             situation = Situation(self._exact, self._graph_of, len(self._pending.tasks), scale, skipped)
             self._graph_of = None
@@ -326,7 +329,8 @@ class Recorder:
             if id(owned.optimizer) not in ended.done
             for name in owned.parameters
         ]
-        shared = bool(self._pending.arrivals)  # a step of another optimizer may hold the same patterns
+        # A step of another optimizer may hold the same patterns, and so may a backward that is still running.
+        shared = bool(self._pending.arrivals) or bool(self._hooks.arrivals)
         calls, samples, brought = bring(ended.calls, dict(self._samples), self._transfer)
         record = StepRecord(
             self._step,

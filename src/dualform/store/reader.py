@@ -18,17 +18,16 @@ from torch import Tensor
 from dualform.coefficients import Coefficients, Facts, derive, kinds
 from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
-from dualform.store.encoding import SCALE
 from dualform.store.format import FINAL, INITIAL, STATE, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.resident import Resident
 from dualform.store.rows import FileRows, PooledRows
 from dualform.store.tables import CALLS, addresses
-from dualform.store.tensors import TensorFile
+from dualform.store.tensors import OpenFiles, TensorFile
 
 Columns = dict[str, npt.NDArray[Any]]
 Factors = npt.NDArray[np.float64]
-OPEN = 256  # shards whose files stay open; a system allows so many only
+OPEN = 100  # files that stay open at most
 MAPPED = 5 << 28  # bytes of a run whose files may all be mapped at once
 
 
@@ -42,15 +41,12 @@ class Shard:
         batch_axis: int,
         before: Sequence["Shard"] = (),
         *,
-        keep_open: bool = False,
-        keep_mapped: bool = False,
+        files: OpenFiles,
     ) -> None:
         self.folder = folder
         self._before = before  # where the keys of a pool may lie
         self.entry = entry
-        self._keep_open = keep_open
-        self._keep_mapped = keep_mapped and keep_open
-        self._file: TensorFile | None = None
+        self._files = files
         self._batch_axis = batch_axis
         self._names = shard_files(entry.index)
         self._calls: dict[str, Columns] = {}
@@ -100,16 +96,10 @@ class Shard:
         return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).take(slice(None))[0]
 
     def _stored(self, name: str, count: int) -> FileRows:
-        file = self._tensors()
-        return FileRows(file, file.place(name), file.places.get(name + SCALE), count)
+        return FileRows(self._tensors, name, count)
 
     def _tensors(self) -> TensorFile:
-        if self._file is not None:
-            return self._file
-        file = TensorFile(self.path("patterns"), keep_mapped=self._keep_mapped)
-        if self._keep_open:
-            self._file = file
-        return file
+        return self._files.get(self.path("patterns"))
 
     def stored_bytes(self, layer: str) -> int:
         """Return the bytes of a layer's patterns in this shard's file, those that were cut off included."""
@@ -163,13 +153,12 @@ class Run:
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self._check_sizes()
-        few = len(self.manifest.shards) <= OPEN
-        small = sum(entry.bytes for shard in self.manifest.shards for entry in shard.files.values()) <= MAPPED
+        size = sum(entry.bytes for shard in self.manifest.shards for entry in shard.files.values())
+        files = OpenFiles(OPEN, keep_mapped=size <= MAPPED and len(self.manifest.shards) <= OPEN)
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
-                axis, before = self.manifest.batch_axis, tuple(shards)
-                shards.append(Shard(folder, entry, axis, before, keep_open=few, keep_mapped=small))
+                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards), files=files))
         self.shards = tuple(shards)
         self.resident = Resident()
         self._facts: dict[str, tuple[Facts, Factors]] = {}

@@ -4,7 +4,7 @@ Of a small run files are mapped. Of a large one, rows that follow each other are
 no more than its chunks, and only scattered rows are taken from a map.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.store.encoding import SCALE
 from dualform.store.tensors import Place, TensorFile
 
 DENSE = 4  # rows that are at most so far apart on average are read with what lies between them
@@ -58,47 +59,48 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class FileRows:
-    """The first rows of a tensor in a file."""
+    """The first rows of a tensor in a file, which is opened when some are taken."""
 
-    file: TensorFile
-    place: Place
-    scales: Place | None
+    opened: Callable[[], TensorFile]
+    name: str
     count: int
 
     @property
     def dtype(self) -> torch.dtype:
         """What they are stored in."""
-        return self.place.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Their bytes in the file."""
-        return self.count * self.place.row_bytes
+        return self.opened().place(self.name).dtype
 
     def __len__(self) -> int:
         return self.count
 
     def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Read consecutive rows; take others out of what is read with them, or out of a map where they are few."""
+        file = self.opened()
+        scales = file.places.get(self.name + SCALE)
+        places = [file.place(self.name), *([] if scales is None else [scales])]
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.count)
-            if self.file.keep_mapped:
-                scales = None if self.scales is None else self.file.mapped(self.scales)[start:stop]
-                return self.file.mapped(self.place)[start:stop], scales
-            return self._read(start, max(start, stop), into)
+            stop = max(start, stop)
+            if file.keep_mapped:
+                return _pair([file.mapped(place)[start:stop] for place in places])
+            return _pair(_read(file, places, start, stop, into))
         if not len(index):
-            return self._read(0, 0, None)
+            return _pair(_read(file, places, 0, 0, None))
         low, high = int(index.min()), int(index.max()) + 1
-        if high - low <= DENSE * len(index) and not self.file.keep_mapped:
-            stored, scales = self._read(low, high, into)
-            return stored[index - low], None if scales is None else scales[index - low]
-        scales = None if self.scales is None else self.file.mapped(self.scales)[index]
-        return self.file.mapped(self.place)[index], scales
+        if high - low <= DENSE * len(index) and not file.keep_mapped:
+            return _pair([found[index - low] for found in _read(file, places, low, high, into)])
+        return _pair([file.mapped(place)[index] for place in places])
 
-    def _read(self, start: int, stop: int, into: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        fits = into is not None and (stop - start) * self.place.row_bytes <= into.numel()
-        stored = self.file.read(self.place, start, stop, into if fits else None)
-        return stored, None if self.scales is None else self.file.read(self.scales, start, stop)
+
+def _read(file: TensorFile, places: Sequence[Place], start: int, stop: int, into: Tensor | None) -> list[Tensor]:
+    """Read rows, those of the first tensor into a buffer where they fit."""
+    fits = into is not None and (stop - start) * places[0].row_bytes <= into.numel()
+    first = file.read(places[0], start, stop, into if fits else None)
+    return [first, *(file.read(place, start, stop) for place in places[1:])]
+
+
+def _pair(found: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return found[0], found[1] if len(found) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +141,15 @@ class PooledRows:
             stored[mine] = found
             if scales is not None and scaled is not None:
                 scales[mine] = scaled
-        self._drop()
+        self._drop(homes.unique().tolist())
         return stored, scales
 
-    def _drop(self) -> None:
+    def _drop(self, used: Sequence[int]) -> None:
         """Let go of the maps of a pool that is too large to stay."""
-        files = [source for source in self.sources if isinstance(source, FileRows)]
-        if files and not files[0].file.keep_mapped and sum(rows.nbytes for rows in files) > LARGEST_MAP:
-            for rows in files:
-                rows.file.drop()
+        for i in used:
+            source = self.sources[i]
+            if isinstance(source, FileRows):
+                file = source.opened()
+                width = file.place(source.name).row_bytes
+                if not file.keep_mapped and (self.bases[-1] + len(self.sources[-1])) * width > LARGEST_MAP:
+                    file.drop()

@@ -115,7 +115,8 @@ def long_pieces(numbers: npt.NDArray[np.int64], *, size: int) -> Iterator[Piece]
 
 def numbers_kept(run: Run, layer: str, *, horizon: int, keep: Keep = everything) -> npt.NDArray[np.int64]:
     """Return the number of each kept pattern of a layer, counted over all shards."""
-    return np.concatenate([kept + before for _, kept, before, _ in _kept(run, layer, horizon, keep)])
+    found = [kept + before for _, kept, before, _ in _kept(run, layer, horizon, keep)]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
 
 def count_kept(run: Run, layer: str, *, horizon: int, keep: Keep = everything) -> int:

@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,3 +149,24 @@ class TensorFile:
         """Let the system take back what is mapped; it is read again where it is used again."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class OpenFiles:
+    """Files that were read lately, open; a system allows so many only. Those in use stay open until they are not."""
+
+    def __init__(self, most: int, *, keep_mapped: bool) -> None:
+        self._most = most
+        self._keep_mapped = keep_mapped
+        self._files: dict[Path, TensorFile] = {}
+        self._lock = threading.Lock()
+
+    def get(self, path: Path) -> TensorFile:
+        """Return a file, opened if it is not open already."""
+        with self._lock:
+            file = self._files.pop(path, None)
+            if file is None:
+                file = TensorFile(path, keep_mapped=self._keep_mapped)
+            self._files[path] = file  # the latest last
+            while len(self._files) > self._most:
+                del self._files[next(iter(self._files))]
+            return file

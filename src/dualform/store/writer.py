@@ -12,7 +12,6 @@ import functools
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +75,32 @@ class _Attachment:
     files: Files
 
 
+class _Publishing:
+    """Something that is being done on a thread of its own; or was, where no thread can be had any more."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            self._thread = start_alone(self._run, name="dualform-publisher")
+        except RuntimeError:  # the interpreter is ending
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> None:
+        """Wait until it is done, and raise what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
 class DiskWriter:
     """A sink that writes a run folder. Made by `dualform.record`."""
 
@@ -106,7 +131,7 @@ class DiskWriter:
         self._columns: dict[str, str] = {}
         self._taken: list[StepRecord] = []
         self._next = 0  # number of the next shard
-        self._publishing: Future[None] | None = None
+        self._publishing: _Publishing | None = None
         self._seen: set[str] = set()  # layers that have patterns
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
         self._manifest = Manifest({}, {}, (), {})
@@ -281,26 +306,27 @@ class DiskWriter:
     # On the writer's thread ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        with ThreadPoolExecutor(1, thread_name_prefix="dualform-publisher") as publisher:
-            try:
-                for item in self._queue:
-                    if isinstance(item, StepRecord):
-                        item.wait()
-                        self._taken.append(item)
-                    elif isinstance(item, _Attachment):
+        try:
+            for item in self._queue:
+                if isinstance(item, StepRecord):
+                    item.wait()
+                    self._taken.append(item)
+                elif isinstance(item, _Attachment):
+                    self._settle()
+                    self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
+                else:
+                    if self._taken:
+                        finish = self._write_shard(self._taken, item.parameters)
+                        self._taken = []
+                        self._publishing = _Publishing(finish)
+                    if item.wait:
                         self._settle()
-                        self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
-                    else:
-                        if self._taken:
-                            finish = self._write_shard(self._taken, item.parameters)
-                            self._taken = []
-                            self._publishing = publisher.submit(finish)
-                        if item.wait:
-                            self._settle()
+            self._settle()
+        except Exception as error:  # handed to the training thread, which raises it
+            self._taken = []
+            self._queue.fail(error)
+            with contextlib.suppress(Exception):
                 self._settle()
-            except Exception as error:  # handed to the training thread, which raises it
-                self._taken = []
-                self._queue.fail(error)
 
     def _settle(self) -> None:
         """Wait until the shard that is being published is on the disk."""
