@@ -10,10 +10,7 @@ from benchmarks.rows import Measured, at_most, between, row
 from benchmarks.stores import Well, bytes_of, store
 
 WIDTH = 800
-WHY = (
-    "maps of the files stay open after they were read and count as resident, though the system may take them back; "
-    "what is not a map of a file stays at a quarter of a GB."
-)
+WHY = "files of a run of up to 1.3 GB stay mapped, and maps count, though the system may take them back."
 QUESTIONS = """
 import json, pathlib, sys, torch, dualform
 def status(name):  # getrusage would count what the parent took before this process became itself

@@ -27,8 +27,7 @@ FACE = "import dualform; [getattr(dualform, name) for name in dualform.__all__]"
     against="`import torch`",
     unit="seconds",
     cpu=at_most(0.2),
-    why="0.3 s of processor time, two thirds of it `pyarrow.compute`, which makes its functions when it is imported. "
-    "On a crowded machine three runs of this row gave 0.06, 0.32 and 0.49 s.",
+    why="`pyarrow` and `pyarrow.compute`, which makes its functions when it is imported, take most of it.",
     ours=FACE,
     theirs="import torch",
 )

@@ -22,7 +22,7 @@ AGAINST = "one sequential read of the stored files, plus the arithmetic at the b
     what="building the sums of keys by class (800 wide, 96,000 patterns)",
     against=AGAINST,
     cpu=at_most(1.5),
-    why="two thirds of the time convert every key to float64 before it is added.",
+    why="opening the run and grouping its patterns.",
     what_is_built="keys",
 )
 @row(
