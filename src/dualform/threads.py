@@ -22,18 +22,22 @@ R = TypeVar("R")
 SMALL = 4 << 20  # bytes; what is smaller is done by one thread
 
 
-@contextmanager
-def one_thread(*, bytes_read: int = 0, device: torch.device | str = "cpu") -> Iterator[None]:
+class one_thread:  # a function with a generator would cost as much as what it is put around
     """Let the calling thread's operations run on itself alone while the block lasts, if they read so little."""
-    before = torch.get_num_threads()
-    if before == 1 or bytes_read >= SMALL or (device != "cpu" and torch.device(device).type != "cpu"):
-        yield
-        return
-    _use(1)
-    try:
-        yield
-    finally:
-        _use(before)
+
+    __slots__ = ("_before",)
+
+    def __init__(self, *, bytes_read: int = 0, device: torch.device | str = "cpu") -> None:
+        small = bytes_read < SMALL and (device == "cpu" or torch.device(device).type == "cpu")
+        self._before = torch.get_num_threads() if small else 1
+
+    def __enter__(self) -> None:
+        if self._before > 1:
+            _use(1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before > 1:
+            _use(self._before)
 
 
 def start_alone(work: Callable[[], object], *, name: str) -> threading.Thread:

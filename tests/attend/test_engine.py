@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
 from dualform import threads as threads_module
+from dualform.algebra import attend
 from dualform.attend import engine, reducers, scoring
-from dualform.store import rebuild, stream
+from dualform.store import reader, rebuild, stream
+from dualform.store import rows as rows_module
 from small import sgd
 
 PATTERNS = 3000
@@ -250,3 +254,63 @@ def test_questions_are_answered_in_inference_mode_and_under_autocast(
             torch.testing.assert_close(same, plain)
     finally:
         torch.set_num_threads(before)
+
+
+@given(
+    count=st.integers(1, 6),
+    keys=st.integers(0, 140),
+    width=st.integers(0, 9),
+    strided=st.booleans(),
+    into=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_attention_is_the_product_however_it_is_computed(
+    count: int, keys: int, width: int, strided: bool, into: bool, dtype: torch.dtype
+) -> None:
+    """Few queries are multiplied in a batch, others into memory that is given; odd numbers of keys have one left."""
+    queries = torch.randn(count, width, dtype=dtype)
+    rows = torch.randn(2 * keys, width, dtype=dtype)[::2] if strided else torch.randn(keys, width, dtype=dtype)
+    out = torch.empty(count * keys + 5, dtype=dtype) if into else None
+    found = attend(queries, rows, out)
+    assert found.shape == (count, keys)
+    torch.testing.assert_close(found, (queries.double() @ rows.double().T).to(dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_files_that_are_read_give_what_files_that_are_mapped_give(
+    wide: tuple[Path, nn.Linear], question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = wide
+    inputs = torch.randn(20, WIDTH)
+    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+
+    def ask(masked: bool) -> Tensor:
+        memory = dualform.open(path)
+        memory = memory.where(sample=list(range(0, 1000, 7))) if masked else memory
+        found = QUESTIONS[question](memory.attend(model, inputs)[""])
+        return found if isinstance(found, Tensor) else found.values
+
+    mapped = [ask(False), ask(True)]
+    monkeypatch.setattr(reader, "MAPPED", 0)
+    monkeypatch.setattr(reader, "OPEN", 1)
+    monkeypatch.setattr(rows_module, "DENSE", 2)  # so that the masked ones are scattered, and taken from a map
+    for one, other in zip([ask(False), ask(True)], mapped, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 5, 100])
+def test_sums_of_many_scores_are_taken_in_parts(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    scores, codes = torch.randn(4, 1000), torch.randint(groups, (1000,))
+    chunk = stream.Chunk(torch.arange(1000).numpy(), torch.randn(1000, 3))
+    expected = torch.zeros(4, groups, dtype=torch.float64).index_add_(1, codes, scores.double())
+    keys = torch.zeros(groups, 3, dtype=torch.float64).index_add_(0, codes, chunk.keys.double())
+    for long in (1 << 19, 64):
+        monkeypatch.setattr(reducers, "LONG", long)
+        monkeypatch.setattr(reducers, "BLOCK", long)
+        sums = reducers.GroupSums(4, groups, torch.device("cpu"))
+        sums.update(chunk, scores, codes)
+        torch.testing.assert_close(sums.result(), expected, rtol=1e-5, atol=1e-5)
+        of_keys = reducers.KeySums(groups, 3, torch.device("cpu"))
+        of_keys.update(chunk, scores[:0], codes)
+        torch.testing.assert_close(of_keys.result(), keys, rtol=1e-5, atol=1e-5)

@@ -167,9 +167,11 @@ class _Source:
         self._grouping = grouping
         self._size = size if self._there is not None else min(size, LONGEST)
         self._device = like.device
-        self._reader = Reader(
-            table.run, layer, horizon=table.horizon, values=values, device=like.device, dtype=dtype, scaled=scaled
-        )
+        self._reader: Reader | None = None
+        if self._there is None:
+            self._reader = Reader(
+                table.run, layer, horizon=table.horizon, values=values, device=like.device, dtype=dtype, scaled=scaled
+            )
         self._buffers = threading.local()
         self._numbers: dict[int, npt.NDArray[np.int64]] = {}  # of the shards that are being read
 
@@ -201,8 +203,9 @@ class _Source:
                     take(prepare(piece))
 
     def _chunk(self, piece: Piece) -> Chunk:
-        if self._there is None:
+        if self._reader is not None:
             return self._reader.read(piece, self._buffer())
+        assert self._there is not None, "keys are read, or there already"
         numbers = piece.rows + piece.before if piece.before else piece.rows
         first, last = int(numbers[0]), int(numbers[-1])
         if last - first + 1 == len(numbers):

@@ -134,7 +134,7 @@ def probe(gradient: Tensor, columns: Tensor | None, *, size: Size = "about") -> 
     return Probe(taken, _norm(gradient) if exact else None, gradient if size == "later" else None)
 
 
-def fetched(seen: Sequence[tuple[Trail, Probe | None]]) -> Sequence[tuple[Trail, Probe | None]]:
+def fetched(seen: list[tuple[Trail, Probe | None]]) -> list[tuple[Trail, Probe | None]]:
     """Return trails and final probes in the CPU's memory: from a GPU all of them at once, which is waited for."""
     everything = [tensor for trail, final in seen for tensor in _tensors(trail, final)]
     if all(tensor.device.type == "cpu" for tensor in everything):

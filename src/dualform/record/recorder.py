@@ -73,6 +73,7 @@ class Recorder:
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
         self._gauge = Gauge()
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
+        self._here = True  # whether all parameters are in the CPU's memory
         self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
         self._warned: set[str] = set()
         self._step = 0
@@ -104,6 +105,7 @@ class Recorder:
         )
         self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
         devices = {parameter.device for parameter in self._parameters.values()}
+        self._here = all(device.type == "cpu" for device in devices)
         if len(devices) == 1 and next(iter(devices)).type == "cuda":
             self._transfer = Transfer(next(iter(devices)))
         self._state = "recording"
@@ -265,7 +267,8 @@ class Recorder:
                 None if skipped else self._gauge.probe(name, parameter, size="later")
                 for name, parameter in mine.items()
             ]
-            seen = fetched([(self._trail(name), final) for name, final in zip(mine, finals, strict=True)])
+            seen = [(self._trail(name), final) for name, final in zip(mine, finals, strict=True)]
+            seen = seen if self._here else fetched(seen)
             situation = Situation(self._exact, self._graph_of, len(self._pending.tasks), scale, skipped)
             self._graph_of = None
             facts = [
