@@ -17,7 +17,14 @@ AGAINST = "the same over half of the patterns"
     cpu=between(1.9, 2.1),
     of="totals",
 )
-@row("growth-top", what="top-100, 16 queries, 384,000 patterns", against=AGAINST, cpu=between(1.9, 2.1), of="top")
+@row(
+    "growth-top",
+    what="top-100, 16 queries, 384,000 patterns",
+    against=AGAINST,
+    cpu=between(1.9, 2.1),
+    why="it takes less than twice the time: to look up the annotations of what was found costs the same in both.",
+    of="top",
+)
 def growth(bench: Bench, of: str) -> Measured:
     folder, _ = keys_store(bench)
     memory = dualform.open(folder)

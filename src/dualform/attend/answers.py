@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
+
+from dualform.lazy import compute as pc
 
 
 class Answer(ABC):

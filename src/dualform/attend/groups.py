@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from dualform.errors import SelectionError
+from dualform.lazy import compute as pc
 from dualform.store.reader import Run, Shard
 from dualform.store.stream import Keep, count_kept, first_numbers, numbers_kept, selected
 

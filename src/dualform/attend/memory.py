@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +28,7 @@ from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError, SelectionError
+from dualform.lazy import compute as pc
 from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
 from dualform.store import audit, media, rebuild

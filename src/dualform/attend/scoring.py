@@ -4,6 +4,7 @@ What is asked, and what the numbers mean, is up to `spotlight.py`.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ BLOCK = 1 << 14  # queries of one pass at most
 KEPT = 64 << 20  # bytes of scores that are remembered, so that the next question needs no pass
 MOST_KEPT = 2  # kinds of scores that are remembered
 SLICE = 1 << 15  # kept scores that are reduced at a time
+FIRST = 1 << 12  # and the first time: all of these are ranked, and later only what beats the best of them
 
 
 class LayerScoring:
@@ -56,8 +58,8 @@ class LayerScoring:
         numbers, device = self.numbers(), self._queries.device
         codes = one_group(len(numbers), device) if grouping is None else grouping.on(device)
         size = SLICE if device.type == "cpu" else len(numbers)
-        for start in range(0, len(numbers), size):
-            part = slice(start, start + size)
+        edges = [0, *range(min(FIRST, size), len(numbers), size), len(numbers)]
+        for part in [slice(start, stop) for start, stop in pairwise(edges) if stop > start]:
             chunk = Chunk(numbers[part], self._queries[:0])
             reducer.update(chunk, scores[:, part], codes[part])
         return reducer.result()

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from torch import Tensor
 
 from dualform.coefficients import Coefficients, Facts, derive, kinds
 from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
+from dualform.lazy import compute as pc
+from dualform.lazy import parquet as pq
 from dualform.store.format import FINAL, INITIAL, STATE, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.resident import Resident
@@ -115,8 +116,6 @@ class Shard:
 
     def annotation(self, name: str) -> pa.ChunkedArray | None:
         """Read one of the user's columns alone, without keeping it; nothing where this shard does not have it."""
-        import pyarrow.parquet as pq  # whose loading takes as long as that of everything else here
-
         if name not in pq.read_schema(self.path("annotations")).names:
             return None
         return self._read("annotations", [name])[name]
@@ -138,8 +137,6 @@ class Shard:
         return table.filter(pc.field("step") < self.entry.stop)
 
     def _read(self, what: str, columns: list[str] | None = None) -> pa.Table:
-        import pyarrow.parquet as pq
-
         try:
             return pq.read_table(self.path(what), columns=columns)
         except (OSError, pa.ArrowException) as error:

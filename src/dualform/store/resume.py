@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from dualform.errors import ResumeError
+from dualform.lazy import compute as pc
 from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
 from dualform.store.format import FINAL, Manifest, remove_partial, shard_files

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dualform._version import __version__
 from dualform.errors import ResumeError, RunExistsError, StoreError
+from dualform.lazy import parquet as pq
 from dualform.record.annotations import Binding
 from dualform.record.estimate import size_text
 from dualform.record.media import Files
@@ -424,8 +425,6 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def _publish_table(path: Path, table: pa.Table) -> FileEntry:
-    import pyarrow.parquet as pq  # whose loading takes long
-
     return publish(path, lambda partial: pq.write_table(table, partial))
 
 
