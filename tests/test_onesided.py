@@ -23,6 +23,7 @@ from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.replay import kept, replay
 from dualform.store.stream import everything
+from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
 from loops import state
 
@@ -307,7 +308,7 @@ def tamper(folder: Path, layer: str, factor: float) -> None:
     tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     tensors[f"{layer}/values"][3] *= factor
     before = checksum(path)
-    safetensors.torch.save_file(tensors, path)
+    write_parts(path, {name: [tensor] for name, tensor in tensors.items()})
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace(before, checksum(path)))
     json.loads(manifest.read_text())

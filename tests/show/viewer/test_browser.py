@@ -68,6 +68,7 @@ def test_the_numbers_are_those_of_the_answers(opened, client):
     shown = page.locator("#layers .layer:nth-of-type(2) tbody td").all_inner_texts()
     assert [float(one) for one in shown] == pytest.approx(found["layers"][1]["totals"])
     top = client.get("/api/top", params={"test": 5, "by": "label", "per": "sample"}).json()
+    page.wait_for_selector("#top .value")  # patterns come after the layers
     values = [float(v) for v in page.eval_on_selector_all("#top .value", "e => e.map(x => x.title)")]
     assert values == pytest.approx([card["value"] for card in top["cards"]])
     prediction = client.get("/api/prediction", params={"test": 5}).json()
