@@ -7,11 +7,14 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import dualform
 from dualform.errors import CorruptError
+from dualform.store import reader
 from dualform.store.format import checksum
 from dualform.store.rows import FileRows
+from dualform.store.stream import stream
 from dualform.store.tensors import OpenFiles, TensorFile, write_parts
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
@@ -120,3 +123,30 @@ def test_files_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
         files.get(path)
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
     assert torch.equal(first.read(first.place("a"), 0, 3), torch.zeros(3)), "one that is in use stays open"
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("mapped", [0, 1 << 30])
+def test_chunks_in_the_same_memory_are_those_in_their_own(
+    tmp_path: Path, dtype: str | None, mapped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MAPPED", mapped)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(20, 40)
+    with dualform.record(model, optimizer, tmp_path / "run", dtype=dtype, shard_bytes=4000) as _:
+        for step in range(6):
+            optimizer.zero_grad()
+            model(inputs[step % 3 :: 2]).square().mean().backward()
+            optimizer.step()
+    run = reader.Run(tmp_path / "run")
+    assert len(run.shards) > 1
+    for layer in run.layers:
+        own = list(stream(run, layer, horizon=6, values=True, size=7))
+        for one, other in zip(stream(run, layer, horizon=6, values=True, size=7, reuse=True), own, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert one.values is not None
+            assert other.values is not None
+            assert torch.equal(one.values, other.values)
+    assert dualform.open(tmp_path / "run").verify(model).passed

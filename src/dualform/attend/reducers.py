@@ -135,6 +135,7 @@ class Best(Reducer[tuple[Tensor, Tensor]]):
         """Let them compete with the best so far."""
         for group, found in prepared:
             if isinstance(found, Ranked):
+                self._settle(group)  # what waits came first, and wins where scores are equal
                 self._keep(group, found.scores, found.patterns)
             else:
                 waiting = self._waiting.setdefault(group, [])

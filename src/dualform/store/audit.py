@@ -217,7 +217,7 @@ def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
             continue
         for parameter in entry.parameters.values():
             power.setdefault(parameter, 0.0)
-        for chunk in stream(run, layer, horizon=horizon, values=True, dtype=torch.float64):
+        for chunk in stream(run, layer, horizon=horizon, values=True, dtype=torch.float64, reuse=True):
             assert chunk.values is not None, "values were asked for"
             of_values = chunk.values.square().sum(dim=1)  # (n,)
             of_keys = chunk.keys.double().square().sum(dim=1)

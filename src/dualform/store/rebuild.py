@@ -94,7 +94,7 @@ def shares(
         if not scalar:
             continue
         with bar(f"rebuilding {layer}", total=run.count(layer)) as advance:
-            for chunk in stream(run, layer, horizon=horizon, keep=keep, values=True, of=of):
+            for chunk in stream(run, layer, horizon=horizon, keep=keep, values=True, of=of, reuse=True):
                 assert chunk.values is not None, "values were asked for"
                 for role, coefficients in chunk.coefficients.items():
                     share = total[scalar[role]]

@@ -65,6 +65,7 @@ def stream(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     scaled: bool = True,
+    reuse: bool = False,
 ) -> Iterator[Chunk]:
     """Yield a layer's patterns of the first `horizon` steps in order.
 
@@ -80,10 +81,16 @@ def stream(
         dtype: what chunks are computed in; by default float64 where that is stored, else float32.
         scaled: multiply row-scaled keys with their scales. A scale is a power of two, so it may as well multiply what
             becomes of the key later, which is cheaper.
+        reuse: read every chunk into the same memory: one is valid until the next is asked for.
     """
     reader = Reader(run, layer, horizon=horizon, values=values, of=of, device=device, dtype=dtype, scaled=scaled)
+    entry = run.layer(layer)
+    keys, errors = (
+        torch.empty(8 * size * width, dtype=torch.uint8) if reuse and width else None
+        for width in (entry.d_in, entry.d_out if values else 0)
+    )
     for piece in pieces(run, layer, horizon=horizon, keep=keep, size=size):
-        yield reader.read(piece)
+        yield reader.read(piece, keys, errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +161,7 @@ def resident_keys(run: Run, layer: str, device: torch.device, dtype: torch.dtype
 
     def make() -> Tensor:
         whole: Tensor | None = None
-        for chunk in stream(run, layer, horizon=run.steps, device=device, dtype=dtype):
+        for chunk in stream(run, layer, horizon=run.steps, device=device, dtype=dtype, reuse=True):
             whole = chunk.keys.new_empty(count, chunk.keys.shape[1]) if whole is None else whole
             whole[int(chunk.patterns[0]) : int(chunk.patterns[-1]) + 1] = chunk.keys
         assert whole is not None, "a layer with patterns"
@@ -190,14 +197,14 @@ class Reader:
         self._dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
         self._scaled = scaled
 
-    def read(self, piece: Piece, into: Tensor | None = None) -> Chunk:
-        """Return a piece's patterns; with a buffer (uint8), their keys may lie in it until it is used again."""
+    def read(self, piece: Piece, into: Tensor | None = None, errors_into: Tensor | None = None) -> Chunk:
+        """Return a piece's patterns; with buffers (uint8) keys and values may lie in them until they are used again."""
         shard, rows, layer, dtype = piece.shard, piece.rows, self._layer, self._dtype
         assert shard is not None, "a piece across shards is read from a device"
         stored, scales = _taken(shard.rows(layer, "keys"), rows, self._device, into)
         values, coefficients = None, {}
         if self._values:
-            values = take(shard.rows(layer, "values"), rows, dtype, self._device)
+            values = decode(*_taken(shard.rows(layer, "values"), rows, self._device, errors_into), dtype)
             steps = _repeat(shard, layer, rows)
             coefficients = {
                 role: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(self._device, dtype)
