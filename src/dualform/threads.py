@@ -52,6 +52,32 @@ def start_alone(work: Callable[[], object], *, name: str) -> threading.Thread:
     return thread
 
 
+class Background:
+    """Something that is being done on a thread of its own; or was, where no thread can be had any more."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            self._thread = start_alone(self._run, name="dualform-background")
+        except RuntimeError:  # the interpreter is ending
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> None:
+        """Wait until it is done, and raise what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
 class InTurn:
     """Lets numbered parts of some work pass one after the other, in the order of their numbers."""
 

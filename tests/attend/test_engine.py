@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dualform
 from dualform import threads as threads_module
 from dualform.algebra import attend
-from dualform.attend import engine, reducers, scoring
+from dualform.attend import engine, ranking, reducers, scoring
 from dualform.store import reader, rebuild, stream
 from dualform.store import rows as rows_module
 from small import sgd
@@ -126,13 +126,13 @@ def test_top_samples_hold_a_block_of_sums_at_a_time(
 ) -> None:
     path, model = wide
     held: list[int] = []
-    real = reducers.BestSums.__init__
+    real = ranking.BestSums.__init__
 
     def watched(self: Any, queries: int, groups: int, k: int, group_of: Tensor, *rest: Any, **options: Any) -> None:
         held.append(queries * len(group_of))
         real(self, queries, groups, k, group_of, *rest, **options)
 
-    monkeypatch.setattr(reducers.BestSums, "__init__", watched)
+    monkeypatch.setattr(ranking.BestSums, "__init__", watched)
     monkeypatch.setattr(scoring, "BLOCK", 7)
     queries = torch.randn(30, WIDTH)
     top = dualform.open(path).attend(queries={"": queries})[""].top(2, per="sample")
@@ -207,7 +207,7 @@ def test_the_best_are_the_best_however_they_come(threads: int, largest: bool, gr
     scores = scores.round() if ties else scores
     scores[2] = torch.linspace(-1, 1, patterns)  # every chunk beats the ones before
     codes = torch.randint(groups, (patterns,))
-    best = reducers.Best(queries, groups, k, largest=largest, device=torch.device("cpu"))
+    best = ranking.Best(queries, groups, k, largest=largest, device=torch.device("cpu"))
     starts = list(range(0, patterns, 150))
 
     def prepare(start: int) -> Any:

@@ -23,7 +23,8 @@ from dualform.attend.effects_moments import outside
 from dualform.attend.engine import Of, Score
 from dualform.attend.groups import ADDRESS, By, Grouping, Table
 from dualform.attend.queries import Captured
-from dualform.attend.reducers import Best, BestSums, Everything, GroupSums, Outputs, Reducer
+from dualform.attend.ranking import Best, BestSums
+from dualform.attend.reducers import Everything, GroupSums, Outputs, Reducer
 from dualform.attend.scoring import LayerScoring
 from dualform.attend.sums import LayerSums, respond
 from dualform.errors import QueryError, SelectionError

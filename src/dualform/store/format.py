@@ -283,6 +283,14 @@ def remove_partial(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def is_foreign(folder: Path) -> bool:
+    """Say whether a folder holds anything but a run, or what is left of one that was killed at its very start."""
+    names = {path.name for path in folder.iterdir()}
+    if not names or MANIFEST in names:
+        return False
+    return LOCK not in names or any(name not in (LOCK, INITIAL) and not name.startswith(PARTIAL) for name in names)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
     """Hold the folder's writer lock; yields whether it could be had. Released by the system if we are killed."""

@@ -34,15 +34,14 @@ from dualform.store.encoding import SCALE, encode
 from dualform.store.format import (
     FINAL,
     INITIAL,
-    LOCK,
     MANIFEST,
-    PARTIAL,
     STATE,
     FileEntry,
     LayerEntry,
     Manifest,
     ParameterEntry,
     ShardEntry,
+    is_foreign,
     locked,
     publish,
     publish_tensors,
@@ -56,7 +55,7 @@ from dualform.store.reader import Run
 from dualform.store.resume import read_pools, resume_at
 from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
 from dualform.store.tensors import write_parts
-from dualform.threads import start_alone
+from dualform.threads import Background, start_alone
 
 Snapshot = dict[str, Tensor]
 
@@ -74,32 +73,6 @@ class _Attachment:
     """Files to publish beside the patterns."""
 
     files: Files
-
-
-class _Publishing:
-    """Something that is being done on a thread of its own; or was, where no thread can be had any more."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        try:
-            self._thread = start_alone(self._run, name="dualform-publisher")
-        except RuntimeError:  # the interpreter is ending
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> None:
-        """Wait until it is done, and raise what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 class DiskWriter:
@@ -132,7 +105,7 @@ class DiskWriter:
         self._columns: dict[str, str] = {}
         self._taken: list[StepRecord] = []
         self._next = 0  # number of the next shard
-        self._publishing: _Publishing | None = None
+        self._publishing: Background | None = None
         self._seen: set[str] = set()  # layers that have patterns
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
         self._manifest = Manifest({}, {}, (), {})
@@ -145,7 +118,7 @@ class DiskWriter:
         self._manifest = self._describe(start)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if _is_foreign(self.path):
+            if is_foreign(self.path):
                 raise RunExistsError(f"{self.path} is not empty and holds no run. Choose a new folder.")
             if not self._stack.enter_context(locked(self.path)):
                 raise RunExistsError(f"{self.path} is being recorded to by another process. Choose another folder.")
@@ -319,7 +292,7 @@ class DiskWriter:
                     if self._taken:
                         finish = self._write_shard(self._taken, item.parameters)
                         self._taken = []
-                        self._publishing = _Publishing(finish)
+                        self._publishing = Background(finish)
                     if item.wait:
                         self._settle()
             self._settle()
@@ -414,14 +387,6 @@ class DiskWriter:
     def _publish(self, **changes: Any) -> None:
         self._manifest = dataclasses.replace(self._manifest, **changes)
         self._manifest.publish(self.path)
-
-
-def _is_foreign(folder: Path) -> bool:
-    """Say whether a folder holds anything but a run, or what is left of one that was killed at its very start."""
-    names = {path.name for path in folder.iterdir()}
-    if not names or MANIFEST in names:
-        return False
-    return LOCK not in names or any(name not in (LOCK, INITIAL) and not name.startswith(PARTIAL) for name in names)
 
 
 def _publish_table(path: Path, table: pa.Table) -> FileEntry:
