@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from dualform.algebra import attend, scale
+from dualform.attend.ranking import Best, BestSums
 from dualform.attend.reducers import (
-    Best,
-    BestSums,
     Everything,
     GroupShares,
     GroupSums,
