@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualform.record.probes import Accumulation, Probe, Resolution, Trail, Watching, predict, probe, resolve
+from dualform.record.probes import Probe, Watching, predict, probe
 from dualform.record.probes import projection as columns_of
+from dualform.record.trails import Accumulation, Resolution, Trail, resolve
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.record import spares as spares_module
-from dualform.record.probes import Accumulation, Probe, Trail, fetched
+from dualform.record.probes import Probe
 from dualform.record.spares import Spares
+from dualform.record.trails import Accumulation, Trail, fetched
 from dualform.record.transfer import Block, Ring, pack, unpack
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.int64, torch.uint8]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dualform.record.annotations import Binding
 from dualform.record.hooks import Arrival
-from dualform.record.probes import Trail
 from dualform.record.sinks import CallRecord
+from dualform.record.trails import Trail
 from dualform.record.transfer import Brought, Transfer
 from dualform.record.watch import Watched
 

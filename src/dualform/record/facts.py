@@ -7,10 +7,9 @@ from typing import Any
 from torch import nn
 
 from dualform.errors import RefusedError
-from dualform.record.probes import Probe, Trail, resolve
 from dualform.record.sinks import RESIDUAL, ParameterFacts
 from dualform.record.steps import Owned
-from dualform.threads import one_thread
+from dualform.record.trails import Resolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,7 @@ def gather_facts(
     name: str,
     parameter: nn.Parameter,
     group: Mapping[str, Any],
-    trail: Trail,
-    final: Probe | None,
+    resolution: Resolution,
     situation: Situation,
 ) -> ParameterFacts:
     """Return a parameter's facts in the step that is about to happen, or refuse.
@@ -40,8 +38,7 @@ def gather_facts(
         name: the parameter's name.
         parameter: the parameter, its gradient as the step will see it.
         group: the optimizer's settings for it.
-        trail: what was measured of its gradient since the last step.
-        final: the probe of the gradient as it is now.
+        resolution: what was found of its gradient since the last step.
         situation: the rest.
     """
     state = owned.optimizer.state.get(parameter, {})
@@ -51,8 +48,6 @@ def gather_facts(
         if owned.logger:
             owned.logger.check_skipped(settings, name)
         return ParameterFacts(name, owned.name, updated, settings, [])
-    with one_thread():  # what is left of gradients is small
-        resolution = resolve(trail, final)
     attached = parameter.grad is not None and parameter.grad.requires_grad
     exact = name in situation.exact
     if situation.graph_of is not None and (attached or resolution.objection is not None) and exact:

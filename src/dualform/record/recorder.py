@@ -24,10 +24,11 @@ from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
-from dualform.record.probes import Accumulation, Trail, fetched
+from dualform.record.probes import Probe
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.spares import Spares
 from dualform.record.steps import OpenStep, own, warm_states, with_closure
+from dualform.record.trails import Accumulation, Trail, fetched, resolve_all
 from dualform.record.transfer import Transfer
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
 from dualform.threads import one_thread
@@ -201,7 +202,8 @@ class Recorder:
             with self._guarding():
                 self._end_step()
         if self._state == "recording":
-            self._trail(name).waiting = self._gauge.probe(name, parameter, size="now")
+            trail = self._trail(name)
+            trail.waiting = self._gauge.probe(name, parameter, trail.last, whole=trail.last is None, size="now")
 
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
@@ -217,7 +219,7 @@ class Recorder:
             if id(arrival) not in known:
                 patterns.append(arrival)
             self._annotator.spend(arrival.call.binding)
-        after = self._gauge.probe(name, parameter)
+        after = self._gauge.follow(name, parameter)
         assert after is not None, "a gradient was just accumulated"
         predicted: Tensor | None = None
         sizes, coarse = [], False
@@ -228,7 +230,7 @@ class Recorder:
                     sizes.append(prediction.size)
                     coarse = coarse or arrival.call.coarse is not None
         trail = self._trail(name)
-        predicted = torch.zeros_like(after.columns) if predicted is None else predicted
+        predicted = parameter.new_zeros(()) if predicted is None else predicted
         trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, sizes, coarse))
         trail.waiting = None
 
@@ -263,17 +265,21 @@ class Recorder:
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             mine = owned.parameters
-            finals = [
-                None if skipped else self._gauge.probe(name, parameter, size="later")
-                for name, parameter in mine.items()
-            ]
-            seen = [(self._trail(name), final) for name, final in zip(mine, finals, strict=True)]
+            seen: list[tuple[Trail, Probe | None]] = []
+            for name, parameter in mine.items():
+                trail, final = self._trail(name), None
+                if not skipped:
+                    whole = name in self._exact
+                    final = self._gauge.probe(name, parameter, trail.last, whole=whole, size="later")
+                seen.append((trail, final))
             seen = seen if self._here else fetched(seen)
             situation = Situation(self._exact, self._graph_of, len(self._pending.tasks), scale, skipped)
             self._graph_of = None
+            with one_thread():  # what is left of gradients is small
+                resolutions = resolve_all(seen)
             facts = [
-                gather_facts(owned, name, parameter, groups[id(parameter)], *trace, situation)
-                for (name, parameter), trace in zip(mine.items(), seen, strict=True)
+                gather_facts(owned, name, parameter, groups[id(parameter)], resolution, situation)
+                for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
             ]
             self._in_flight = facts, self._calls([*self._open.facts, *facts])
 
