@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
+from dualform import algebra
 from dualform import threads as threads_module
 from dualform.algebra import attend
 from dualform.attend import engine, ranking, reducers, scoring
@@ -165,9 +166,10 @@ def test_scales_multiply_attention_as_they_would_the_keys(tmp_path: Path, masked
 
 
 def test_chunks_fit_a_cpus_cache_and_memory() -> None:
-    assert engine._chunk_size(torch.empty(5, 8)) == stream.CHUNK
-    assert engine._chunk_size(torch.empty(5, 400)) == 10 * engine.STEP  # of 1 << 20 elements, 2621
-    assert engine._chunk_size(torch.empty(1, 800)) == 20 * engine.STEP  # of four times as many, 5242
+    assert engine._chunk_size(torch.empty(40, 8)) == stream.CHUNK
+    assert engine._chunk_size(torch.empty(40, 400)) == 20 * engine.STEP  # of 1 << 21 elements, 5242
+    assert engine._chunk_size(torch.empty(5, 800)) == 20 * engine.STEP  # of twice as many, 5242
+    assert engine._chunk_size(torch.empty(1, 800)) == 40 * engine.STEP  # of four times as many, 10485
     assert engine._chunk_size(torch.empty(5, 1 << 20)) == engine.STEP
     assert engine._chunk_size(torch.empty(1 << 14, 8)) == engine.SCORES >> 14
 
@@ -257,23 +259,59 @@ def test_questions_are_answered_in_inference_mode_and_under_autocast(
 
 
 @given(
-    count=st.integers(1, 6),
+    count=st.one_of(st.integers(1, 6), st.integers(7, 70)),
     keys=st.integers(0, 140),
     width=st.integers(0, 9),
     strided=st.booleans(),
     into=st.booleans(),
+    own=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_attention_is_the_product_however_it_is_computed(
-    count: int, keys: int, width: int, strided: bool, into: bool, dtype: torch.dtype
+    count: int, keys: int, width: int, strided: bool, into: bool, own: bool, dtype: torch.dtype
 ) -> None:
-    """Few queries are multiplied in a batch, others into memory that is given; odd numbers of keys have one left."""
+    """Few queries are multiplied in a batch, others by oneDNN or into memory that is given; odd numbers of keys too."""
     queries = torch.randn(count, width, dtype=dtype)
     rows = torch.randn(2 * keys, width, dtype=dtype)[::2] if strided else torch.randn(keys, width, dtype=dtype)
     out = torch.empty(count * keys + 5, dtype=dtype) if into else None
-    found = attend(queries, rows, out)
+    with pytest.MonkeyPatch.context() as patch:
+        if own:
+            patch.setattr("dualform.algebra._product", lambda: None)
+        found = attend(queries, rows, out)
     assert found.shape == (count, keys)
     torch.testing.assert_close(found, (queries.double() @ rows.double().T).to(dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_torch_and_onednn_give_the_same(
+    wide: tuple[Path, nn.Linear], question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = wide
+    inputs = torch.randn(20, WIDTH)
+    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+
+    def ask() -> Tensor:
+        found = QUESTIONS[question](dualform.open(path).attend(model, inputs)[""])
+        return found if isinstance(found, Tensor) else found.values
+
+    here = ask()
+    monkeypatch.setattr("dualform.algebra._product", lambda: None)
+    torch.testing.assert_close(ask(), here, rtol=1e-4, atol=1e-4)
+
+
+def test_only_wide_processors_of_others_use_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = algebra._product.__wrapped__
+    monkeypatch.setattr("dualform.algebra._is_intel", lambda: True)
+    assert choose() is None
+    monkeypatch.setattr("dualform.algebra._is_intel", lambda: False)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert choose() is None
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
+        product = choose()
+        assert product is not None
+        rows, columns = torch.randn(30, 7), torch.randn(20, 7, requires_grad=True)
+        torch.testing.assert_close(product(rows, columns), (rows @ columns.T).detach())
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -86,7 +86,7 @@ KINDS: dict[str, tuple[Callable[[Patterns], Reducer[Any]], bool]] = {
         lambda p: BestSums(3, 2, 3, torch.arange(p.groups) % 3 - 1, torch.arange(p.groups) + 100, largest=True),
         False,
     ),
-    "everything": (lambda p: Everything(), False),
+    "everything": (lambda p: Everything(3, np.arange(len(p.keys))), False),
     "outputs": (lambda p: Outputs(3, p.groups, 2, CPU), True),
     "key sums": (lambda p: KeySums(p.groups, 4, CPU), False),
     "places": (lambda p: Places(3, p.groups, CPU), False),

@@ -30,7 +30,8 @@ SCORES_THERE = 1 << 26  # and on a GPU
 LEAST_THERE = 1 << 14  # patterns of a chunk there: it costs many a launch
 LONGEST = 1 << 16  # patterns of a chunk at most that is read from files
 STEP = 256
-KEYS = 1 << 20  # elements of a chunk's keys at most, on a CPU: larger ones leave its cache, and are much slower
+KEYS = 1 << 21  # elements of a chunk's keys at most, on a CPU: larger ones leave its cache, and are slower
+READ_ONCE = 32  # queries at most that read every key about once, whether it stays in the cache or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def score_patterns(
     buffers = threading.local()
 
     def scores(chunk: Chunk) -> Tensor:
-        if reducer.keeps or queries.device.type != "cpu":
+        if queries.device.type != "cpu":
             return score(queries, chunk)
         if not hasattr(buffers, "scores"):  # memory that is new to the process costs as much as filling it
             buffers.scores = torch.empty(size * len(queries), dtype=chunk.keys.dtype)
@@ -121,8 +122,8 @@ def _chunk_size(queries: Tensor) -> int:
     count, width = queries.shape
     if queries.device.type != "cpu":
         return max(LEAST_THERE, SCORES_THERE // max(count, 1) // STEP * STEP)
-    # Few queries read every key about once, whether it stays in the cache or not.
-    most = min(CHUNK, (KEYS if count > FEW else 4 * KEYS) // max(width, 1))
+    times = 1 if count > READ_ONCE else 2 if count > FEW else 4
+    most = min(times * CHUNK, times * KEYS // max(width, 1))
     size = min(most, SCORES // max(count, 1))
     return max(STEP, size // STEP * STEP)
 

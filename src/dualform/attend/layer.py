@@ -87,7 +87,10 @@ class LayerSpotlight:
     def attention(self) -> Tensor:
         """Return every attention, (Q, T). For small memories; see `totals` and `top` for any."""
         self._affordable(self.queries.element_size() * len(self) * self.count(), "attention()")
-        return self._score(Score("attention"), None, lambda rows: Everything())
+        return self._score(Score("attention"), None, self._everything)
+
+    def _everything(self, rows: int) -> Everything:
+        return Everything(rows, self._scoring.numbers())
 
     def contributions(self) -> Tensor:
         """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
@@ -100,7 +103,7 @@ class LayerSpotlight:
         for unit in range(self._entry.d_out):
             units = torch.full((len(self),), unit, device=self._device)
             score = Score("contribution", units, self._sums.shapes)
-            parts.append(self._score(score, None, lambda rows: Everything()))
+            parts.append(self._score(score, None, self._everything))
         return torch.stack(parts, dim=2)
 
     def totals(self, by: By, *, of: Of = "attention") -> Totals:

@@ -58,11 +58,15 @@ class Best(Reducer[tuple[Tensor, Tensor]]):
         if limits is None or scores.device.type != "cpu":  # elsewhere, to count them would wait for the device
             best = self._best(scores, min(self.scores.shape[2], scores.shape[1]))
             return Ranked(best[0].double(), numbers[best[1]])
-        limits = limits.to(scores.dtype)[:, None]
-        better = scores > limits if self.largest else scores < limits
-        flat = torch.from_numpy(np.flatnonzero(better.numpy()))  # twice as fast as torch's
-        rows = flat // scores.shape[1]
-        return Candidates(rows, scores.reshape(-1)[flat].double(), numbers[flat - rows * scores.shape[1]])
+        limits = limits.to(scores.dtype)
+        by_pattern = scores.T.is_contiguous()  # in memory
+        lying, worst = (scores.T, limits) if by_pattern else (scores, limits[:, None])
+        better = (np.greater if self.largest else np.less)(lying.numpy(), worst.numpy())  # faster than torch's
+        flat = torch.from_numpy(np.flatnonzero(better))
+        first = flat // lying.shape[1]
+        second = flat - first * lying.shape[1]
+        rows, places = (second, first) if by_pattern else (first, second)
+        return Candidates(rows, lying[first, second].double(), numbers[places])
 
     def _keep(self, group: int, scores: Tensor, patterns: Tensor) -> None:
         k = self.scores.shape[2]

@@ -6,10 +6,13 @@ split. Shapes: Q queries, n patterns of a chunk, G groups.
 """
 
 import functools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,15 +45,15 @@ def _zero(device: torch.device) -> Tensor:
 class Reducer(ABC, Generic[R]):
     """Takes chunks, gives a result."""
 
-    keeps = False  # whether it holds on to scores, whose memory is used again otherwise
     wide = False  # whether taking a chunk is work for all threads, so that chunks are not prepared side by side
 
     def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
         """Make of a chunk, its scores (Q, n) and its patterns' groups (n,) what `take` needs: here just that.
 
-        Several threads may do so at once. What is prepared is taken before the same thread reads another chunk.
+        In memory scores may lie pattern by pattern; here they are put in order. Several threads may do so at once. What
+        is prepared is taken before the same thread reads another chunk.
         """
-        return chunk, scores, codes
+        return chunk, scores.contiguous(), codes
 
     @abstractmethod
     def take(self, prepared: Any) -> None:
@@ -79,11 +82,9 @@ class GroupSums(Reducer[Tensor]):
         """Sum a chunk's scores by group where groups are few."""
         groups = self.sums.shape[1]
         if groups > FEW:
-            return scores, codes
-        if len(codes) <= LONG:
-            return scores @ members(codes, groups, scores.dtype), None
+            return scores.contiguous(), codes
         parts = zip(scores.split(LONG, dim=1), codes.split(LONG), strict=True)
-        return sum((part @ members(of, groups, part.dtype)).double() for part, of in parts), None
+        return sum((members(of, groups, part.dtype).T @ part.T).T.double() for part, of in parts), None
 
     def take(self, prepared: tuple[Tensor, Tensor | None]) -> None:
         """Add a chunk's sums, or its scores by group."""
@@ -136,26 +137,40 @@ class Places(Reducer["Places"]):
 class Everything(Reducer[Tensor]):
     """Every score, (Q, T): for small memories and few queries."""
 
-    keeps = True
+    def __init__(self, queries: int, numbers: npt.NDArray[np.int64]) -> None:
+        self.queries = queries
+        self.numbers = numbers  # (T,) of all patterns that will come, ascending; each chunk's are next to each other
+        self.scores: Tensor | None = None
+        self.filled: list[slice] = []
+        self._lock = threading.Lock()
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, Tensor]] = []
+    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> slice:
+        """Put a chunk's scores in their place."""
+        start = int(np.searchsorted(self.numbers, chunk.patterns[0]))
+        place = slice(start, start + len(chunk.patterns))
+        with self._lock:
+            if self.scores is None:
+                self.scores = scores.new_empty(self.queries, len(self.numbers))
+        self.scores[:, place] = scores
+        return place
 
-    def take(self, prepared: Any) -> None:
-        """Keep a chunk's scores."""
-        chunk, scores, _ = prepared
-        self.parts.append((int(chunk.patterns[0]), scores))
+    def take(self, prepared: slice) -> None:
+        """Note what is in its place."""
+        self.filled.append(prepared)
 
     def merge(self, other: Self) -> Self:
         """Keep both."""
-        self.parts += other.parts
+        if self.scores is None:
+            return other
+        for place in other.filled:
+            assert other.scores is not None, "what is filled is there"
+            self.scores[:, place] = other.scores[:, place]
+        self.filled += other.filled
         return self
 
     def result(self) -> Tensor:
         """Return the scores in the order of the patterns."""
-        if len(self.parts) == 1:
-            return self.parts[0][1]
-        return torch.cat([scores for _, scores in sorted(self.parts, key=lambda part: part[0])], dim=1)
+        return torch.zeros(self.queries, 0) if self.scores is None else self.scores
 
 
 class Outputs(Reducer[Tensor]):

@@ -3,8 +3,7 @@
 What is asked, and what the numbers mean, is up to `spotlight.py`.
 """
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,8 +21,8 @@ R = TypeVar("R")
 BLOCK = 1 << 14  # queries of one pass at most
 KEPT = 64 << 20  # bytes of scores that are remembered, so that the next question needs no pass
 MOST_KEPT = 2  # kinds of scores that are remembered
-SLICE = 1 << 15  # kept scores that are reduced at a time
-FIRST = 1 << 12  # and the first time: all of these are ranked, and later only what beats the best of them
+FIRST = 1 << 12  # kept scores that are reduced at first: all of these are ranked, and later what beats the best of them
+SLICE = 1 << 16  # and later at a time at most
 
 
 class LayerScoring:
@@ -57,9 +56,7 @@ class LayerScoring:
             return scores.clone()  # type: ignore[return-value]  # what is kept stays ours
         numbers, device = self.numbers(), self._queries.device
         codes = one_group(len(numbers), device) if grouping is None else grouping.on(device)
-        size = SLICE if device.type == "cpu" else len(numbers)
-        edges = [0, *range(min(FIRST, size), len(numbers), size), len(numbers)]
-        for part in [slice(start, stop) for start, stop in pairwise(edges) if stop > start]:
+        for part in _slices(len(numbers)) if device.type == "cpu" else [slice(0, len(numbers))]:
             chunk = Chunk(numbers[part], self._queries[:0])
             reducer.update(chunk, scores[:, part], codes[part])
         return reducer.result()
@@ -76,7 +73,7 @@ class LayerScoring:
         at = (score.of, None if score.units is None else tuple(score.units.tolist()))
         found = self._kept.get(at)
         if found is None:
-            found = self._pass(score, None, lambda rows: Everything(), None)
+            found = self._pass(score, None, lambda rows: Everything(rows, self.numbers()), None)
             self._kept = {at: found, **dict(list(self._kept.items())[: MOST_KEPT - 1])}
         return found
 
@@ -98,3 +95,12 @@ class LayerScoring:
             )
         whole: R = joined(results)
         return whole
+
+
+def _slices(count: int) -> Iterator[slice]:
+    """Yield slices of so many scores, each as long as all before: then in each as few can be among the best."""
+    start = 0
+    while start < count:
+        stop = min(count, start + min(max(FIRST, start), SLICE))
+        yield slice(start, stop)
+        start = stop
