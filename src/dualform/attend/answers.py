@@ -1,8 +1,9 @@
 """The answers: frozen dataclasses that hold tensors, and turn into Arrow or pandas tables."""
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,28 @@ class Totals(Answer):
         title = f"Totals of {what} by {', '.join(self.by)} in layer {self.layer!r}"
         note = [EFFECT_NOTE] if self.of == "effect" else []
         return "\n".join([title, *_grid(["query", *names], rows), *more, *note])
+
+
+class Columns(Mapping[str, list[Any]]):
+    """Columns of some patterns, all looked up when one of them is first asked for: often none is."""
+
+    def __init__(self, names: Sequence[str], find: Callable[[], Mapping[str, list[Any]]]) -> None:
+        self._names = tuple(names)
+        self._find = functools.cache(find)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._find()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -8,13 +8,13 @@ groups' shares of the weight. Effects, which predict a retraining, are found in 
 import dataclasses
 import math
 from collections.abc import Callable, Collection
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.attend.answers import Effects, Top, Totals
+from dualform.attend.answers import Columns, Effects, Top, Totals
 from dualform.attend.backward import contribute_backward
 from dualform.attend.cache import Cache
 from dualform.attend.effects import LayerEffects
@@ -336,7 +336,11 @@ class LayerSpotlight:
         if columns is not None:
             self._table.require(columns)
             names = [name for name in names if name in columns]
-        found = self._table.lookup(self.name, patterns.reshape(-1).cpu().numpy(), names)
+        asked = patterns.clone()  # out of the user's reach
+
+        def look_up() -> dict[str, list[Any]]:
+            return self._table.lookup(self.name, asked.reshape(-1).cpu().numpy(), names)
+
         return Top(
             layer=self.name,
             of=score.of,
@@ -345,7 +349,7 @@ class LayerSpotlight:
             groups=(None,) if grouping is None else grouping.labels,
             values=scores.masked_fill(patterns < 0, torch.nan).to(self._dtype),
             patterns=patterns,
-            columns=found,
+            columns=Columns(names, look_up),
         )
 
 

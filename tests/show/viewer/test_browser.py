@@ -65,6 +65,7 @@ def test_the_numbers_are_those_of_the_answers(opened, client):
     page = opened.page
     found = client.get("/api/layers", params={"test": 5, "by": "label"}).json()
     page.click("#layers .layer:nth-of-type(2) summary")
+    page.wait_for_selector("#layers .layer:nth-of-type(2) tbody td")
     shown = page.locator("#layers .layer:nth-of-type(2) tbody td").all_inner_texts()
     assert [float(one) for one in shown] == pytest.approx(found["layers"][1]["totals"])
     top = client.get("/api/top", params={"test": 5, "by": "label", "per": "sample"}).json()
