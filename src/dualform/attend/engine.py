@@ -20,7 +20,7 @@ from dualform.attend.reducers import Reducer, one_group
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.store.reader import Shard
-from dualform.store.stream import CHUNK, Chunk, Piece, Reader, long_pieces, pieces, resident_keys
+from dualform.store.stream import CHUNK, Chunk, Piece, Reader, long_pieces, pieces, pool_pieces, resident_keys
 from dualform.threads import side_by_side
 
 R = TypeVar("R")
@@ -96,8 +96,12 @@ def score_patterns(
     reducer: Reducer[R],
     *,
     chunk_size: int | None = None,
+    numbers: npt.NDArray[np.int64] | None = None,
 ) -> R:
-    """Score every kept pattern of a layer against the queries, (Q, d_in), and reduce."""
+    """Score every kept pattern of a layer against the queries, (Q, d_in), and reduce.
+
+    With numbers, keys of the layer's pool are scored, which patterns refer to.
+    """
     size = chunk_size or _chunk_size(queries)
     values = score.needs_values
     source = _Source(table, layer, grouping, values=values, size=size, like=queries, scaled=values)
@@ -110,7 +114,7 @@ def score_patterns(
             buffers.scores = torch.empty(size * len(queries), dtype=chunk.keys.dtype)
         return score(queries, chunk, buffers.scores)
 
-    source.reduce(reducer, scores)
+    source.reduce(reducer, scores, numbers)
     return reducer.result()
 
 
@@ -176,18 +180,26 @@ class _Source:
         self._buffers = threading.local()
         self._numbers: dict[int, npt.NDArray[np.int64]] = {}  # of the shards that are being read
 
-    def reduce(self, reducer: Reducer[Any], score: Callable[[Chunk], Tensor]) -> None:
-        """Give every chunk to a reducer, with its scores.
+    def reduce(
+        self,
+        reducer: Reducer[Any],
+        score: Callable[[Chunk], Tensor],
+        pooled: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Give every chunk to a reducer, with its scores; or of the keys of the pool with these numbers.
 
         On a CPU several threads read, score and prepare, each a chunk of its own; the reducer takes what was prepared
         in order, one at a time.
         """
         table, layer = self._table, self._layer
-        if self._there is None or isinstance(self._grouping, Numbered):
+        if pooled is not None:
+            found = list(pool_pieces(table.run, layer, pooled, size=self._size))
+        elif self._there is None or isinstance(self._grouping, Numbered):
             found = list(pieces(table.run, layer, horizon=table.horizon, keep=table.keep(), size=self._size))
         else:
             found = list(long_pieces(table.kept(layer), size=self._size))
-        with bar(f"attending {layer}", total=table.count(layer)) as advance:
+        total = table.count(layer) if pooled is None else len(pooled)
+        with bar(f"attending {layer}", total=total) as advance:
 
             def prepare(piece: Piece) -> tuple[Any, int]:
                 chunk = self._chunk(piece)

@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from dualform.attend.distinct import Distinct, find_distinct
 from dualform.errors import SelectionError
 from dualform.lazy import compute as pc
 from dualform.store.reader import Run, Shard
@@ -122,6 +123,7 @@ class Table:
     masks: dict[tuple[str, int], npt.NDArray[np.bool_] | None] = field(default_factory=dict)
     groupings: dict[tuple[str, tuple[str | Bins, ...]], Grouping] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    distinct_keys: dict[str, Distinct | None] = field(default_factory=dict)
 
     def count(self, layer: str) -> int:
         """Return how many patterns of a layer are kept."""
@@ -134,6 +136,13 @@ class Table:
         if not self.conditions:
             return first_numbers(self.count(layer))
         return numbers_kept(self.run, layer, horizon=self.horizon, keep=self._mask)
+
+    def distinct(self, layer: str) -> Distinct | None:
+        """Return the distinct keys of the kept patterns of a layer, where they are known and fewer."""
+        if layer not in self.distinct_keys:
+            found = find_distinct(self.run, layer, horizon=self.horizon, keep=self._mask)
+            self.distinct_keys[layer] = found
+        return self.distinct_keys[layer]
 
     @property
     def names(self) -> tuple[str, ...]:

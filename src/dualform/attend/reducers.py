@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualform.attend.distinct import Distinct
 from dualform.forms import form
 from dualform.store.rebuild import scaled
 from dualform.store.stream import Chunk
@@ -59,6 +60,10 @@ class Reducer(ABC, Generic[R]):
     def take(self, prepared: Any) -> None:
         """Add what was prepared of a chunk, one at a time."""
 
+    def of_distinct(self, distinct: Distinct, codes: Tensor) -> "Reducer[R] | None":
+        """Return what makes the same of the scores of distinct keys, given each pattern's group (T,); if anything."""
+        return None
+
     def update(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> None:
         """Take a chunk with its scores (Q, n) and its patterns' groups (n,)."""
         self.take(self.prepare(chunk, scores, codes))
@@ -94,6 +99,11 @@ class GroupSums(Reducer[Tensor]):
         else:
             self.sums.index_add_(1, codes, scores.double())
 
+    def of_distinct(self, distinct: Distinct, codes: Tensor) -> "Reducer[Tensor] | None":
+        """Return what counts each key's score as often as patterns of a group have it, where groups are few."""
+        queries, groups = self.sums.shape
+        return CountedSums(queries, groups, distinct, codes) if groups <= FEW else None
+
     def merge(self, other: Self) -> Self:
         """Add the sums."""
         self.sums += other.sums
@@ -102,6 +112,21 @@ class GroupSums(Reducer[Tensor]):
     def result(self) -> Tensor:
         """Return the sums."""
         return self.sums
+
+
+class CountedSums(GroupSums):
+    """The sum of scores per group, where chunks are of distinct keys and each counts as often as patterns have it."""
+
+    def __init__(self, queries: int, groups: int, distinct: Distinct, codes: Tensor) -> None:
+        super().__init__(queries, groups, codes.device)
+        self.numbers = distinct.numbers
+        self.counts = distinct.counts(codes, groups, torch.float32)  # (G, U)
+
+    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
+        """Sum a chunk's scores by group."""
+        start = int(np.searchsorted(self.numbers, chunk.patterns[0]))
+        counts = self.counts[:, start : start + len(chunk.patterns)].to(scores.dtype)
+        return (counts @ scores.T).T, None
 
 
 class Places(Reducer["Places"]):
@@ -157,6 +182,10 @@ class Everything(Reducer[Tensor]):
         self.scores[:, place] = scores
         return place
 
+    def of_distinct(self, distinct: Distinct, codes: Tensor) -> "Reducer[Tensor] | None":
+        """Return what keeps every key's score, and gives each pattern that of its key."""
+        return Repeated(self.queries, distinct)
+
     def take(self, prepared: slice) -> None:
         """Note what is in its place."""
         self.filled.append(prepared)
@@ -174,6 +203,18 @@ class Everything(Reducer[Tensor]):
     def result(self) -> Tensor:
         """Return the scores in the order of the patterns."""
         return torch.zeros(self.queries, 0) if self.scores is None else self.scores
+
+
+class Repeated(Everything):
+    """Every score, (Q, T), where chunks are of distinct keys."""
+
+    def __init__(self, queries: int, distinct: Distinct) -> None:
+        super().__init__(queries, distinct.numbers)
+        self.places = torch.from_numpy(distinct.places)
+
+    def result(self) -> Tensor:
+        """Return the score of each pattern's key."""
+        return super().result()[:, self.places]
 
 
 class Outputs(Reducer[Tensor]):

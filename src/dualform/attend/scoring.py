@@ -90,11 +90,35 @@ class LayerScoring:
                 results.append(score_backward(self._table, self._layer, rows, units, grouping, reducer, dtype=dtype))
                 continue
             part = Score(score.of, units, score.shapes)
+            distinct = self._distinct(part, grouping, reducer)
             results.append(
-                score_patterns(self._table, self._layer, rows, part, grouping, reducer, chunk_size=self._chunk_size)
+                score_patterns(
+                    self._table,
+                    self._layer,
+                    rows,
+                    part,
+                    grouping if distinct is None else None,
+                    reducer if distinct is None else distinct[0],
+                    chunk_size=self._chunk_size,
+                    numbers=None if distinct is None else distinct[1],
+                )
             )
         whole: R = joined(results)
         return whole
+
+    def _distinct(
+        self, score: Score, grouping: Grouping | None, reducer: Reducer[R]
+    ) -> tuple[Reducer[R], npt.NDArray[np.int64]] | None:
+        """Return a reducer of distinct keys and their numbers, where scores depend on keys alone and keys repeat."""
+        if score.needs_values or self._queries.device.type != "cpu":
+            return None
+        distinct = self._table.distinct(self._layer)
+        if distinct is None:
+            return None
+        device = self._queries.device
+        codes = one_group(self.count(), device) if grouping is None else grouping.on(device)
+        found = reducer.of_distinct(distinct, codes)
+        return None if found is None else (found, distinct.numbers)
 
 
 def _slices(count: int) -> Iterator[slice]:

@@ -83,10 +83,14 @@ class Shard:
             return self._stored(f"{layer}/{what}", count)
         shards = [shard for shard in (*self._before, self) if layer in shard.entry.pools]
         return PooledRows(
-            references=self._stored(f"{layer}/{REFERENCES}", count).take(slice(None))[0],
+            references=self.references(layer),
             bases=[shard.entry.pools[layer][0] for shard in shards],
             sources=[shard.pool(layer) for shard in shards],
         )
+
+    def references(self, layer: str) -> Tensor:
+        """Return the number of each pattern's key in the layer's pool, (n,)."""
+        return self._stored(f"{layer}/{REFERENCES}", self.count(layer)).take(slice(None))[0]
 
     def pool(self, layer: str) -> FileRows:
         """Return the keys of a layer's pool that lie in this shard."""

@@ -102,6 +102,7 @@ class Piece:
     start: int  # patterns of the shard that earlier pieces keep
     before: int  # patterns in earlier shards, kept or not
     kept: int  # patterns in earlier shards that are kept
+    pooled: bool = False  # whether they are keys of the layer's pool, which patterns refer to, and no patterns
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -112,6 +113,27 @@ def pieces(run: Run, layer: str, *, horizon: int, keep: Keep = everything, size:
     for shard, kept, before, done in _kept(run, layer, horizon, keep):
         for start in range(0, len(kept), size):
             yield Piece(shard, kept[start : start + size], start, before, done)
+
+
+def pool_pieces(run: Run, layer: str, numbers: npt.NDArray[np.int64], *, size: int = CHUNK) -> Iterator[Piece]:
+    """Yield the keys of a layer's pool with these numbers, ascending, in pieces of at most `size`."""
+    for shard in run.shards:
+        base, count = shard.entry.pools.get(layer, (0, 0))
+        first, last = np.searchsorted(numbers, [base, base + count]).tolist()
+        rows = numbers[first:last] - base
+        for start in range(0, len(rows), size):
+            yield Piece(shard, rows[start : start + size], start, base, first, pooled=True)
+
+
+def references_kept(run: Run, layer: str, *, horizon: int, keep: Keep = everything) -> npt.NDArray[np.int64] | None:
+    """Return the number of each kept pattern's key in the layer's pool; nothing where it has none."""
+    found = [np.zeros(0, dtype=np.int64)]
+    for shard, kept, _, _ in _kept(run, layer, horizon, keep):
+        if len(kept) and layer not in shard.entry.pools:
+            return None
+        if len(kept):
+            found.append(shard.references(layer).numpy()[kept].astype(np.int64))
+    return np.concatenate(found)
 
 
 def long_pieces(numbers: npt.NDArray[np.int64], *, size: int) -> Iterator[Piece]:
@@ -201,7 +223,8 @@ class Reader:
         """Return a piece's patterns; with buffers (uint8) keys and values may lie in them until they are used again."""
         shard, rows, layer, dtype = piece.shard, piece.rows, self._layer, self._dtype
         assert shard is not None, "a piece across shards is read from a device"
-        stored, scales = _taken(shard.rows(layer, "keys"), rows, self._device, into)
+        source = shard.pool(layer) if piece.pooled else shard.rows(layer, "keys")
+        stored, scales = _taken(source, rows, self._device, into)
         values, coefficients = None, {}
         if self._values:
             values = decode(*_taken(shard.rows(layer, "values"), rows, self._device, errors_into), dtype)
