@@ -28,8 +28,8 @@ AGAINST = (
     against=AGAINST,
     cpu=at_least(200),
     signed=True,
-    why="No sum of keys gives a sum of absolute values where signs differ, so the first layer needs the product with each "
-    "of its 60,000 distinct keys.",
+    why="No sum of keys gives a sum of absolute values where signs differ, so the first layer needs the product "
+    "with each of its 60,000 distinct keys.",
 )
 def table_1(bench: Bench, signed: bool) -> Measured:
     patterns = bench.size(384_000, 2560)
