@@ -19,7 +19,7 @@ from dualform.attend.groups import Grouping, Numbered, Table
 from dualform.attend.reducers import Reducer, one_group
 from dualform.forms import form
 from dualform.progress import bar
-from dualform.store.reader import Run, Shard
+from dualform.store.reader import Shard
 from dualform.store.stream import CHUNK, Chunk, Piece, Reader, long_pieces, pieces, pool_pieces, resident_keys
 from dualform.threads import side_by_side
 
@@ -148,15 +148,6 @@ def sum_patterns(
     return reducer.result()
 
 
-def are_resident(run: Run, layer: str, like: Tensor) -> bool:
-    """Say whether all keys of a layer lie on the device that these queries are on, which is no CPU."""
-    return like.device.type != "cpu" and _resident(run, layer, like) is not None
-
-
-def _resident(run: Run, layer: str, like: Tensor) -> Tensor | None:
-    return resident_keys(run, layer, like.device, like.dtype if like.is_floating_point() else None)
-
-
 class _Source:
     """The kept patterns of a layer in chunks, each with its patterns' groups (n,).
 
@@ -175,7 +166,7 @@ class _Source:
         scaled: bool,
     ) -> None:
         dtype = like.dtype if like.is_floating_point() else None
-        self._there = None if values else _resident(table.run, layer, like)
+        self._there = None if values else resident_keys(table.run, layer, like.device, dtype)
         self._table = table
         self._layer = layer
         self._grouping = grouping

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualform.attend.backward import score_backward
-from dualform.attend.engine import Score, are_resident, score_patterns
+from dualform.attend.engine import Score, score_patterns
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import Everything, Reducer, joined, one_group
 from dualform.attend.sums import LayerSums
@@ -65,8 +65,6 @@ class LayerScoring:
         """Return every pattern's score, (Q, T), where they are few enough to be kept for the next question."""
         if self._chunk_size is not None or (score.needs_values and score.units is None):
             return None
-        if not score.needs_values and are_resident(self._table.run, self._layer, self._queries):
-            return None  # the keys are there, and a pass over them takes no longer than to keep its scores
         if self._sums.like.dtype.itemsize * len(self._queries) * self.count() > KEPT:
             return None
         if score.of == "magnitude":
