@@ -25,8 +25,8 @@ LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128,
     why={
         "cpu": "the training thread: of 3.3 ms that recording adds to a step of 8.5 without a disk (parts left out one "
         "after the other), predicting gradients from keys and values and comparing takes 0.8, reading each gradient "
-        "once 0.6, copies of keys and values 0.5, and the hooks' own Python 1.2. The writer's threads, which share "
-        "the two cores, add 1.2 to 1.6.",
+        "twice, after its backward and before the step, about 1.0, copies of keys and values 0.5, and the hooks' own "
+        "Python about 1. The writer's threads, which share the two cores, add 1.2 to 1.6.",
         "cuda": "Python: a step takes 1.4 ms, nearly all of it launching kernels, and the hooks add 3.8 ms of the "
         "same: probing gradients 0.7, predicting them 0.6, comparing 0.4, waiting for the GPU's figures 0.5, copies "
         "0.3, samples and the way to the CPU's memory 0.6, the rest the recorder's own. The writer's Python waits for "

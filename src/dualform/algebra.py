@@ -43,8 +43,10 @@ def attend(queries: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
     if len(queries) <= FEW and len(keys) >= MANY:
         return _attend_few(queries, keys)
     # Row by row of the keys: sums over keys, which come next, read that in order and are several times faster.
+    # Which product it is goes by the largest chunk of a pass: equal keys get equal scores in the last chunk too.
     product, count = _product(), len(queries) * len(keys)
-    if product is not None and 0 < count <= REUSED and keys.numel() and queries.dtype == keys.dtype == torch.float32:
+    most, plain = count if out is None else len(out), queries.dtype == keys.dtype == torch.float32
+    if product is not None and plain and most <= REUSED and count and keys.numel():
         return product(keys, queries).T
     if out is None:
         return (keys @ queries.T).T

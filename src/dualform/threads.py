@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 SMALL = 4 << 20  # bytes; what is smaller is done by one thread
 
 
@@ -152,6 +153,22 @@ def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R],
     for helper in helpers:
         if not helper.cancelled() and (error := helper.exception()) is not None and not isinstance(error, Broken):
             raise error
+
+
+def in_own_dtype(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function compute in its tensors' own dtype, whatever autocast is on around it."""
+
+    @functools.wraps(function)
+    def computed(*args: P.args, **kwargs: P.kwargs) -> R:
+        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if not on:
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for kind in on:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return computed
 
 
 @contextmanager

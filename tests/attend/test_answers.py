@@ -1,10 +1,14 @@
 """Answers: what they hold, and what they look up only when it is asked for."""
 
+import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dualform
 from dualform.attend.answers import Columns
@@ -52,3 +56,42 @@ def test_a_ranking_looks_nothing_up_until_somebody_looks(tmp_path: Path, monkeyp
     assert top.columns["label"] == [number % 3 for number in patterns]
     assert top.to_arrow()["label"].to_pylist() == top.columns["label"]
     assert looked == [""]
+    copied = pickle.loads(pickle.dumps(top))
+    assert copied.columns == top.columns
+    assert isinstance(copied.columns, dict)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_autocast_around_a_question_changes_nothing(tmp_path: Path, kind: Any) -> None:
+    """Neither the answer nor what is kept for later ones."""
+    torch.manual_seed(0)
+    model = nn.Linear(37, 5)
+    optimizer = kind(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(4):
+            recorder.annotate(label=torch.arange(32) % 3)
+            optimizer.zero_grad()
+            model(torch.randn(32, 37)).square().mean().backward()
+            optimizer.step()
+    inputs = torch.randn(6, 37)
+    questions: list[Callable[[Any], Tensor]] = [
+        lambda layer: layer.attention(),
+        lambda layer: layer.totals("label").values,
+        lambda layer: layer.totals("label", of="magnitude").values,
+        lambda layer: layer.totals("label", of="contribution").values,
+        lambda layer: layer.output(),
+        lambda layer: layer.contributions(),
+        lambda layer: layer.top(3, of="contribution", unit=1).values,
+    ]
+    expected = [question(dualform.open(tmp_path / "run").attend(model, inputs)[""]) for question in questions]
+    shutil.rmtree(tmp_path / "run" / "cache", ignore_errors=True)
+    layer = dualform.open(tmp_path / "run").attend(model, inputs)[""]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = [question(layer) for question in questions]
+        weights = dualform.open(tmp_path / "run").weights()
+    later = [question(dualform.open(tmp_path / "run").attend(model, inputs)[""]) for question in questions]
+    for one, two, three in zip(expected, under, later, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(three, one, rtol=1e-6, atol=1e-7)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=1e-6)

@@ -299,6 +299,15 @@ def test_torch_and_onednn_give_the_same(
     torch.testing.assert_close(ask(), here, rtol=1e-4, atol=1e-4)
 
 
+def test_equal_keys_have_equal_scores_in_a_short_last_chunk_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which product is used goes by the pass, not by the chunk."""
+    monkeypatch.setattr(algebra, "REUSED", 2000)
+    keys, queries = torch.randn(100, 800), torch.randn(30, 800)
+    out = torch.empty(30 * 100)
+    whole = attend(queries, keys, out).clone()
+    assert torch.equal(attend(queries, keys[:50], out), whole[:, :50])
+
+
 def test_only_wide_processors_of_others_use_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = algebra._product.__wrapped__
     monkeypatch.setattr("dualform.algebra._is_intel", lambda: True)

@@ -1,4 +1,4 @@
-"""Trails: large gradients that are followed through a sample, and all parameters of a step at once."""
+"""Trails: all parameters of a step at once, and large layers as they are recorded."""
 
 import math
 import random
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import RefusedError
 from dualform.record.gauge import Gauge
-from dualform.record.probes import LARGE, SAMPLED, TELLING, Probe, Watching, predict, projection, sample, sampled
+from dualform.record.probes import Probe, Watching, predict, projection
 from dualform.record.trails import Accumulation, Resolution, Trail, resolve, resolve_all
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64]
-WIDE = (256, 300)  # a gradient that is large enough to be followed through a sample
+WIDE = (256, 300)
 NARROW = (20, 30)
 
 
@@ -35,10 +35,10 @@ class Followed:
         d_out, d_in = self.weight.shape
         keys = torch.randn(rows, d_in, dtype=self.weight.dtype)
         values = scale * torch.randn(rows, d_out, dtype=self.weight.dtype)
-        before = self.gauge.probe("weight", self.weight, self.trail.last, whole=self.trail.last is None, size="now")
+        before = self.gauge.probe("weight", self.weight, size="now")
         added = values.T @ keys + unseen * torch.randn(d_out, d_in, dtype=self.weight.dtype)
         self.weight.grad = added if self.weight.grad is None else self.weight.grad + added
-        after = self.gauge.follow("weight", self.weight)
+        after = self.gauge.probe("weight", self.weight)
         assert after is not None
         columns = projection(d_out, d_in, dtype=self.weight.dtype, device=CPU)
         found = predict({"weight": Watching(columns, self.weight.shape)}, values, keys, rounding=1.0)["weight"]
@@ -49,150 +49,25 @@ class Followed:
     @property
     def seen(self) -> tuple[Trail, Probe | None]:
         """The trail, and the gradient as a step sees it."""
-        return self.trail, self.gauge.probe("weight", self.weight, self.trail.last, size="later")
+        return self.trail, self.gauge.probe("weight", self.weight, size="later")
 
     @property
     def resolution(self) -> Resolution:
         return resolve(*self.seen)
 
 
-# Through a sample --------------------------------------------------------------------------------------------------
-
-
-def test_only_large_gradients_are_followed_through_a_sample() -> None:
-    for shape, expected in ((WIDE, True), (NARROW, False)):
-        followed = Followed(shape)
-        followed.accumulate()
-        last = followed.trail.last
-        assert last is not None
-        assert (last.sample is not None) == expected == (last.columns is None)
-
-
-def test_a_sample_is_always_of_the_same_elements() -> None:
-    gradient = torch.randn(WIDE)
-    assert math.prod(WIDE) >= LARGE
-    assert sample(gradient).shape == (SAMPLED,)
-    assert (sample(gradient) == sample(gradient.T.contiguous().T)).all()  # whatever their order in memory
-    assert len(set(sample(torch.arange(LARGE)).tolist())) > SAMPLED / 2
-
-
-def test_a_sample_that_tells_nothing_is_not_taken() -> None:
-    """Of a gradient that is zero nearly everywhere, as an embedding's, no sample could tell a factor."""
-    gradient = torch.zeros(WIDE)
-    gradient[17] = 1.0
-    assert (sample(gradient) != 0).sum() < TELLING
-    assert sampled(gradient) is None
-    assert sampled(torch.full(WIDE, 1e-30)) is None  # squares that are nearly nothing
-    assert sampled(torch.ones(WIDE)) is not None
-    assert sampled(torch.ones(WIDE).T) is None  # not in order, so that it would have to be copied
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-def test_rounding_is_no_objection(dtype: torch.dtype, scale: float) -> None:
-    for seed in range(20):
-        followed = Followed(WIDE, dtype, seed)
-        for rows in (1, 16, 3):
-            followed.accumulate(rows=rows, scale=scale * 10.0 ** -random.Random(seed).randint(0, 3)).mul_(0.37)
-        resolution = followed.resolution
-        assert resolution.objection is None
-        assert resolution.factors == pytest.approx({0: 0.37**3, 1: 0.37**2, 2: 0.37}, rel=1e-6)
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.37, -2.0])
-def test_a_factor_is_as_near_as_the_dtype_allows(factor: float) -> None:
-    followed = Followed(WIDE, torch.float64)
-    followed.accumulate().mul_(factor)
-    assert followed.resolution == Resolution({0: pytest.approx(factor, rel=1e-14)}, None)
-
-
 def _element(gradient: Tensor) -> None:
     gradient[-1, 2] += 0.1 * gradient.norm() / math.sqrt(gradient.numel())
-
-
-def _rows(gradient: Tensor) -> None:
-    taken = sample(torch.arange(gradient.numel()).double()).astype(int)
-    gradient.view(-1)[torch.tensor([i for i in range(5000) if i not in set(taken.tolist())])] *= 1.001
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "clipping by value": lambda gradient: gradient.clamp_(-1.0, 1.0),
     "one element": _element,
-    "elements that are not in the sample": _rows,
     "centralisation": lambda gradient: gradient.sub_(gradient.mean(dim=1, keepdim=True)),
     "one row": lambda gradient: gradient[0].mul_(0.5),
     "one column": lambda gradient: gradient[:, 0].mul_(0.5),
-    "all of the sample cleared": lambda gradient: gradient.view(-1).index_fill_(
-        0, torch.from_numpy(sample(torch.arange(gradient.numel()).double())).long(), 0.0
-    ),
     "permutation": lambda gradient: gradient.copy_(gradient.flip(0)),
 }
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("later", [False, True])
-def test_every_other_change_is_objected_to(dtype: torch.dtype, change: str, *, later: bool) -> None:
-    """Also one that no sampled element shows, and one before a further accumulation."""
-    for seed in range(10):
-        followed = Followed(WIDE, dtype, seed)
-        CHANGES[change](followed.accumulate())
-        if later:
-            followed.accumulate()
-        assert followed.resolution.objection is not None
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_no_pattern_explains_is_objected_to(dtype: torch.dtype) -> None:
-    followed = Followed(WIDE, dtype)
-    followed.accumulate(unseen=1e-3)
-    objection = followed.resolution.objection
-    assert objection is not None
-    assert "patterns do not explain" in objection
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_cleared_gradients_have_factor_zero(*, to_none: bool) -> None:
-    followed = Followed(WIDE)
-    followed.accumulate(unseen=1.0)  # unexplained, and gone
-    followed.weight.grad = None if to_none else torch.zeros(WIDE)
-    assert followed.resolution == Resolution({0: 0.0}, None)
-    followed.accumulate()
-    assert followed.resolution == Resolution({0: 0.0, 1: 1.0}, None)
-
-
-def test_a_gradient_may_change_from_what_a_sample_tells_to_what_it_does_not() -> None:
-    """Each accumulation is followed in the way that its gradient allows."""
-    followed = Followed(WIDE, torch.float64)
-    followed.accumulate()
-    followed.weight.grad = torch.zeros(WIDE, dtype=torch.float64)
-    followed.accumulate(scale=1e-200)
-    assert [event.after.sample is None for event in followed.trail.accumulations] == [False, True]
-    followed.accumulate().mul_(0.5)
-    assert followed.resolution == Resolution({0: 0.0, 1: pytest.approx(0.5), 2: pytest.approx(0.5)}, None)
-
-
-def test_what_autocast_rounded_is_the_residual_at_the_step() -> None:
-    followed = Followed(WIDE)
-    followed.accumulate(coarse=True, unseen=1e-8)
-    followed.trail.accumulations[0].sizes = [lambda: 1e6]
-    gradient = followed.accumulate(coarse=True)
-    noise = 1e-3 * torch.randn(WIDE)
-    followed.trail.accumulations[1].predicted += noise @ projection(*WIDE, dtype=torch.float32, device=CPU)
-    gradient.mul_(0.5)
-    resolution = followed.resolution
-    assert resolution.objection is None
-    assert resolution.residual == pytest.approx(0.5 * float(noise.norm()), rel=0.2)
-
-
-def test_a_gradient_that_is_not_finite_is_objected_to() -> None:
-    for bad in (math.nan, math.inf):
-        followed = Followed(WIDE)
-        followed.accumulate()[3, 4] = bad
-        assert followed.resolution.objection is not None
-        followed = Followed(WIDE)
-        followed.accumulate().mul_(bad)
-        assert followed.resolution.objection == "its gradient is not finite"
 
 
 # All at once -------------------------------------------------------------------------------------------------------
@@ -282,3 +157,126 @@ def test_a_regulariser_of_a_large_layer_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with pytest.raises(RefusedError, match="regulariser"):
         train(nn.Linear(300, 256), tmp_path / "run", lambda _: None, term=1e-3)
+
+
+def _clip_largest(gradient: Tensor) -> None:
+    gradient.clamp_(-float(limit := gradient.abs().flatten().kthvalue(gradient.numel() - 10).values), float(limit))
+
+
+def _clear_row(gradient: Tensor) -> None:
+    gradient[3] = 0.0
+
+
+@pytest.mark.parametrize("kind", ["linear", "autocast", "lstm", "offset"])
+@pytest.mark.parametrize("change", [_clip_largest, _clear_row], ids=["largest", "row"])
+def test_edits_are_refused_where_predictions_are_coarse(
+    tmp_path: Path, kind: str, change: Callable[[Tensor], None]
+) -> None:
+    """A gradient is compared with itself, whatever its prediction rounds: autocast, gates, keys with a large mean."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.LSTM(128, 128) if kind == "lstm" else nn.Linear(300, 256)
+    weight = model.weight_hh_l0 if isinstance(model, nn.LSTM) else model.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        inputs = torch.randn(6, 8, 128) if kind == "lstm" else torch.randn(16, 300) + 100 * (kind == "offset")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+            output = model(inputs)
+        (output[0] if kind == "lstm" else output.float()).square().mean().backward()
+        assert isinstance(weight.grad, Tensor)
+        change(weight.grad)
+        optimizer.step()
+
+    refuses(step, model, optimizer, tmp_path, match="other than one factor")
+
+
+def refuses(
+    step: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, *, match: str
+) -> None:
+    """Record a step that has to be refused."""
+    with dualform.record(model, optimizer, path / "run"), pytest.raises(RefusedError, match=match):
+        step()
+
+
+@pytest.mark.parametrize("shape", [(20, 1), (20, 3), (300, 256)])
+def test_keys_of_bfloat16_layers_are_recorded(tmp_path: Path, shape: tuple[int, int]) -> None:
+    model = nn.Linear(*shape).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", layers={"*": "keys"}):
+        model(torch.randn(8, shape[0], dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+    assert dualform.open(tmp_path / "run").patterns("").num_rows == 8
+
+
+def test_keys_of_a_gradient_that_is_masked_are_recorded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(300, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", layers={"*": "keys"}):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(16, 300)).square().mean().backward()
+            assert model.weight.grad is not None
+            model.weight.grad[3:] = 0.0
+            optimizer.step()
+    assert dualform.open(tmp_path / "run").patterns("").num_rows == 80
+
+
+@pytest.mark.parametrize("shape", [(300, 256), (30, 20)])
+def test_backwards_that_cancel_what_is_not_seen_are_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(*shape, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(4, shape[0])
+
+    def step() -> None:
+        model(inputs).sum().backward()
+        nn.functional.linear(inputs, model.weight).sum().mul(-1).backward()
+        assert model.weight.grad is not None
+        assert not model.weight.grad.any()
+        optimizer.step()
+
+    refuses(step, model, optimizer, tmp_path, match="weight")
+
+
+WIDE_SUMS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "convolution": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 9)
+        ),
+        torch.rand(128, 3, 32, 32),
+    ),
+    "linear": lambda: (nn.Linear(6, 3), torch.randint(-1, 2, (20_000, 6)).float()),
+    "narrow": lambda: (nn.Linear(1, 1), torch.randn(100_000, 1)),
+    "mlp": lambda: (nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(50_000, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", WIDE_SUMS)
+def test_the_rounding_of_sums_over_many_patterns_is_no_objection(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = WIDE_SUMS[kind]()
+    output = model(inputs)
+    targets = torch.arange(len(inputs)) % 9 if kind == "convolution" else torch.ones_like(output)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy if kind == "convolution" else nn.functional.mse_loss
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert dualform.open(tmp_path / "run").verify()
+
+
+def test_a_regulariser_beside_many_patterns_is_refused(tmp_path: Path) -> None:
+    """What rounding of a long sum explains is far less than that."""
+    torch.manual_seed(0)
+    model, inputs = WIDE_SUMS["mlp"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        loss = (model(inputs) - 1).square().mean() + 1e-3 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        optimizer.step()
+
+    refuses(step, model, optimizer, tmp_path, match="regulariser")

@@ -88,6 +88,9 @@ class Columns(Mapping[str, list[Any]]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Top(Answer):
@@ -101,7 +104,8 @@ class Top(Answer):
         groups: (G,) each group's value; one entry, None, without grouping.
         values: (Q, G, k), best first; NaN where a group has fewer.
         patterns: (Q, G, k) the patterns' numbers, or for samples the number of one of their patterns; -1 likewise.
-        columns: each annotation (for patterns each address too) of those patterns, Q · G · k entries in order.
+        columns: each annotation (for patterns each address too) of those patterns, Q · G · k entries in order, looked
+            up in the run when one is first asked for.
     """
 
     layer: str

@@ -29,6 +29,7 @@ from dualform.attend.scoring import LayerScoring
 from dualform.attend.sums import LayerSums, respond
 from dualform.errors import QueryError, SelectionError
 from dualform.store.media import Media
+from dualform.threads import in_own_dtype
 
 Per = Literal["pattern", "sample"]
 R = TypeVar("R")
@@ -84,6 +85,7 @@ class LayerSpotlight:
         """Return the number of patterns in this view of the layer."""
         return self._scoring.count()
 
+    @in_own_dtype
     def attention(self) -> Tensor:
         """Return every attention, (Q, T). For small memories; see `totals` and `top` for any."""
         self._affordable(self.queries.element_size() * len(self) * self.count(), "attention()")
@@ -92,6 +94,7 @@ class LayerSpotlight:
     def _everything(self, rows: int) -> Everything:
         return Everything(rows, self._scoring.numbers())
 
+    @in_own_dtype
     def contributions(self) -> Tensor:
         """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
         size = self._dtype.itemsize * len(self) * self.count() * self._entry.d_out
@@ -106,6 +109,7 @@ class LayerSpotlight:
             parts.append(self._score(score, None, self._everything))
         return torch.stack(parts, dim=2)
 
+    @in_own_dtype
     def totals(self, by: By, *, of: Of = "attention") -> Totals:
         """Sum over the patterns of each group.
 
@@ -129,6 +133,7 @@ class LayerSpotlight:
             values = self._contribution_totals(grouping)
         return Totals(self.name, of, grouping.by, grouping.labels, values.to(self._dtype))
 
+    @in_own_dtype
     def effects(self, by: By | None = None, *, per: Per = "sample") -> Effects:
         """Predict what training on each sample, pattern or group brought to the quantity that was asked about.
 
@@ -147,6 +152,7 @@ class LayerSpotlight:
         values = source.totals(grouping)
         return Effects((self.name,), source.asked.quantity, grouping.by, grouping.labels, values, {})
 
+    @in_own_dtype
     def top(
         self,
         k: int,
@@ -185,6 +191,7 @@ class LayerSpotlight:
         )
         return self._ranked(scores, patterns, grouping, score, "pattern", columns)
 
+    @in_own_dtype
     def output(self) -> Tensor:
         """Return the layer's output in the dual form: start plus the sum of contributions, (*leading, d_out).
 
@@ -198,6 +205,7 @@ class LayerSpotlight:
             total = total + respond(elsewhere, self.queries)
         return total.to(self._dtype).reshape(*self.leading, -1)
 
+    @in_own_dtype
     def start(self) -> Tensor:
         """Return what the start alone gives, (Q, d_out); with Muon, start and rounding: all that is no pattern's."""
         return respond(self._sums.starts(), self.queries).to(self._dtype)

@@ -36,6 +36,7 @@ from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, read_corpus
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
+from dualform.threads import in_own_dtype
 
 
 class Memory:
@@ -178,10 +179,12 @@ class Memory:
 
     # Weights ------------------------------------------------------------------------------------------------------
 
+    @in_own_dtype
     def shares(self) -> dict[str, Tensor]:
         """Return what the view's patterns add to each parameter; those of `where` and `without` sum to the whole."""
         return {name: part.share.to(self._dtype(name), copy=True) for name, part in self._exact_parts().items()}
 
+    @in_own_dtype
     def weights(self) -> dict[str, Tensor]:
         """Return each parameter as this view implies it: what is left of the start, plus the view's patterns.
 
@@ -189,6 +192,7 @@ class Memory:
         """
         return {name: part.whole.to(self._dtype(name)) for name, part in self._exact_parts().items()}
 
+    @in_own_dtype
     def group_weights(self, by: By, *, budget: int = 512 << 20) -> GroupWeights:
         """Return each group's share of every parameter, by bins of steps, as finely as a budget of bytes allows.
 
@@ -197,6 +201,7 @@ class Memory:
         parts = [by] if isinstance(by, str | Bins) else list(by)
         return GroupWeights(self._table, self._cache, parts, budget=budget)
 
+    @in_own_dtype
     def rebuild_errors(self, weights: GroupWeights) -> dict[str, audit.LayerCheck]:
         """Compare what group weights add up to with the parameters at the end, by layer; files are not checked."""
         final = self._run.final
@@ -205,6 +210,7 @@ class Memory:
         checks = audit.compare(self._run, weights.rebuilt(), final, horizon=self._horizon)
         return audit.by_layer(self._run, checks)
 
+    @in_own_dtype
     def apply(self, model: nn.Module, *, layers: str | Collection[str] | None = None) -> nn.Module:
         """Return a copy of the model with this view's weights.
 
@@ -224,6 +230,7 @@ class Memory:
         """
         return _with_parameters(model, self._run.final or self.weights())
 
+    @in_own_dtype
     def verify(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> audit.Verification:
         """Check every file, rebuild every parameter from the patterns, and compare with the live ones.
 
@@ -309,6 +316,7 @@ class Memory:
             }
         )
 
+    @in_own_dtype
     def attend_text(
         self,
         model: nn.Module,
@@ -334,10 +342,12 @@ class Memory:
             self._table, chosen, self.corpus(), model, prompt, top=top, around=around, goes_on=goes_on
         )
 
+    @in_own_dtype
     def place_totals(self, layer: str, queries: Tensor) -> Tensor:
         """Return the total attention of queries (Q, d_in) to each token of the training text, (Q, N)."""
         return text.place_totals(self._table, layer, queries, self.corpus())
 
+    @in_own_dtype
     def place_counts(self, layer: str) -> Tensor:
         """Return how many patterns each token of the training text has in this view, (N,)."""
         return text.place_counts(self._table, layer, self.corpus())

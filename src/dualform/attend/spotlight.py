@@ -10,6 +10,7 @@ from dualform.attend.engine import Of
 from dualform.attend.groups import By
 from dualform.attend.layer import LayerSpotlight, Per
 from dualform.errors import QueryError, UnknownLayerError
+from dualform.threads import in_own_dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +38,7 @@ class Spotlight:
         html: str = importlib.import_module("dualform.show.report.notebook").spotlight_html(self)
         return html
 
+    @in_own_dtype
     def vote(self, by: By, *, of: Of = "attention") -> Vote:
         """Return, per layer and query, the group with the largest total.
 
@@ -53,6 +55,7 @@ class Spotlight:
             winners[name] = tuple(totals.groups[g] for g in values.argmax(dim=1).tolist())
         return Vote(names, of, winners)
 
+    @in_own_dtype
     def effects(self, by: By | None = None, *, per: Per = "sample") -> Effects:
         """Sum the effects of all layers: see `LayerSpotlight.effects`.
 

@@ -13,8 +13,6 @@ from dualform.record.probes import (
     predict,
     probe,
     projection,
-    sample,
-    sampled,
 )
 from dualform.threads import one_thread
 
@@ -25,35 +23,13 @@ class Gauge:
     def __init__(self) -> None:
         self._columns: dict[str, Tensor] = {}
 
-    def probe(
-        self, name: str, parameter: nn.Parameter, last: Probe | None = None, *, whole: bool = True, size: Size = "about"
-    ) -> Probe | None:
-        """Take a probe of a parameter's gradient, if there is one.
-
-        Args:
-            name: the parameter's name.
-            parameter: the parameter.
-            last: an earlier probe that it will be compared with; by a sample, if that has one.
-            whole: whether it has to show the whole gradient, also where a sample is enough to compare.
-            size: how the gradient's norm is found (`dualform.record.probes.probe`).
-        """
+    def probe(self, name: str, parameter: nn.Parameter, *, size: Size = "about") -> Probe | None:
+        """Take a probe of a parameter's gradient, if there is one."""
         if parameter.grad is None:
             return None
-        by_sample = last is not None and last.sample is not None
-        with one_thread(bytes_read=parameter.grad.nbytes if whole else 0, device=parameter.grad.device):
-            found = sample(parameter.grad) if by_sample else None
-            if by_sample and not whole:
-                return Probe(None, sample=found)
-            gradient = parameter.grad if parameter.dim() == 1 else parameter.grad.flatten(1)
-            taken = probe(gradient, self._projection(name, parameter), size=size)
-            taken.sample = found
-            return taken
-
-    def follow(self, name: str, parameter: nn.Parameter) -> Probe | None:
-        """Take a probe of a gradient that was just accumulated: of a large one a sample, if that tells enough."""
-        with one_thread():
-            followed = None if parameter.grad is None else sampled(parameter.grad)
-        return self.probe(name, parameter) if followed is None else followed
+        gradient = parameter.grad if parameter.dim() == 1 else parameter.grad.flatten(1)
+        with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
+            return probe(gradient, self._projection(name, parameter), size=size)
 
     def predictions(self, arrival: Arrival) -> dict[str, Prediction]:
         """Return what a call's patterns predict for its parameters, computed once for all of them."""

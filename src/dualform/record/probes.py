@@ -1,15 +1,14 @@
 """Probes: see a gradient through a few numbers, and tell what recorded patterns predict for them.
 
 The gradient G of a weight is watched through P = G R with a few fixed random columns R (a bias through itself); what
-patterns add to it is Eᵀ(X R). A large one in the CPU's memory is watched through a sample of its elements until the
-step. What the probes of a step say together is found in `dualform.record.trails`. Pure; hooks call it.
+patterns add to it is Eᵀ(X R). What the probes of a step say together is found in `dualform.record.trails`.
+Pure; hooks call it.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from torch import Tensor
 from dualform.forms import form
 
 Numbers = npt.NDArray[np.float64]
-Sample = npt.NDArray[np.floating[Any]]  # in the gradient's dtype; of few elements, for which numpy is faster
 Size = Literal["about", "now", "later"]
 
 COLUMNS = 2
@@ -27,20 +25,15 @@ COLUMNS_OF_FEW = 4  # of a gradient with few rows, whose projection may happen t
 FEW = 64
 MANY = 256  # elements of a probe whose norm tells the gradient's
 COARSE = 2.0**-11  # of what a gradient's rounding is relative to, autocast to bfloat16 may take 16 times that
-LARGE = 1 << 16  # elements of a gradient from which it is followed through a sample
-SAMPLED = 1024  # elements of a sample
-PIECE = 16  # of them one after the other, as they come together from memory
-TELLING = 64  # elements other than zero that a sample needs
 
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """What is kept of a gradient: columns, or a sample, or both."""
+    """What is kept of a gradient."""
 
-    columns: Tensor | None  # G R, (d_out, COLUMNS), or a bias's gradient itself, (d_out,)
+    columns: Tensor  # G R, (d_out, COLUMNS), or a bias's gradient itself, (d_out,)
     norm: Tensor | None = None  # (): the gradient's, where it was taken
     gradient: Tensor | None = None  # itself, where it stays as it is until the probe is resolved
-    sample: Sample | None = None  # some elements, (SAMPLED,)
     _numbers: Numbers | None = None
     _size: float | None = None
 
@@ -48,24 +41,8 @@ class Probe:
     def numbers(self) -> Numbers:
         """All elements of the columns."""
         if self._numbers is None:
-            assert self.columns is not None, "only what has columns is compared with a prediction"
             self._numbers = numbers_of(self.columns)
         return self._numbers
-
-    def followed(self, *, sampled: bool) -> Numbers:
-        """What a gradient is followed through."""
-        if not sampled:
-            return self.numbers
-        assert self.sample is not None, "a gradient is followed through what it was seen by first"
-        return self.sample.astype(np.float64)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The gradient's."""
-        if self.columns is not None:
-            return self.columns.dtype
-        assert self.sample is not None, "a probe holds something"
-        return torch.from_numpy(self.sample).dtype
 
     @property
     def size(self) -> float:
@@ -82,7 +59,7 @@ class Probe:
     @property
     def zero(self) -> bool:
         """Whether the gradient was zero."""
-        return (self.sample is None or not self.sample.any()) and (self.columns is None or not self.numbers.any())
+        return not self.numbers.any()
 
 
 def projection(rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -113,34 +90,6 @@ def probe(gradient: Tensor, columns: Tensor | None, *, size: Size = "about") -> 
     # The norm of many elements is about that of the gradient, for a fraction of the reading.
     exact = taken.numel() < MANY or size == "now"
     return Probe(taken, _norm(gradient) if exact else None, gradient if size == "later" else None)
-
-
-def sampled(gradient: Tensor) -> Probe | None:
-    """Take a probe that is a sample only, of a large gradient in the CPU's memory; nothing where it tells too little.
-
-    From elements that are zero, or nearly so, no factor can be told.
-    """
-    if gradient.numel() < LARGE or gradient.device.type != "cpu" or not gradient.is_contiguous():
-        return None
-    taken = sample(gradient)
-    numbers = taken.astype(np.float64)
-    limits = torch.finfo(gradient.dtype)
-    tells = np.count_nonzero(numbers) >= TELLING and float(numbers @ numbers) > limits.smallest_normal / limits.eps
-    return Probe(None, sample=taken) if tells else None
-
-
-def sample(gradient: Tensor) -> Sample:
-    """Return fixed elements of a large gradient, (SAMPLED,): short pieces of it at random places."""
-    flat: Sample = gradient.detach().reshape(-1).numpy()
-    return flat[_places(len(flat))]
-
-
-@functools.cache
-def _places(count: int) -> npt.NDArray[np.int64]:
-    generator = torch.Generator().manual_seed(20220627)
-    begins = torch.randint(count - PIECE, (SAMPLED // PIECE, 1), generator=generator)
-    found: npt.NDArray[np.int64] = (begins + torch.arange(PIECE)).reshape(-1).numpy()
-    return found
 
 
 def numbers_of(columns: Tensor) -> Numbers:

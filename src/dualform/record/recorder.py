@@ -24,7 +24,6 @@ from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
-from dualform.record.probes import Probe
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.spares import Spares
 from dualform.record.steps import OpenStep, own, warm_states, with_closure
@@ -202,8 +201,7 @@ class Recorder:
             with self._guarding():
                 self._end_step()
         if self._state == "recording":
-            trail = self._trail(name)
-            trail.waiting = self._gauge.probe(name, parameter, trail.last, whole=trail.last is None, size="now")
+            self._trail(name).waiting = self._gauge.probe(name, parameter, size="now")
 
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
@@ -219,19 +217,20 @@ class Recorder:
             if id(arrival) not in known:
                 patterns.append(arrival)
             self._annotator.spend(arrival.call.binding)
-        after = self._gauge.follow(name, parameter)
+        after = self._gauge.probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
         predicted: Tensor | None = None
-        sizes, coarse = [], False
+        sizes, coarse, terms = [], False, 0
         for arrival in arrivals:
             for role, prediction in self._gauge.predictions(arrival).items():
                 if arrival.call.layer.parameters[role][0] == name:
                     predicted = prediction.columns if predicted is None else predicted + prediction.columns
                     sizes.append(prediction.size)
                     coarse = coarse or arrival.call.coarse is not None
+                    terms += 0 if arrival.values is None else len(arrival.values)
         trail = self._trail(name)
-        predicted = parameter.new_zeros(()) if predicted is None else predicted
-        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, sizes, coarse))
+        predicted = torch.zeros_like(after.columns) if predicted is None else predicted
+        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, sizes, coarse, terms))
         trail.waiting = None
 
     def coarse_seen(self, layer: str) -> None:
@@ -265,13 +264,11 @@ class Recorder:
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             mine = owned.parameters
-            seen: list[tuple[Trail, Probe | None]] = []
-            for name, parameter in mine.items():
-                trail, final = self._trail(name), None
-                if not skipped:
-                    whole = name in self._exact
-                    final = self._gauge.probe(name, parameter, trail.last, whole=whole, size="later")
-                seen.append((trail, final))
+            finals = [
+                None if skipped else self._gauge.probe(name, parameter, size="later")
+                for name, parameter in mine.items()
+            ]
+            seen = [(self._trail(name), final) for name, final in zip(mine, finals, strict=True)]
             seen = seen if self._here else fetched(seen)
             situation = Situation(self._exact, self._graph_of, len(self._pending.tasks), scale, skipped)
             self._graph_of = None

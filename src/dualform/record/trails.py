@@ -7,24 +7,21 @@ of one step are collected as small tensors and resolved together, before the ste
 - between an accumulation and the next event: P may have been multiplied by one factor (clipping, unscaling), or
   cleared; anything else is a change that the identity does not cover.
 
-A large gradient in the CPU's memory is read once only, before the step: until then it is followed through a sample of
-its elements, which tells the factors, and P at the step must be the sum of the predictions, each times its factor.
-
 Differences are compared with the rounding of what P was computed from, ‖G‖ and sum |e| ‖x‖, never with P itself: a
 projection that happens to cancel is small, and its rounding is not. sum |e| ‖x‖ costs a pass over keys and values, so
 it is found only where ‖G‖ does not explain a difference already. Pure apart from holding tensors; hooks call it.
 """
 
-import functools
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.record.probes import Numbers, Probe, Sample, length, numbers_of
+from dualform.record.probes import Numbers, Probe, length, numbers_of
 from dualform.record.transfer import pack, unpack
 
 NOT_FINITE = "its gradient is not finite"
@@ -41,11 +38,7 @@ class Accumulation:
     predicted: Tensor  # the increment of the columns, as the patterns have it
     sizes: Sequence[Callable[[], float]]  # what the prediction's rounding is relative to, their sum
     coarse: bool = False  # whether autograd rounded it to a coarser dtype than the parameter's
-
-    @property
-    def measured(self) -> bool:
-        """Whether the whole increment was seen; else it is compared with its prediction at the step."""
-        return self.after.columns is not None and (self.before is None or self.before.columns is not None)
+    patterns: int = 0  # whose sum it is, which rounds at every one of them
 
 
 @dataclass(slots=True)
@@ -55,11 +48,6 @@ class Trail:
     width: int  # d_in; 1 for a bias
     accumulations: list[Accumulation] = field(default_factory=list)
     waiting: Probe | None = None  # taken before the accumulation in progress
-
-    @property
-    def last(self) -> Probe | None:
-        """What the gradient was last seen by."""
-        return self.accumulations[-1].after if self.accumulations else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +73,7 @@ def fetched(seen: list[tuple[Trail, Probe | None]]) -> list[tuple[Trail, Probe |
     here = iter(everything)
 
     def probe_here(one: Probe | None) -> Probe | None:
-        if one is None or one.columns is None:
-            return one
-        return Probe(next(here), None if one.norm is None else next(here), one.gradient, one.sample)
+        return None if one is None else Probe(next(here), None if one.norm is None else next(here), one.gradient)
 
     found = []
     for trail, final in seen:
@@ -95,7 +81,8 @@ def fetched(seen: list[tuple[Trail, Probe | None]]) -> list[tuple[Trail, Probe |
         for event in trail.accumulations:
             before, after = probe_here(event.before), probe_here(event.after)
             assert after is not None, "an accumulation left a gradient"
-            events.append(Accumulation(event.micro, before, after, next(here), event.sizes, event.coarse))
+            predicted = next(here)
+            events.append(dataclasses.replace(event, before=before, after=after, predicted=predicted))
         found.append((Trail(trail.width, events, trail.waiting), probe_here(final)))
     return found
 
@@ -104,7 +91,7 @@ def _tensors(trail: Trail, final: Probe | None) -> list[Tensor]:
     """Return every tensor of a trail and a final probe, in the order in which `fetched` takes them."""
 
     def of(one: Probe | None) -> list[Tensor]:
-        return [] if one is None else [found for found in (one.columns, one.norm) if found is not None]
+        return [] if one is None else [one.columns] if one.norm is None else [one.columns, one.norm]
 
     events = [t for event in trail.accumulations for t in (*of(event.before), *of(event.after), event.predicted)]
     return [*events, *of(final)]
@@ -112,8 +99,9 @@ def _tensors(trail: Trail, final: Probe | None) -> list[Tensor]:
 
 def resolve_all(seen: Sequence[tuple[Trail, Probe | None]]) -> list[Resolution]:
     """Follow the gradients of all parameters of a step, as `resolve` does; those with nothing unusual all at once."""
-    usual = {i: found for i, (trail, final) in enumerate(seen) if (found := _usual(trail, final)) is not None}
-    factors = dict(zip(usual, _factors(list(usual.values())), strict=True)) if len(usual) > 1 else {}
+    usual = [i for i, (trail, final) in enumerate(seen) if _is_usual(trail, final)]
+    trails, finals = [seen[i][0] for i in usual], [final for i in usual if (final := seen[i][1]) is not None]
+    factors = dict(zip(usual, _factors(trails, finals), strict=True)) if len(usual) > 1 else {}
     resolutions = []
     for i, (trail, final) in enumerate(seen):
         factor = factors.get(i)
@@ -123,63 +111,43 @@ def resolve_all(seen: Sequence[tuple[Trail, Probe | None]]) -> list[Resolution]:
     return resolutions
 
 
-@dataclass(frozen=True, slots=True)
-class _Usual:
-    """A gradient that was cleared, accumulated once, in its own dtype, and is there at the step."""
-
-    before: Sample  # what it is followed through, after the accumulation
-    after: Sample  # and at the step
-    columns: Sample
-    predicted: Sample
-    followed_width: int  # whose rounding what it is followed through has
-    width: int
-    dtype: torch.dtype
+def _is_usual(trail: Trail, final: Probe | None) -> bool:
+    """Say whether a gradient was cleared, accumulated once, in its own dtype, and is there at the step."""
+    if final is None or len(trail.accumulations) != 1:
+        return False
+    event, columns = trail.accumulations[0], final.columns
+    known = columns.device == CPU and columns.dtype in (torch.float32, torch.float64)  # to numpy
+    fits = event.predicted.shape == columns.shape and columns.numel() > 0
+    return known and fits and event.before is None and not event.coarse
 
 
-def _usual(trail: Trail, final: Probe | None) -> _Usual | None:
-    if final is None or final.columns is None or len(trail.accumulations) != 1:
-        return None
-    event = trail.accumulations[0]
-    if event.before is not None or event.coarse or event.predicted.numel() != final.columns.numel():
-        return None
-    if final.columns.device != CPU or not final.columns.numel():
-        return None
-    columns, predicted = final.columns.numpy(), event.predicted.numpy()
-    if event.after.sample is not None and final.sample is not None:
-        return _Usual(event.after.sample, final.sample, columns, predicted, 1, trail.width, final.columns.dtype)
-    if event.after.columns is None:
-        return None
-    return _Usual(
-        event.after.columns.numpy(), columns, columns, predicted, trail.width, trail.width, final.columns.dtype
-    )
-
-
-def _factors(traces: Sequence[_Usual]) -> list[float | None]:
+def _factors(trails: Sequence[Trail], finals: Sequence[Probe]) -> list[float | None]:
     """Return the factor of each gradient that its patterns explain, and that was changed by one factor at most.
 
     Nothing for the others, and for gradients whose rounding needs a closer look: `resolve` tells what is with them.
     """
-    before, after = _Joined([trace.before for trace in traces]), _Joined([trace.after for trace in traces])
-    columns, predicted = _Joined([trace.columns for trace in traces]), _Joined([trace.predicted for trace in traces])
-    dtypes = [trace.dtype for trace in traces]
+    before = _Joined([trail.accumulations[0].after.columns for trail in trails])
+    predicted = _Joined([trail.accumulations[0].predicted for trail in trails])
+    after = _Joined([final.columns for final in finals])
     with np.errstate(all="ignore"):  # what is not finite is within no bound
         same = np.logical_and.reduceat(before.numbers == after.numbers, after.begins)
         factors = np.where(same, 1.0, before.dot(after.numbers) / before.dot(before.numbers))
         changed = after.norms(after.numbers - before.times(factors))
-        missed = columns.norms(columns.numbers - predicted.times(factors))
-        one_factor = same | (changed <= _roundings(after.norms(), [trace.followed_width for trace in traces], dtypes))
-        explained = missed <= _roundings(columns.norms(), [trace.width for trace in traces], dtypes)
+        missed = before.norms(before.numbers - predicted.numbers)
+        one_factor = same | (changed <= _roundings(after.norms(), trails, finals))
+        explained = missed <= _roundings(before.norms(), trails, finals)
         fine = one_factor & explained & (factors != 0.0)
     return [float(factor) if is_fine else None for factor, is_fine in zip(factors, fine, strict=True)]
 
 
 class _Joined:
-    """Several arrays' elements one after the other, in float64."""
+    """Several small tensors' elements one after the other, in float64."""
 
-    def __init__(self, arrays: Sequence[Sample]) -> None:
-        self.counts = [array.size for array in arrays]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.counts = [tensor.numel() for tensor in tensors]
         self.begins = np.cumsum([0, *self.counts[:-1]])
-        self.numbers: Numbers = np.concatenate([array.ravel() for array in arrays], dtype=np.float64)
+        arrays = [tensor.numpy().ravel() for tensor in tensors]
+        self.numbers: Numbers = np.concatenate(arrays, dtype=np.float64)
 
     def dot(self, others: Numbers) -> Numbers:
         """Return the dot product of each one with its part of others."""
@@ -210,46 +178,24 @@ def resolve(trail: Trail, final: Probe | None) -> Resolution:
     for event in trail.accumulations:
         _follow(factors, objections, last, event.before, trail.width)
         factors[event.micro] = 1.0
-        if event.measured:
-            unexplained = _unexplained(event, trail.width)
-            if unexplained is not None:
-                objections[event.micro] = unexplained
-            if event.coarse:
-                residuals[event.micro] = _difference(event)
+        unexplained = _unexplained(event, trail.width)
+        if unexplained is not None:
+            objections[event.micro] = unexplained
+        if event.coarse:
+            residuals[event.micro] = _difference(event)
         last = event.after
     _follow(factors, objections, last, final, trail.width)
     residual = math.hypot(*(factors[m] * found for m, found in residuals.items())) if residuals else None
-    followed = not all(event.measured for event in trail.accumulations)
-    if followed and None not in objections and final is not None and final.columns is not None and not final.zero:
-        whole = _at_step([event for event in trail.accumulations if factors[event.micro] != 0.0], factors, final)
-        unexplained = _unexplained(whole, trail.width)
-        if unexplained is not None:
-            objections[None] = unexplained
-        residual = _difference(whole) if whole.coarse else None
     standing = [text for micro, text in objections.items() if micro is None or factors[micro] != 0.0]
     return Resolution(factors, standing[0] if standing else None, residual)
-
-
-def _at_step(events: Sequence[Accumulation], factors: Mapping[int, float], final: Probe) -> Accumulation:
-    """Return all accumulations as one: the gradient at the step, and what the patterns predict for it."""
-    predicted = torch.zeros((), dtype=torch.float64)
-    for event in events:
-        predicted = predicted + factors[event.micro] * event.predicted.double()
-    sizes = [functools.partial(_scaled, abs(factors[event.micro]), size) for event in events for size in event.sizes]
-    return Accumulation(-1, None, final, predicted, sizes, any(event.coarse for event in events))
-
-
-def _scaled(factor: float, size: Callable[[], float]) -> float:
-    return factor * size()
 
 
 def _follow(
     factors: dict[int, float], objections: dict[int | None, str], last: Probe | None, now: Probe | None, width: int
 ) -> None:
     """Apply what happened to the gradient since it was last seen to all factors so far."""
-    sampled = last is not None and last.sample is not None
-    before = None if last is None else last.followed(sampled=sampled)
-    after = None if now is None else now.followed(sampled=sampled)
+    before = None if last is None else last.numbers
+    after = None if now is None else now.numbers
     if before is not None and after is not None and np.array_equal(before, after):
         return
     if now is None or after is None or now.zero:  # cleared
@@ -267,8 +213,8 @@ def _follow(
         objections[None] = NOT_FINITE
         return
     factor, difference = _factor(before, after)
-    size, width, dtype = (length(after), 1, now.dtype) if sampled else (now.size, width, now.dtype)
-    if not difference <= _rounding(size, width, dtype) and not sampled:
+    size, dtype = now.size, now.columns.dtype
+    if not difference <= _rounding(size, width, dtype):
         size = now.true_size
     if not difference <= _rounding(size, width, dtype):
         objections[None] = (
@@ -291,7 +237,7 @@ def _factor(before: Numbers, after: Numbers) -> tuple[float, float]:
 
 def _unexplained(event: Accumulation, width: int) -> str | None:
     """Say how the increment of a gradient differs from what its patterns predict, if it does."""
-    dtype = event.after.dtype
+    dtype = event.after.columns.dtype
     difference = _difference(event)
     if not math.isfinite(difference):
         return NOT_FINITE
@@ -299,7 +245,7 @@ def _unexplained(event: Accumulation, width: int) -> str | None:
         return None
     predicted = sum(size() for size in event.sizes)
     size = predicted + (0.0 if event.before is None else event.before.size)
-    if difference <= _rounding(size, width, dtype):
+    if difference <= _rounding(size, width, dtype, terms=event.patterns):
         return None
     if not predicted:
         return (
@@ -323,17 +269,20 @@ def _difference(event: Accumulation) -> float:
         return length(increment - numbers_of(event.predicted))
 
 
-def _rounding(size: float, width: int, dtype: torch.dtype) -> float:
+def _rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) -> float:
     """Return how large a difference rounding explains.
 
     The rounding of a product grows with the square root of its width; the bound is 4 times the worst of 10,000 random
-    gradients (tests/record/test_probes.py). Below the last term products of gradients underflow.
+    gradients (tests/record/test_probes.py). That of a sum over patterns, which autograd may add up one by one, grows
+    with the root of their number (`terms`), and more where all have the same sign. Below the last term products of
+    gradients underflow.
     """
     limits = torch.finfo(dtype)
-    return (16 + 2 * math.sqrt(width)) * limits.eps * size + limits.smallest_normal / limits.eps
+    relative = 16 + 2 * math.sqrt(width) + 4 * math.sqrt(terms)
+    return relative * limits.eps * size + limits.smallest_normal / limits.eps
 
 
-def _roundings(sizes: Numbers, widths: Sequence[int], dtypes: Sequence[torch.dtype]) -> Numbers:
+def _roundings(sizes: Numbers, trails: Sequence[Trail], finals: Sequence[Probe]) -> Numbers:
     """Return how large a difference rounding explains, for several at once."""
-    each = [_rounding(float(size), width, dtype) for size, width, dtype in zip(sizes, widths, dtypes, strict=True)]
-    return np.array(each)
+    several = zip(sizes, trails, finals, strict=True)
+    return np.array([_rounding(float(size), trail.width, final.columns.dtype) for size, trail, final in several])

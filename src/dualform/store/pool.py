@@ -26,7 +26,7 @@ class Pool:
 
     def place(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return each key's number, (T,) int32; the places of those that are new, (N,); and their digests, (N, 2)."""
-        rows = np.ascontiguousarray(keys.numpy()).view(np.uint8)
+        rows = keys.contiguous().view(torch.uint8).numpy()  # numpy does not know every dtype
         digests = list(map(xxhash.xxh3_128_digest, rows))
         numbers = [self._known.get(digest, -1) for digest in digests]
         new = []
