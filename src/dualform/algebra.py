@@ -46,7 +46,7 @@ def attend(queries: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
     # Which product it is goes by the largest chunk of a pass: equal keys get equal scores in the last chunk too.
     product, count = _product(), len(queries) * len(keys)
     most, plain = count if out is None else len(out), queries.dtype == keys.dtype == torch.float32
-    if product is not None and plain and most <= REUSED and count and keys.numel():
+    if product is not None and plain and most <= REUSED and keys.shape[1]:
         return product(keys, queries).T
     if out is None:
         return (keys @ queries.T).T

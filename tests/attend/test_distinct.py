@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import dualform
 from dualform.attend import distinct, engine, scoring
 from dualform.attend.distinct import Distinct
+from dualform.attend.reducers import FEW, GroupSums
+from dualform.store.reader import Run
 from dualform.store.stream import pool_pieces
 
 SAMPLES, EPOCHS, BATCH, D_IN = 50, 4, 10, 48
@@ -44,13 +46,15 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     inputs = torch.randn(SAMPLES, D_IN)
     model = nn.Sequential(nn.Linear(D_IN, 6), nn.Tanh(), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, folder, dtype=request.param, shard_bytes=20_000) as recorder:
+    with dualform.record(model, optimizer, folder, dtype=request.param, shard_bytes=5_000) as recorder:
         for _ in range(EPOCHS):
             for rows in torch.randperm(SAMPLES).split(BATCH):
                 recorder.annotate(sample=rows, label=rows % 4)
                 optimizer.zero_grad()
                 model(inputs[rows]).square().mean().backward()
                 optimizer.step()
+    pools = [shard.entry.pools["0"] for shard in Run(folder).shards]
+    assert sum(count > 0 for _, count in pools) > 1  # the pool lies in several shards
     return folder, model
 
 
@@ -137,3 +141,11 @@ def test_patterns_are_counted_by_key_and_group() -> None:
         torch.tensor([1, 0, 0, 1, 1]), 2, torch.float64
     )
     assert found.tolist() == [[0, 0, 2], [2, 1, 0]]
+
+
+def test_counts_are_made_for_few_groups_only() -> None:
+    """They take memory for every key and group."""
+    keys = Distinct(np.array([4, 7]), np.array([0, 1, 1]))
+    codes = torch.tensor([0, 1, 0])
+    assert GroupSums(3, FEW, torch.device("cpu")).of_distinct(keys, codes) is not None
+    assert GroupSums(3, FEW + 1, torch.device("cpu")).of_distinct(keys, codes) is None

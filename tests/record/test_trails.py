@@ -119,6 +119,21 @@ def test_all_at_once_looks_at_each_alone() -> None:
         gradient.copy_(kept)
 
 
+def test_what_needs_a_closer_look_gets_one() -> None:
+    """Autocast's residual, and a gradient from before that is too small to be missed in the sum."""
+    coarse, left = Followed(WIDE, seed=1), Followed(WIDE, seed=2)
+    coarse.accumulate(coarse=True)
+    left.weight.grad = torch.full(WIDE, 1e-12)
+    left.accumulate()
+    usual = Followed(WIDE, seed=3)
+    usual.accumulate()
+    found = resolve_all([coarse.seen, left.seen, usual.seen])
+    assert found[0].residual is not None
+    assert found[1].objection is not None
+    assert "not cleared" in found[1].objection
+    assert found[2] == Resolution({0: 1.0}, None)
+
+
 # Recorded ----------------------------------------------------------------------------------------------------------
 
 

@@ -4,16 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.record.hooks import Arrival
-from dualform.record.probes import (
-    COARSE,
-    Prediction,
-    Probe,
-    Size,
-    Watching,
-    predict,
-    probe,
-    projection,
-)
+from dualform.record.probes import COARSE, Prediction, Probe, Size, Watching, predict, probe, projection
 from dualform.threads import one_thread
 
 
