@@ -379,16 +379,26 @@ def test_a_layer_that_fits_no_annotation_gets_nulls_and_a_warning(run: Path) -> 
     assert memory.verify(model).passed
 
 
-def test_flattened_layers_take_no_annotation_per_row(run: Path) -> None:
+def test_flattened_layers_take_annotations_per_row(run: Path) -> None:
     model = Flattened()
     optimizer = sgd(model)
     with dualform.record(model, optimizer, run) as recorder:
         recorder.annotate(document=[7, 8])
-        with pytest.warns(UserWarning, match=r"'document' has shape \(2,\), but layer 'second' saw 6 rows"):
-            step(model, optimizer, batches(1, 2, 3, 5)[0])
+        step(model, optimizer, batches(1, 2, 3, 5)[0])
     memory = dualform.open(run)
     assert column(memory, "document", "first") == [7, 7, 7, 8, 8, 8]
-    assert column(memory, "document", "second") == [None] * 6
+    assert column(memory, "document", "second") == [7, 7, 7, 8, 8, 8]
+    assert column(memory, "row", "second") == [0, 0, 0, 1, 1, 1]
+
+
+def test_flattened_layers_whose_rows_are_not_tried_take_none(run: Path) -> None:
+    model = Flattened()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run, check_rows=False) as recorder:
+        recorder.annotate(document=[7, 8])
+        with pytest.warns(UserWarning, match=r"'document' has shape \(2,\), but layer 'second' saw 6 rows"):
+            step(model, optimizer, batches(1, 2, 3, 5)[0])
+    assert column(dualform.open(run), "document", "second") == [None] * 6
 
 
 @pytest.mark.parametrize("name", RESERVED)

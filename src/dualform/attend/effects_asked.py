@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from dualform.attend.queries import find_watched, move
 from dualform.errors import QueryError
-from dualform.record.hooks import _hookable, trace
+from dualform.record.listening import ListenedCall, listen
 from dualform.record.watch import Watched
 from dualform.store.format import LayerEntry
 
@@ -41,23 +41,6 @@ class Asked:
     rows: Tensor
     of: Tensor
     inputs: int
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One call of a layer, from its forward on."""
-
-    layer: Watched
-    inputs: Any
-    leading: tuple[int, ...]
-    errors: list[Tensor | None]
-
-    def values(self, like: Tensor) -> Tensor:
-        """Return the gradients at its outputs, (n, d_out)."""
-        if all(error is None for error in self.errors):  # the quantity does not depend on this call
-            return like.new_zeros(math.prod(self.leading), self.layer.d_out)
-        kind = self.layer.kind
-        return kind.errors(self.layer.module, self.inputs, self.errors).detach().reshape(-1, self.layer.d_out)
 
 
 def ask(
@@ -148,13 +131,13 @@ def _backward(
     quantity: Quantity,
     watched: Mapping[str, Watched],
     batch_axis: int,
-) -> tuple[dict[str, list[_Call]], int]:
+) -> tuple[dict[str, list[ListenedCall]], int]:
     """Return every call of the watched layers with the errors that came to its outputs, and the number of inputs."""
-    calls: dict[str, list[_Call]] = {name: [] for name in watched}
+    calls: dict[str, list[ListenedCall]] = {name: [] for name in watched}
     modes = {module: module.training for module in model.modules()}
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     fast = torch.backends.mha.get_fastpath_enabled()
-    handles = _listen(watched, calls)
+    handles = listen(watched, calls)
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -182,46 +165,7 @@ def _backward(
     return calls, len(found)
 
 
-def _listen(watched: Mapping[str, Watched], calls: Mapping[str, list[_Call]]) -> list[Any]:
-    """Put hooks on the layers that note their calls and wait for the errors at their outputs."""
-    handles: list[Any] = []
-
-    def note(name: str, layer: Watched, inputs: Any, outputs: Sequence[Tensor]) -> None:
-        leading = tuple(layer.kind.keys(layer.module, inputs).shape[:-1])
-        call = _Call(layer, inputs, leading, [None] * len(outputs))
-        calls[name].append(call)
-        for i, output in enumerate(outputs):
-
-            def arrive(error: Tensor | None, i: int = i, shape: torch.Size = output.shape) -> None:
-                if error is not None:
-                    call.errors[i] = error.detach().reshape(shape)
-
-            if output.requires_grad:
-                _hookable(output).register_hook(arrive)
-
-    composites: dict[int, dict[str, tuple[str, Watched]]] = {}
-    for name, layer in watched.items():
-        if layer.composite is not None:
-            composites.setdefault(id(layer.module), {})[layer.part] = (name, layer)
-            continue
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, n: str = name, w: Watched = layer) -> None:
-            if module is w.module:
-                note(n, w, w.kind.inputs(args, kwargs).detach().clone(), [output])
-
-        handles.append(layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
-    for parts in composites.values():
-
-        def report(part: str, inputs: Any, outputs: Sequence[Tensor], parts: Any = parts) -> None:
-            if part in parts:
-                name, layer = parts[part]
-                note(name, layer, inputs, outputs)
-
-        handles.extend(trace([layer for _, layer in parts.values()], report))
-    return handles
-
-
-def _inputs(call: _Call, count: int, batch_axis: int) -> Tensor:
+def _inputs(call: ListenedCall, count: int, batch_axis: int) -> Tensor:
     """Return which input of its batch each query of a call belongs to, (n,)."""
     own = call.layer.kind.batch_axis
     axis, leading = batch_axis if own is None else own, call.leading

@@ -1,5 +1,6 @@
 """What a memory holds, in a few lines."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +32,21 @@ class Info:
             lines.append(f"view: {self.view}")
         lines += [
             f"  {name}: {layer['kind']} {layer['d_in']} -> {layer['d_out']}, {layer['patterns']:,} patterns, "
-            f"{layer['store']}, {layer['dtype']}"
+            f"{layer['store']}, {layer['dtype']}{_rows(layer)}"
             for name, layer in self.layers.items()
         ]
         lines.append(f"columns: {', '.join(self.columns) or 'none'}")
         if self.uncovered:
             lines.append(f"not recorded: {', '.join(self.uncovered)}")
         return "\n".join(lines)
+
+
+def _rows(layer: Mapping[str, Any]) -> str:
+    """Return what is known of a layer's rows, for its line."""
+    if layer["rows"] is None:
+        return ""
+    why = "" if layer["rows"]["outcome"] == "proved" else f" ({layer['rows']['reason']})"
+    return f", rows {layer['rows']['outcome']}{why}"
 
 
 def describe(run: Run, view: str) -> Info:
@@ -52,6 +61,7 @@ def describe(run: Run, view: str) -> Info:
             "dtype": entry.dtype,
             "patterns": run.count(name),
             "bytes": audit.stored_bytes(run, name),
+            "rows": dataclasses.asdict(manifest.rows[name]) if name in manifest.rows else None,
         }
         for name, entry in run.layers.items()
     }

@@ -34,7 +34,7 @@ from dualform.record.watch import plain_name
 from dualform.store import audit, media, rebuild
 from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, read_corpus
-from dualform.store.format import LayerEntry
+from dualform.store.format import LayerEntry, RowsEntry
 from dualform.store.reader import Run
 from dualform.threads import in_own_dtype
 
@@ -78,6 +78,11 @@ class Memory:
     def columns(self) -> tuple[str, ...]:
         """The names of all columns that patterns have."""
         return self._table.names
+
+    @property
+    def rows(self) -> Mapping[str, RowsEntry]:
+        """Whether each layer's rows are those of the annotated batches, as a trial found it, for layers tried."""
+        return MappingProxyType(self._run.manifest.rows)
 
     @property
     def factory(self) -> tuple[str, Mapping[str, Any]] | None:

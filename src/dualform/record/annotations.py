@@ -3,7 +3,8 @@
 A binding is one call of `annotate`: columns of one batch, of shape (B,), (B, L) or a constant. It knows no files.
 """
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,25 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualform.errors import AnnotationError
+from dualform.record.rowcheck import RowCheck
+
+ROWS = "rows"  # the argument of `annotate` that is no column: the batch's row of each of a layer's patterns
 
 RESERVED = ("pattern", "layer", "step", "micro", "call", "row", "position")
+
+
+class Inputs:
+    """The tensors that a forward was called with, to recognise them again; they are not kept alive."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+    def same(self, other: "Inputs | None") -> bool:
+        """Say whether another forward was called with the very same tensors, not written to since."""
+        if other is None or not self._tensors or len(self._tensors) != len(other._tensors):
+            return False
+        pairs = zip(self._tensors, other._tensors, strict=True)
+        return all(a() is not None and a() is b() and before == after for (a, before), (b, after) in pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,12 +42,22 @@ class Binding:
         columns: each of shape (), (rows,) or (rows, positions).
         rows: the batch size; 0 when there are only constants, or the batch is empty.
         positions: the length of the second axis, or 0 when no column has one.
+        missing: (size,) where there is no value in any column; nothing where there is one everywhere.
+        given: the batch's row of each pattern of some layers, as the user gave it; -1 for no row.
+        checks: what is known of each layer's rows in the forward that took this binding.
+        forwards: each forward of the model that took it -> the tensors it was called with.
+        arrived: those of them that a backward came to.
         parts: bindings of some of the columns, for layers that cannot take all, once they were asked for.
     """
 
     columns: Mapping[str, npt.NDArray[Any]]
     rows: int
     positions: int
+    missing: npt.NDArray[np.bool_] | None = None
+    given: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict, repr=False)
+    checks: dict[str, RowCheck] = field(default_factory=dict, repr=False)
+    forwards: dict[int, "Inputs"] = field(default_factory=dict, repr=False)
+    arrived: set[int] = field(default_factory=set, repr=False)
     parts: dict[tuple[str, ...], "Binding"] = field(default_factory=dict, repr=False)
 
     @property
@@ -43,7 +71,13 @@ class Binding:
         A constant fits always; (B,) where the rows agree, spread over any positions; (B, L) where both agree. A layer
         that saw the batch flattened to B · L rows takes them all.
         """
-        names = tuple(name for name in self.columns if self._fits(name, rows, positions))
+        return self._part(tuple(name for name in self.columns if self._fits(name, rows, positions)))
+
+    def constants(self) -> "Binding | None":
+        """Return the columns that are the same for all rows, if any: those fit a layer whose rows are not known."""
+        return self._part(tuple(name for name, column in self.columns.items() if not column.ndim))
+
+    def _part(self, names: tuple[str, ...]) -> "Binding | None":
         if len(names) == len(self.columns) or not names:
             return self if names else None
         if names not in self.parts:
@@ -51,6 +85,39 @@ class Binding:
             axes = max(column.ndim for column in columns.values())
             self.parts[names] = Binding(columns, self.rows if axes else 0, self.positions if axes == 2 else 0)
         return self.parts[names]
+
+    def at_given_rows(self, layer: str, patterns: int) -> "Binding":
+        """Return the columns per row and the constants for a layer whose rows the user gave, an entry per pattern."""
+        order = self.given[layer]
+        if len(order) != patterns:
+            raise AnnotationError(
+                f"annotate(rows=...) gives {len(order)} rows for layer {layer!r}, which saw {patterns} patterns. "
+                "Give the batch's row of each of its patterns, -1 for none."
+            )
+        if len(order) and not (order.min() >= -1 and order.max() < self.rows):
+            raise AnnotationError(
+                f"annotate(rows=...) gives rows {order.min()} to {order.max()} for layer {layer!r}; the batch has rows "
+                f"0 to {self.rows - 1}, and -1 stands for none."
+            )
+        at = (ROWS, layer)
+        if at not in self.parts:
+            none = order < 0
+            columns = {
+                name: np.where(none, column[:1], column[order]) if column.ndim else np.broadcast_to(column, (patterns,))
+                for name, column in self.columns.items()
+                if column.ndim < 2
+            }
+            self.parts[at] = Binding(columns, patterns, 0, missing=none if none.any() else None)
+        return self.parts[at]
+
+    def belongs_to(self, forward: int) -> bool:
+        """Say whether these annotations were meant for a forward that took them.
+
+        They were meant for the first that did. Others share them if the first one trains as well, or if they were
+        called with the same tensors; otherwise the first one's batch was skipped, and this is another batch.
+        """
+        first = next(iter(self.forwards), forward)
+        return first == forward or first in self.arrived or self.forwards[first].same(self.forwards.get(forward))
 
     def _fits(self, name: str, rows: int, positions: int) -> bool:
         shape = self.columns[name].shape
@@ -80,15 +147,31 @@ class Annotator:
         self._given: dict[str, Any] = {}  # the columns of the binding
         self._bound = False  # whether a forward has taken it
         self._spent: set[int] = set()  # ids of bindings whose backward has been
+        self.forward = 0  # which forward of the model is running
+        self._inputs = Inputs([])  # its tensors
 
     def annotate(self, columns: Mapping[str, Any], check: Callable[[Binding], None]) -> None:
         """Take columns for the next forward; those that are waiting for it already stay."""
+        columns = dict(columns)
+        rows = _given_rows(columns.pop(ROWS)) if isinstance(columns.get(ROWS), Mapping) else {}
+        if rows and not columns and self._binding is not None and id(self._binding) not in self._spent:
+            self._binding.given.update(rows)  # also after its forward, which may have found the order of its rows
+            return
         waiting = self._binding is not None and not self._bound
-        given = {**self._given, **columns} if waiting else dict(columns)
+        given = {**self._given, **columns} if waiting else columns
         binding = bind(given)
         check(binding)
+        binding.given.update(self._binding.given if waiting and self._binding is not None else {})
+        binding.given.update(rows)
         self._given, self._binding, self._bound = given, binding, False
         self._spent.clear()
+
+    def begin_forward(self, tensors: Sequence[Tensor]) -> Binding | None:
+        """Count a forward of the whole model that begins, and return the annotations that it will take, if any."""
+        self.forward += 1
+        self._inputs = Inputs(tensors)
+        spent = self._binding is not None and id(self._binding) in self._spent
+        return None if spent else self._binding
 
     def for_forward(self, *, again: bool) -> Binding | None:
         """Return what a forward call takes; `again` where a checkpointed part is computed anew in its backward."""
@@ -96,6 +179,8 @@ class Annotator:
             self._binding = None
         self._bound = True
         self.late = self._binding is None
+        if self._binding is not None:
+            self._binding.forwards.setdefault(self.forward, self._inputs)
         return self._binding
 
     def spend(self, binding: Binding | None) -> None:
@@ -132,6 +217,20 @@ def bind(columns: Mapping[str, Any]) -> Binding:
                 )
             positions, of_positions = array.shape[1], name
     return Binding(columns=arrays, rows=rows, positions=positions)
+
+
+def _given_rows(rows: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the batch's row of each pattern, layer -> (n,), from what `annotate(rows=...)` was given."""
+    found = {}
+    for layer, order in rows.items():
+        array = _as_array(ROWS, order)
+        if array.dtype.kind not in "iu":
+            raise AnnotationError(
+                f"annotate(rows=...) holds {array.dtype} for layer {layer!r}; expected the batch's row of each of its "
+                "patterns, as whole numbers, -1 for none."
+            )
+        found[layer] = array.astype(np.int64).reshape(-1)
+    return found
 
 
 def _as_column(name: str, value: Any) -> npt.NDArray[Any]:

@@ -1,6 +1,7 @@
 """What was accumulated since the last step, and the calls it becomes: which reach the step, where, which columns."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from dualform.record.annotations import Binding
 from dualform.record.hooks import Arrival
+from dualform.record.rowcheck import RowCheck
 from dualform.record.sinks import CallRecord
 from dualform.record.trails import Trail
 from dualform.record.transfer import Brought, Transfer
@@ -60,20 +62,30 @@ class Misfit:
     everywhere: bool
 
 
+@dataclass(slots=True)
+class Gathered:
+    """The calls of a step, and what is to be said of their annotations."""
+
+    calls: list[CallRecord] = field(default_factory=list)
+    misfits: list[Misfit] = field(default_factory=list)
+    skipped: bool = False  # whether annotations were left out that a skipped batch had
+    checks: dict[str, RowCheck] = field(default_factory=dict)  # layers whose rows no trial has told
+
+
 def gather_calls(
     arrivals: Mapping[int, Sequence[Arrival]],
     factors: Mapping[str, Sequence[float]],
     axis_of: Callable[[Watched], int],
-) -> tuple[list[CallRecord], list[Misfit]]:
-    """Return the calls whose gradient reaches the step through at least one parameter, and the columns that do not fit.
+) -> Gathered:
+    """Return the calls whose gradient reaches the step through at least one parameter, with the columns that fit them.
 
     Args:
         arrivals: micro -> what was accumulated in it.
         factors: updated parameter -> its gradient's factor in each micro.
-        axis_of: the batch axis of a layer.
+        axis_of: the batch axis of a layer whose rows were not tried.
     """
-    calls: list[CallRecord] = []
-    fitted: dict[int, set[str]] = {}  # binding -> columns that some layer took
+    gathered = Gathered()
+    fitted: dict[int, set[str]] = {}  # binding -> columns that some layer took, or that are known not to belong to it
     misfits: list[tuple[Binding, str, str, str]] = []
     for micro, brought in sorted(arrivals.items()):
         numbers: dict[str, int] = {}
@@ -82,32 +94,95 @@ def gather_calls(
             if not any(name in factors and factors[name][micro] != 0.0 for name, _ in layer.parameters.values()):
                 continue
             assert arrival.keys is not None, "only accumulated arrivals are pending"
-            rows, positions, inner = address(arrival.leading, axis_of(layer))
+            if binding is not None and not binding.belongs_to(arrival.call.forward):
+                gathered.skipped, binding = True, None
+            placed = _place(arrival, axis_of(layer), binding)
             if binding is not None:
-                taken = binding.fitting(rows, positions)
-                names = set() if taken is None else set(taken.columns)
-                fitted.setdefault(id(binding), set()).update(names)
-                for name in binding.columns.keys() - names:
-                    misfits.append((binding, layer.name, name, binding.misfit(name, layer.name, rows, positions)))
-                binding = taken
+                taken = fitted.setdefault(id(binding), set())
+                if placed.settled:
+                    taken.update(binding.columns)
+                else:
+                    names = set() if placed.binding is None else set(placed.binding.columns)
+                    taken.update(names)
+                    for name in binding.columns.keys() - names:
+                        text = binding.misfit(name, layer.name, placed.rows, placed.positions)
+                        misfits.append((binding, layer.name, name, text))
+                if placed.check is not None:
+                    gathered.checks[layer.name] = placed.check
             number = numbers[layer.name] = numbers.get(layer.name, -1) + 1
-            values = None if layer.keys_only else arrival.values
-            calls.append(
+            gathered.calls.append(
                 CallRecord(
                     layer=layer.name,
                     micro=micro,
                     call=number,
-                    rows=rows,
-                    positions=positions,
-                    inner=inner,
+                    rows=placed.rows,
+                    positions=placed.positions,
+                    inner=placed.inner,
                     keys=arrival.keys,
-                    values=values,
-                    binding=binding,
+                    values=None if layer.keys_only else arrival.values,
+                    binding=placed.binding,
                     raw=arrival.call.raw,
                     layout=arrival.layout,
                 )
             )
-    return calls, [Misfit(b, layer, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
+    gathered.misfits = [Misfit(b, layer, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
+    return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where the patterns of a call are in the batch, and the columns that they take.
+
+    Attributes:
+        rows: how many rows they are addressed by; with `positions` and `inner` as in `CallRecord`.
+        positions: see `rows`.
+        inner: see `rows`.
+        binding: the columns, if any.
+        settled: whether what is missing among them is known not to belong to these patterns.
+        check: what this call showed of the layer's rows beyond its trial, if anything.
+    """
+
+    rows: int
+    positions: int
+    inner: int
+    binding: Binding | None
+    settled: bool = False
+    check: RowCheck | None = None
+
+
+def _place(arrival: Arrival, axis: int, binding: Binding | None) -> _Placed:
+    """Find the rows of a call's patterns: as the user gave them, as a trial found them, or by the batch axis."""
+    layer, leading = arrival.call.layer.name, tuple(arrival.leading)
+    plain = address(leading, axis)
+    if binding is None:
+        return _Placed(*plain, None)
+    if layer in binding.given:
+        patterns = math.prod(leading)
+        return _Placed(patterns, 1, 1, binding.at_given_rows(layer, patterns), settled=True)
+    check = binding.checks.get(layer)
+    if check is None or check.outcome == "assumed":
+        taken = binding.fitting(*plain[:2])
+        return _Placed(
+            *plain, taken, check=None if taken is None else _relied_on(taken, check, tried=bool(binding.checks))
+        )
+    view = None if check.placement is None else check.placement.view(leading, binding.rows)
+    if view is None:
+        other = RowCheck("not aligned", OTHER_SHAPE) if check.outcome == "proved" else None
+        return _Placed(*plain, binding.constants(), settled=True, check=other)
+    placed = address(*view)
+    return _Placed(*placed, binding.fitting(*placed[:2]))
+
+
+OTHER_SHAPE = "its input has another shape than in the trial"
+BY_PARTS = "parts of the model were called, and not the model itself"
+UNCALLED = "it was not called in the trial"
+
+
+def _relied_on(taken: Binding, check: RowCheck | None, *, tried: bool) -> RowCheck | None:
+    """Return what to note of a layer whose rows no trial has told, and that takes columns per row all the same."""
+    if taken.rows < 2:
+        return None
+    return RowCheck("assumed", UNCALLED if tried else BY_PARTS) if check is None else check
 
 
 def address(leading: Sequence[int], batch_axis: int) -> tuple[int, int, int]:

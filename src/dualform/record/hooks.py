@@ -37,6 +37,7 @@ class Call:
     raw: bool  # whether the input owes nothing to the parameters
     coarse: torch.dtype | None  # what autocast computed it in, where that is coarser than the parameters
     binding: Binding | None
+    forward: int = 0  # which forward of the whole model it is part of
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +80,13 @@ class Arrival:
 class Listener(Protocol):
     """Who the hooks report to."""
 
+    @property
+    def forward(self) -> int:
+        """The number of the forward of the whole model that is running."""
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a forward of the whole model begins."""
+
     def binding_for_forward(self) -> Binding | None:
         """Return the annotations that a forward call starting now takes."""
 
@@ -102,6 +110,7 @@ class Hooks:
     layers: Sequence[Watched]
     listener: Listener
     spares: Spares
+    model: nn.Module | None = None  # the whole one, whose forwards are counted
     enabled: bool = False
     calls: int = 0
     arrivals: dict[int, dict[int, Arrival]] = field(default_factory=dict)  # graph task -> call -> what it brought
@@ -111,6 +120,9 @@ class Hooks:
     def attach(self) -> None:
         """Put the hooks on."""
         self.enabled = True
+        if self.model is not None:
+            whole = _Hook(_disabled_in_compile(self._whole_hook(self.model)))
+            self.handles.append(self.model.register_forward_pre_hook(whole, prepend=True, with_kwargs=True))
         composites: dict[int, list[Watched]] = {}
         for layer in self.layers:
             if layer.composite is not None:
@@ -165,6 +177,14 @@ class Hooks:
     def _end(self, task: int) -> None:
         self.arrivals.pop(task, None)
 
+    def _whole_hook(self, model: nn.Module) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A checkpointed part may run the whole model again in its own backward.
+            if self.enabled and module is model and _grad_enabled() and torch._C._current_graph_task_id() == -1:
+                self.listener.before_forward(args, kwargs)
+
+        return before
+
     def _forward_hook(self, layer: Watched) -> Callable[..., None]:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
@@ -202,16 +222,19 @@ class Hooks:
         if coarse is not None and not isinstance(inputs, Tensor):
             self.listener.coarse_seen(layer.name)
             return
-        call = Call(layer, self.calls, inputs, raw, coarse, self.listener.binding_for_forward())
+        binding = self.listener.binding_for_forward()
+        call = Call(layer, self.calls, inputs, raw, coarse, binding, self.listener.forward)
         self.calls += 1
         for i, output in enumerate(outputs):
             if output.requires_grad:
-                _hookable(output).register_hook(self._arrive(call, i, [output.shape for output in outputs]))
+                hookable(output).register_hook(self._arrive(call, i, [output.shape for output in outputs]))
 
     def _arrive(self, call: Call, output: int, shapes: Sequence[torch.Size]) -> Callable[[Tensor | None], None]:
         def arrive(error: Tensor | None) -> None:
             if not self.enabled or error is None:  # nothing came to this output, but to another of its function
                 return
+            if call.binding is not None:
+                call.binding.arrived.add(call.forward)
             if error.requires_grad:
                 self.listener.create_graph_seen(call.layer.name)
             task = torch._C._current_graph_task_id()
@@ -251,7 +274,7 @@ def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:
         return spares.copy(rows)
 
 
-def _hookable(output: Tensor) -> Tensor:
+def hookable(output: Tensor) -> Tensor:
     """Return the tensor whose hook is sure to fire.
 
     With a bias and an input of other than two axes `F.linear` returns a view, and an in-place operation on a view moves

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
+from dualform.record.alignment import Alignment, batch_rows
 from dualform.record.annotations import Annotator, Binding
 from dualform.record.calls import Pending, bring, gather_calls
 from dualform.record.estimate import Estimate, estimate
@@ -24,6 +25,8 @@ from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
+from dualform.record.rowcheck import RowCheck
+from dualform.record.rows import input_tensors
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.spares import Spares
 from dualform.record.steps import OpenStep, own, warm_states, with_closure
@@ -46,14 +49,16 @@ class Recorder:
         *,
         layers: Layers = None,
         strict: bool = False,
-        batch_axis: int = 0,
+        batch_axis: int | None = None,
+        check_rows: bool = True,
         on_failure: OnFailure = "raise",
     ) -> None:
         self._model = model
         self._sink = sink
         self._on_failure = on_failure
-        self._batch_axis = batch_axis
+        self._batch_axis = 0 if batch_axis is None else batch_axis
         self._layers = watch(model, layers)
+        self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -64,7 +69,7 @@ class Recorder:
             report_uncovered(self._uncovered, self._parameters, strict=strict)
 
         self._spares = Spares()
-        self._hooks = Hooks(self._layers, self, self._spares)
+        self._hooks = Hooks(self._layers, self, self._spares, model)
         self._handles: list[RemovableHandle] = []
         self._pending = Pending()
         self._open = OpenStep()
@@ -142,6 +147,11 @@ class Recorder:
         Each column is a constant, one entry per row (B,), or one per row and position (B, L), of strings, integers,
         floats or booleans. Call it before the forward pass: it binds to the next one and ends with its backward.
         Several calls before one forward add up.
+
+        Which of a layer's patterns belong to which row is found by a trial at the first step (see `check_rows`). For a
+        layer whose rows are not those of the batch (sorted inside the model, say) give them as
+        `rows={layer: (n,) the batch's row of each of its patterns, -1 for none}`; alone, `annotate(rows=...)` may also
+        come between the forward and its backward.
         """
         if self._state == "new":
             raise AnnotationError("Nothing is being recorded yet. Use the recorder in a with statement.")
@@ -188,7 +198,36 @@ class Recorder:
             layer.name: "keys" if layer.keys_only else "keys+values" for layer in self._layers
         }, dtype=getattr(self._sink, "dtype", None))  # fmt: skip
 
+    def check_rows(self, *args: Any, **kwargs: Any) -> dict[str, RowCheck]:
+        """Try on a batch which layers have its rows; takes what the model's forward takes.
+
+        A copy of the model runs on the batch and on the same batch permuted. The answer says for each layer whether its
+        rows are those of the batch ("proved"), are not ("not aligned"), or could not be tried ("assumed"), and why.
+        """
+        rows = batch_rows(args, kwargs, self._batch_axis)
+        found = self._alignment.look(args, kwargs, rows=rows)
+        self._alignment.warnings()  # the caller has the answer
+        return found
+
     # What the hooks report ----------------------------------------------------------------------------------------
+
+    @property
+    def forward(self) -> int:
+        """The number of the forward of the whole model that is running."""
+        return self._annotator.forward
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a forward of the whole model, and find out which rows its layers have, where it is annotated."""
+        binding = self._annotator.begin_forward(input_tensors(args, kwargs))
+        if binding is not None:
+            self._alignment.before_forward(binding, args, kwargs, step=self._step)
+            self._say(self._alignment.warnings())
+
+    def _say(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            if text not in self._warned:
+                self._warned.add(text)
+                warnings.warn(text, stacklevel=4)
 
     def binding_for_forward(self) -> Binding | None:
         """Return the annotations that a forward call starting now takes."""
@@ -283,8 +322,17 @@ class Recorder:
     def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
         """Return the calls whose gradient reaches the step through at least one parameter."""
         factors = {fact.parameter: fact.factors for fact in facts if fact.updated}
-        calls, misfits = gather_calls(self._pending.arrivals, factors, self._axis)
-        for misfit in misfits:
+        gathered = gather_calls(self._pending.arrivals, factors, self._axis)
+        if self._alignment.enabled:
+            for name, check in gathered.checks.items():
+                self._alignment.note(name, check)
+            self._say(self._alignment.warnings())
+        if gathered.skipped:
+            self._say([
+                "annotate() came before a forward pass that had no backward, and its columns were not given to the "
+                "batch after it. Call annotate() before each forward that trains."
+            ])  # fmt: skip
+        for misfit in gathered.misfits:
             if misfit.everywhere:
                 for arrivals in self._pending.arrivals.values():
                     for arrival in arrivals:
@@ -296,7 +344,7 @@ class Recorder:
             if misfit.text not in self._warned:
                 self._warned.add(misfit.text)
                 warnings.warn(f"Patterns get no annotations: {misfit.text}.", stacklevel=3)
-        return calls
+        return gathered.calls
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -346,6 +394,7 @@ class Recorder:
             self._snapshot,
             None if shared else self._spares,
             brought,
+            dict(self._alignment.outcomes),
         )
         self._sink.write(record)
         self._step += 1

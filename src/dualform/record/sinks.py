@@ -4,7 +4,7 @@ The disk writer (`dualform.store.writer`) is one. A sink sees only steps that ha
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from dualform.record.annotations import Binding
 from dualform.record.layers import Role
 from dualform.record.media import Files
+from dualform.record.rowcheck import RowCheck
 from dualform.record.spares import Spares
 from dualform.record.transfer import Brought
 
@@ -91,6 +92,7 @@ class StepRecord:
     snapshot: Callable[[], dict[str, Tensor]]  # copies of all covered parameters, valid until the next step
     spares: Spares | None = None  # where the memory of its patterns may go when it is done with
     brought: Brought | None = None  # its patterns and samples on their way from a GPU
+    rows: Mapping[str, RowCheck] = field(default_factory=dict)  # what is known by now of the layers' rows
 
     @property
     def nbytes(self) -> int:

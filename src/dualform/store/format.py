@@ -23,6 +23,7 @@ from torch import Tensor
 from dualform.errors import CorruptError, FormatError, RunNotFoundError
 from dualform.record.media import CORPUS as CORPUS
 from dualform.record.media import VOCABULARY as VOCABULARY
+from dualform.record.rowcheck import Outcome
 
 FORMAT = "dualform"
 VERSION = 1
@@ -68,6 +69,14 @@ class LayerEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsEntry:
+    """What is known of a layer's rows: whether they are those of the batches that were annotated."""
+
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterEntry:
     """A covered parameter."""
 
@@ -108,6 +117,7 @@ class Manifest:
     shards: tuple[ShardEntry, ...] = ()
     factory: str | None = None
     factory_arguments: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, RowsEntry] = field(default_factory=dict)  # layers that were tried
 
     @property
     def steps(self) -> int:
@@ -151,6 +161,7 @@ class Manifest:
                 shards=tuple(_shard_entry(entry) for entry in raw["shards"]),
                 factory=raw["factory"],
                 factory_arguments=raw["factory_arguments"],
+                rows={name: RowsEntry(**entry) for name, entry in raw.get("rows", {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"

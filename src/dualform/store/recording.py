@@ -25,7 +25,8 @@ def record(
     layers: Layers = None,
     dtype: Dtype = None,
     strict: bool = False,
-    batch_axis: int = 0,
+    batch_axis: int | None = None,
+    check_rows: bool = True,
     resume: bool | int = False,
     on_failure: OnFailure = "raise",
     steps: int | None = None,
@@ -53,7 +54,9 @@ def record(
         dtype: store in the dtype that is trained, or in row-scaled `"float16"`; or a mapping from names or patterns of
             layers to `"float16"`, of which the first match decides.
         strict: raise, instead of warning, when trained parameters are not covered.
-        batch_axis: which leading axis of an input is the batch: 0 for (B, L, d), 1 for (L, B, d).
+        batch_axis: which leading axis of an input is the batch: 0 for (B, L, d), the default, 1 for (L, B, d).
+        check_rows: find out by a trial at the first annotated step which layers have the rows of the batch: a copy of
+            the model runs on the batch, and on the batch permuted. Without it annotations are matched by row number.
         resume: continue the run in `path` at the step where the model's own checkpoint stands (found from its weights,
             or given as a number); later patterns are dropped.
         on_failure: `"raise"` at the next step, or `"detach"`: warn, stop recording and let training go on.
@@ -84,4 +87,13 @@ def record(
         factory=factory,
         factory_arguments=factory_arguments or {},
     )
-    return Recorder(model, optimizer, sink, layers=layers, strict=strict, batch_axis=batch_axis, on_failure=on_failure)
+    return Recorder(
+        model,
+        optimizer,
+        sink,
+        layers=layers,
+        strict=strict,
+        batch_axis=batch_axis,
+        check_rows=check_rows,
+        on_failure=on_failure,
+    )

@@ -79,7 +79,11 @@ def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
                 rows[name].append(value)
             offsets[call.layer] = offsets.get(call.layer, 0) + call.rows * call.positions
     annotations = pa.concat_tables(
-        [pa.table(binding.flat()) for binding, _ in bindings.values()] or [pa.table({})],
+        [
+            pa.table({name: pa.array(column, mask=binding.missing) for name, column in binding.flat().items()})
+            for binding, _ in bindings.values()
+        ]
+        or [pa.table({})],
         promote_options="permissive",
     )
     return pa.table(rows, schema=CALLS), annotations

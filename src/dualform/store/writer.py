@@ -40,6 +40,7 @@ from dualform.store.format import (
     LayerEntry,
     Manifest,
     ParameterEntry,
+    RowsEntry,
     ShardEntry,
     is_foreign,
     locked,
@@ -325,6 +326,7 @@ class DiskWriter:
             raise
         index, self._next = self._next, self._next + 1
         start, stop = records[0].step, records[-1].step + 1
+        rows = records[-1].rows
 
         def finish() -> None:
             files = {names["patterns"]: partial.publish()}
@@ -333,7 +335,10 @@ class DiskWriter:
             marks = {name: fingerprint(tensor) for name, tensor in parameters.items()}
             shard = ShardEntry(index, start, stop, files, key_range, marks, pools)
             columns = merge_columns(self._manifest.columns, annotations.schema)
-            self._publish(shards=(*self._manifest.shards, shard), columns=columns)
+            known = {name: RowsEntry(check.outcome, check.reason) for name, check in rows.items()}
+            self._publish(
+                shards=(*self._manifest.shards, shard), columns=columns, rows={**self._manifest.rows, **known}
+            )
 
         return finish
 

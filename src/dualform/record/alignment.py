@@ -1,0 +1,134 @@
+"""Alignment: when a recording tries which rows its layers have, and what it knows of them so far.
+
+The trial itself is `dualform.record.rows`. It is made at the first annotated forward, for input shapes that are new
+(a bounded number of times), and again at a few early steps for layers whose rows were all equal.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from dualform.errors import AnnotationError
+from dualform.record.annotations import Binding
+from dualform.record.rowcheck import Outcome, RowCheck
+from dualform.record.rows import check_rows, input_tensors, other_axes
+from dualform.record.watch import Watched
+
+AGAIN = (1, 3, 7)  # steps taken before another look at layers whose rows were all equal
+MAX_SHAPES = 8  # input shapes that are tried; twice as many more for every doubling of the steps
+_SEVERITY: Mapping[Outcome, int] = {"proved": 0, "assumed": 1, "not aligned": 2}
+
+
+class Alignment:
+    """Which layers of a recorded model have the rows of the batch."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Watched], batch_axis: int | None, *, enabled: bool) -> None:
+        self.batch_axis = 0 if batch_axis is None else batch_axis
+        self.outcomes: dict[str, RowCheck] = {}  # layer -> the worst that was found of it
+        self.enabled = enabled
+        self._model = model
+        self._layers = layers
+        self._settled = batch_axis is not None  # whether no other axis of the inputs can be meant
+        self._tried: dict[Any, dict[str, RowCheck]] = {}  # input shapes -> what was found
+        self._latest: dict[str, RowCheck] = {}
+        self._looked_again: set[int] = set()
+        self._news: dict[str, RowCheck] = {}  # not said yet
+
+    def before_forward(self, binding: Binding, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: int) -> None:
+        """Tell a binding which rows each layer has in the forward that begins now, by a trial if need be."""
+        if not self.enabled or binding.rows < 2:
+            return
+        shapes = (binding.rows, self._model.training, *(tuple(t.shape) for t in input_tensors(args, kwargs)))
+        known = self._tried.get(shapes)
+        open_again = step in AGAIN and step not in self._looked_again
+        if known is not None and open_again and any(check.undecided for check in known.values()):
+            self._looked_again.add(step)
+            known = None
+        elif known is None and len(self._tried) >= MAX_SHAPES * (1 + 2 * math.log2(step + 1)):
+            known = self._latest
+        if known is None:
+            known = self._tried[shapes] = self.look(args, kwargs, rows=binding.rows)
+            self._latest = known
+        binding.checks.clear()
+        binding.checks.update(known)
+
+    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, rows: int) -> dict[str, RowCheck]:
+        """Try a batch, and remember what is found of each layer."""
+        found = check_rows(self._model, self._layers, args, kwargs, rows=rows, axis=self.batch_axis)
+        proved = {name for name, check in found.items() if check.outcome == "proved"}
+        others = other_axes(args, kwargs, rows=rows, axis=self.batch_axis)
+        tried = any(check.outcome == "not aligned" for check in found.values()) or bool(proved)
+        if others and tried and (not proved or not self._settled):
+            for axis in others:
+                there = check_rows(self._model, self._layers, args, kwargs, rows=rows, axis=axis)
+                self._check_axis(proved, {n for n, check in there.items() if check.outcome == "proved"}, axis, rows)
+        elif proved:
+            self._settled = True
+        for name, check in found.items():
+            if check.outcome != "assumed":  # those are noted where annotations rely on them
+                self.note(name, check)
+        return found
+
+    def _check_axis(self, proved: set[str], there: set[str], axis: int, rows: int) -> None:
+        """Raise where the rows lie on another axis of the inputs, or could."""
+        mine = self.batch_axis
+        if there and not proved:
+            raise AnnotationError(
+                f"The rows of this batch are on axis {axis} of the inputs, not on axis {mine}: layer "
+                f"{min(there)!r} follows them there. Pass batch_axis={axis} to dualform.record."
+            )
+        if there & proved:
+            raise AnnotationError(
+                f"Axes {mine} and {axis} of the inputs both have {rows} entries, and layer {min(there & proved)!r} "
+                f"treats both alike, so nothing tells which are the rows that are annotated. Pass batch_axis={mine} or "
+                f"batch_axis={axis} to dualform.record."
+            )
+
+    def note(self, layer: str, check: RowCheck) -> None:
+        """Remember what was found of a layer, the worst of it; an outcome that was open is replaced."""
+        before = self.outcomes.get(layer)
+        if before is None or before.undecided or _SEVERITY[check.outcome] > _SEVERITY[before.outcome]:
+            self.outcomes[layer] = check
+            told = before is not None and before.outcome == check.outcome and not before.undecided
+            if check.outcome != "proved" and not check.undecided and not told:
+                self._news[layer] = check
+
+    def warnings(self) -> list[str]:
+        """Return what the user should know and was not told yet."""
+        news, self._news = self._news, {}
+        texts = []
+        apart = {name: check for name, check in news.items() if check.outcome == "not aligned"}
+        assumed = {name: check for name, check in news.items() if check.outcome == "assumed"}
+        if apart:
+            texts.append(
+                f"Columns per row are left out (null) in {_listed(apart)}; a permuted batch showed it. If you know the "
+                f"batch's row of each of their patterns, give it: annotate(..., rows={{{next(iter(apart))!r}: rows}})."
+            )
+        if assumed:
+            texts.append(
+                f"Whether the rows of {_listed(assumed)} are those of the batch could not be tried; annotations are "
+                "matched by row number. recorder.check_rows(*inputs) tries a batch of your choice."
+            )
+        return texts
+
+
+def _listed(checks: Mapping[str, RowCheck], most: int = 4) -> str:
+    """Name layers by reason: `layers 'a', 'b' (reason); ...`."""
+    by_reason: dict[str, list[str]] = {}
+    for name, check in checks.items():
+        by_reason.setdefault(check.reason, []).append(name)
+    return "; ".join(f"{_names(names, most)} ({reason})" for reason, names in by_reason.items())
+
+
+def _names(names: Iterable[str], most: int) -> str:
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return f"layer{'s' if len(every) > 1 else ''} {', '.join(map(repr, every[:most]))}{more}"
+
+
+def batch_rows(args: Sequence[Any], kwargs: Mapping[str, Any], axis: int) -> int:
+    """Return how many rows a batch has: the size of its first tensor with enough axes; 0 without one."""
+    tensors: Iterable[Tensor] = input_tensors(args, kwargs)
+    return next((int(tensor.shape[axis]) for tensor in tensors if tensor.dim() > axis), 0)
