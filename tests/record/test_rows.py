@@ -333,15 +333,38 @@ def test_a_model_that_is_too_large_to_copy_is_assumed(run: Path, monkeypatch: py
     samples(run, Rowwise(torch.tanh), batch(), expect="too large to copy")
 
 
-def test_a_model_that_is_called_by_its_parts_is_assumed(run: Path) -> None:
+def test_a_child_that_is_called_by_itself_is_tried_as_the_model_would_be(run: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Rowwise(by_first)
+
+    wrapper = Wrapper()
+    optimizer = sgd(wrapper)
+    with dualform.record(wrapper, optimizer, run) as recorder:
+        recorder.annotate(sample=torch.arange(100, 106))
+        with pytest.warns(UserWarning, match=r"'model\.head'"):
+            output = wrapper.model(batch())
+        loss_of(output).backward()
+        optimizer.step()
+    memory = dualform.open(run)
+    assert memory.patterns("model.body")["sample"].to_pylist() == SAMPLES
+    assert memory.patterns("model.head")["sample"].to_pylist() == NOTHING
+
+
+def test_children_that_are_called_in_turn_are_assumed(run: Path) -> None:
+    """What happens to rows between two of them nobody sees; only the first is given the batch itself."""
     model = Rowwise(torch.tanh)
     optimizer = sgd(model)
     with dualform.record(model, optimizer, run) as recorder:
         recorder.annotate(sample=torch.arange(B))
-        loss_of(model.head(model.body(batch()))).backward()
-        with pytest.warns(UserWarning, match="parts of the model were called"):
+        loss_of(model.head(model.body(batch()).flip(0))).backward()
+        with pytest.warns(UserWarning, match=r"'head' \(it was not called in the trial\)"):
             optimizer.step()
-    assert dualform.open(run).rows["head"].outcome == "assumed"
+    assert {name: check.outcome for name, check in dualform.open(run).rows.items()} == {
+        "body": "proved",
+        "head": "assumed",
+    }
 
 
 def test_a_trial_that_fails_says_why(run: Path) -> None:

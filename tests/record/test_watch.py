@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import dualform
-from dualform.errors import CoverageError, UnknownLayerError
-from dualform.record.layers import find_kind, kinds
+from dualform.errors import CoverageError, RefusedError, UnknownLayerError
+from dualform.record.layers import LayerKind, find_kind, kinds
+from dualform.record.layers.kind import _KINDS
 from dualform.record.watch import watch
 from loops import assert_exact, batches, counts, loss_of, mlp, record, sgd
 
@@ -197,3 +198,25 @@ def test_a_model_that_is_one_layer(run: Path) -> None:
     assert list(memory.layers) == [""]
     assert_exact(memory, model)
     torch.testing.assert_close(memory.attend(model, torch.eye(5))[""].output(), model(torch.eye(5)), rtol=0, atol=1e-6)
+
+
+def test_two_parameters_of_one_role_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them would stand for both, and the other's updates would be nobody's."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(3, 5))
+
+    class TwiceKind(LayerKind):
+        name = "Twice"
+
+        def roles(self, module: nn.Module) -> dict[str, str]:
+            return {"one": "weight", "two": "weight"}
+
+        def widths(self, module: nn.Module) -> tuple[int, int]:
+            return 5, 3
+
+    monkeypatch.setitem(_KINDS, Twice, TwiceKind())
+    with pytest.raises(RefusedError, match=r"'one' and 'two' in the same way \('weight'\)"):
+        watch(Twice(), None)

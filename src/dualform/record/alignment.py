@@ -36,11 +36,28 @@ class Alignment:
         self._looked_again: set[int] = set()
         self._news: dict[str, RowCheck] = {}  # not said yet
 
-    def before_forward(self, binding: Binding, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: int) -> None:
-        """Tell a binding which rows each layer has in the forward that begins now, by a trial if need be."""
+    def before_forward(
+        self,
+        binding: Binding,
+        called: tuple[str, nn.Module],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        step: int,
+    ) -> None:
+        """Tell a binding which rows each layer has in the forward that begins now, by a trial if need be.
+
+        Args:
+            binding: the annotations that the forward will take.
+            called: the name of the module whose forward begins, "" for the whole model, and the module.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            step: how many steps were recorded so far.
+        """
         if not self.enabled or binding.rows < 2:
             return
-        shapes = (binding.rows, self._model.training, *(tuple(t.shape) for t in input_tensors(args, kwargs)))
+        tensors = input_tensors(args, kwargs)
+        shapes = (called[0], binding.rows, called[1].training, *(tuple(tensor.shape) for tensor in tensors))
         known = self._tried.get(shapes)
         open_again = step in AGAIN and step not in self._looked_again
         if known is not None and open_again and any(check.undecided for check in known.values()):
@@ -49,21 +66,32 @@ class Alignment:
         elif known is None and len(self._tried) >= MAX_SHAPES * (1 + 2 * math.log2(step + 1)):
             known = self._latest
         if known is None:
-            known = self._tried[shapes] = self.look(args, kwargs, rows=binding.rows)
+            known = self._tried[shapes] = self.look(args, kwargs, rows=binding.rows, called=called)
             self._latest = known
-        binding.checks.clear()
         binding.checks.update(known)
 
-    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, rows: int) -> dict[str, RowCheck]:
-        """Try a batch, and remember what is found of each layer."""
-        found = check_rows(self._model, self._layers, args, kwargs, rows=rows, axis=self.batch_axis)
+    def look(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        rows: int,
+        called: tuple[str, nn.Module] | None = None,
+    ) -> dict[str, RowCheck]:
+        """Try a batch, and remember what is found of each layer below the called module, by default of all."""
+        name, module = ("", self._model) if called is None else called
+
+        def found_on(axis: int) -> dict[str, RowCheck]:
+            return check_rows(module, self._layers, args, kwargs, rows=rows, axis=axis, prefix=name)
+
+        found = found_on(self.batch_axis)
         proved = {name for name, check in found.items() if check.outcome == "proved"}
         others = other_axes(args, kwargs, rows=rows, axis=self.batch_axis)
         tried = any(check.outcome == "not aligned" for check in found.values()) or bool(proved)
         if others and tried and (not proved or not self._settled):
             for axis in others:
-                there = check_rows(self._model, self._layers, args, kwargs, rows=rows, axis=axis)
-                self._check_axis(proved, {n for n, check in there.items() if check.outcome == "proved"}, axis, rows)
+                there = {n for n, check in found_on(axis).items() if check.outcome == "proved"}
+                self._check_axis(proved, there, axis, rows)
         elif proved:
             self._settled = True
         for name, check in found.items():

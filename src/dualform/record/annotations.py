@@ -34,7 +34,7 @@ class Inputs:
         return all(a() is not None and a() is b() and before == after for (a, before), (b, after) in pairs)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Binding:
     """One batch's annotations.
 
@@ -47,6 +47,7 @@ class Binding:
         checks: what is known of each layer's rows in the forward that took this binding.
         forwards: each forward of the model that took it -> the tensors it was called with.
         arrived: those of them that a backward came to.
+        begun_by: the name of the module whose forward took it first, "" for the whole model.
         parts: bindings of some of the columns, for layers that cannot take all, once they were asked for.
     """
 
@@ -58,6 +59,7 @@ class Binding:
     checks: dict[str, RowCheck] = field(default_factory=dict, repr=False)
     forwards: dict[int, "Inputs"] = field(default_factory=dict, repr=False)
     arrived: set[int] = field(default_factory=set, repr=False)
+    begun_by: str | None = None
     parts: dict[tuple[str, ...], "Binding"] = field(default_factory=dict, repr=False)
 
     @property

@@ -23,7 +23,7 @@ from dualform.record.annotations import Binding
 from dualform.record.layers import Report
 from dualform.record.probes import Prediction
 from dualform.record.spares import Spares
-from dualform.record.watch import Watched, covered
+from dualform.record.watch import Watched, covered, plain_name
 from dualform.threads import one_thread
 
 
@@ -84,8 +84,8 @@ class Listener(Protocol):
     def forward(self) -> int:
         """The number of the forward of the whole model that is running."""
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that a forward of the whole model begins."""
+    def before_forward(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a forward of the whole model begins, or of one of its children that is called by itself."""
 
     def binding_for_forward(self) -> Binding | None:
         """Return the annotations that a forward call starting now takes."""
@@ -121,8 +121,7 @@ class Hooks:
         """Put the hooks on."""
         self.enabled = True
         if self.model is not None:
-            whole = _Hook(_disabled_in_compile(self._whole_hook(self.model)))
-            self.handles.append(self.model.register_forward_pre_hook(whole, prepend=True, with_kwargs=True))
+            self._count_forwards(self.model)
         composites: dict[int, list[Watched]] = {}
         for layer in self.layers:
             if layer.composite is not None:
@@ -177,13 +176,27 @@ class Hooks:
     def _end(self, task: int) -> None:
         self.arrivals.pop(task, None)
 
-    def _whole_hook(self, model: nn.Module) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A checkpointed part may run the whole model again in its own backward.
-            if self.enabled and module is model and _grad_enabled() and torch._C._current_graph_task_id() == -1:
-                self.listener.before_forward(args, kwargs)
+    def _count_forwards(self, model: nn.Module) -> None:
+        """Put hooks on the whole model and its children that report where a forward begins."""
+        running: list[nn.Module] = []  # the model, while its own forward runs
+        names = {id(model): "", **{id(child): plain_name(name) for name, child in model.named_children()}}
 
-        return before
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A checkpointed part runs its children again in its own backward.
+            inside = bool(running) or torch._C._current_graph_task_id() != -1
+            if module is model:
+                running.append(module)
+            if self.enabled and id(module) in names and not inside and _grad_enabled():
+                self.listener.before_forward(names[id(module)], module, args, kwargs)
+
+        def after(module: nn.Module, *_: Any) -> None:
+            if module is model and running:
+                running.pop()
+
+        for module in (model, *model.children()):
+            hook = _Hook(_disabled_in_compile(before))
+            self.handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        self.handles.append(model.register_forward_hook(_Hook(_disabled_in_compile(after)), always_call=True))
 
     def _forward_hook(self, layer: Watched) -> Callable[..., None]:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:

@@ -216,11 +216,15 @@ class Recorder:
         """The number of the forward of the whole model that is running."""
         return self._annotator.forward
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a forward of the whole model, and find out which rows its layers have, where it is annotated."""
+    def before_forward(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a forward, and find out which rows the layers have, where it is annotated.
+
+        Of several children that are called by themselves for one batch only the first is sure to see its rows.
+        """
         binding = self._annotator.begin_forward(input_tensors(args, kwargs))
-        if binding is not None:
-            self._alignment.before_forward(binding, args, kwargs, step=self._step)
+        if binding is not None and binding.begun_by in (None, name):
+            binding.begun_by = name
+            self._alignment.before_forward(binding, (name, module), args, kwargs, step=self._step)
             self._say(self._alignment.warnings())
 
     def _say(self, texts: Sequence[str]) -> None:

@@ -47,6 +47,7 @@ def check_rows(
     *,
     rows: int,
     axis: int,
+    prefix: str = "",
 ) -> dict[str, RowCheck]:
     """Find out which layers have the rows of a batch, by trials on a copy of the model.
 
@@ -57,13 +58,15 @@ def check_rows(
         kwargs: its keyword arguments.
         rows: how many rows the batch has.
         axis: which axis of the inputs holds them.
+        prefix: the name of the model in the one whose layers these are, where it is a child of that.
     """
+    layers = [layer for layer in layers if not prefix or f"{layer.name}.".startswith(f"{prefix}.")]
     names = [layer.name for layer in layers]
     if rows < 2:
         return dict.fromkeys(names, RowCheck("assumed", "a batch of one row cannot be permuted", undecided=True))
     best: dict[str, RowCheck] | None = None
     try:
-        trial = _Trial(model, layers, args, kwargs)
+        trial = _Trial(model, prefix, layers, args, kwargs)
         for axes in _ways(args, kwargs, rows, axis):
             found = trial.find(axes, rows)
             if best is None or _proofs(found) > _proofs(best):
@@ -120,8 +123,14 @@ class _Trial:
     """Runs of a copy of the model on one batch, permuted in several ways."""
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[Watched], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        prefix: str,
+        layers: Sequence[Watched],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
+        self._prefix = prefix
         _check_permutable(args, kwargs)
         self._model = getattr(model, "_orig_mod", model)  # as it was before torch.compile
         self._layers = layers
@@ -187,7 +196,7 @@ class _Trial:
         return seen
 
     def _listen(self, model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list["_Seen"]]:
-        candidates = find_candidates(model)
+        candidates = {".".join(filter(None, (self._prefix, name))): c for name, c in find_candidates(model).items()}
         watched = {
             layer.name: dataclasses.replace(layer, module=found.module, kind=found.kind)
             for layer in self._layers

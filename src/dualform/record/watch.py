@@ -94,9 +94,9 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
         candidate = candidates[name]
         module, kind = candidate.module, candidate.kind
         own = dict(module.named_parameters())
-        parameters: dict[Role, tuple[str, nn.Parameter]] = {
-            role: (names[id(own[attribute])], own[attribute]) for attribute, role in kind.roles(module).items()
-        }
+        parameters = _by_role(
+            name, [(role, names[id(own[attribute])], own[attribute]) for attribute, role in kind.roles(module).items()]
+        )
         if any(is_lazy(parameter) for _, parameter in parameters.values()):
             raise RefusedError(f"Layer {name!r} is not initialised yet. Run the model once before recording it.")
         low = [entry for entry, parameter in parameters.values() if parameter.dtype not in _EXACT]
@@ -113,6 +113,19 @@ def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
         )
     _check_shared(watched)
     return tuple(watched)
+
+
+def _by_role(layer: str, entries: Iterable[tuple[Role, str, nn.Parameter]]) -> dict[Role, tuple[str, nn.Parameter]]:
+    """Return a layer's parameters by role, refusing a role that two of them have: one would stand for both."""
+    found: dict[Role, tuple[str, nn.Parameter]] = {}
+    for role, name, parameter in entries:
+        if role in found:
+            raise RefusedError(
+                f"Layer {layer!r} uses its parameters {found[role][0]!r} and {name!r} in the same way ({role!r}), so "
+                "that they could not be told apart. Its layer kind has to give each parameter a role of its own."
+            )
+        found[role] = name, parameter
+    return found
 
 
 def stored_dtype(dtype: Dtype, layer: str) -> str | None:
