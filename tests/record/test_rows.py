@@ -275,6 +275,38 @@ def test_two_views_of_each_sample_joined(run: Path) -> None:
     assert samples(run, Views(), batch())["body"] == SAMPLES * 2
 
 
+def test_the_nodes_of_a_graph(run: Path) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = nn.Linear(D, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, neighbours: Tensor) -> Tensor:
+            result: Tensor = neighbours @ self.head(torch.tanh(neighbours @ self.body(x)))
+            return result
+
+    neighbours = (batch(B, B, seed=8) > 0).float()
+    assert samples(run, Graph(), batch(), neighbours) == {"body": SAMPLES, "head": SAMPLES}
+
+
+def test_a_mask_of_as_many_positions_as_rows(run: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = nn.Linear(D, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden = torch.tanh(self.body(x))
+            weights = (hidden @ hidden.transpose(1, 2)).masked_fill(~mask, -torch.inf).softmax(-1)
+            result: Tensor = self.head(weights @ hidden)
+            return result
+
+    found = samples(run, Masked(), batch(B, B, D), torch.ones(B, B, dtype=torch.bool).tril())
+    assert found["body"] == found["head"] == [100 + i for i in range(B) for _ in range(B)]
+
+
 def test_batch_statistics_and_dropout_do_not_disturb_a_trial(run: Path) -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:

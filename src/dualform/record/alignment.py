@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualform.errors import AnnotationError
 from dualform.record.annotations import Binding
 from dualform.record.rowcheck import Outcome, RowCheck
-from dualform.record.rows import check_rows, input_tensors, other_axes
+from dualform.record.rows import NO_ROW, check_rows, input_tensors, other_axes
 from dualform.record.watch import Watched
 
 AGAIN = (1, 3, 7)  # steps taken before another look at layers whose rows were all equal
@@ -130,9 +130,15 @@ class Alignment:
         apart = {name: check for name, check in news.items() if check.outcome == "not aligned"}
         assumed = {name: check for name, check in news.items() if check.outcome == "assumed"}
         if apart:
+            mixed = [name for name, check in apart.items() if check.reason != NO_ROW]
+            remedy = "A table that is looked up once for all rows (positions) learns from all of them at once."
+            if mixed:
+                remedy = (
+                    "If you know the batch's row of each of their patterns, give it: "
+                    f"annotate(..., rows={{{mixed[0]!r}: rows}})."
+                )
             texts.append(
-                f"Columns per row are left out (null) in {_listed(apart)}; a permuted batch showed it. If you know the "
-                f"batch's row of each of their patterns, give it: annotate(..., rows={{{next(iter(apart))!r}: rows}})."
+                f"Columns per row are left out (null) in {_listed(apart)}; a permuted batch showed it. {remedy}"
             )
         if assumed:
             texts.append(

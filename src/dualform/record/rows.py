@@ -98,22 +98,28 @@ def _proofs(found: Mapping[str, RowCheck]) -> int:
     return sum(check.outcome == "proved" for check in found.values())
 
 
-def _ways(args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, axis: int) -> Iterator[list[int | None]]:
-    """Yield which axis of each input tensor to permute, the likeliest way first.
+Axes = list[tuple[int, ...]]
+"""Which axes of each input tensor to permute, in the order of `input_tensors`."""
+
+
+def _ways(args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, axis: int) -> Iterator[Axes]:
+    """Yield ways to permute the rows of all input tensors, the likeliest first.
 
     A tensor whose size on the batch axis is the number of rows may still be none of the batch (a mask of (L, L)
-    positions), and one that has its rows elsewhere may be (the state of a recurrent layer).
+    positions), one that has its rows elsewhere may be (the state of a recurrent layer), and one may have them twice
+    (a graph's neighbours).
     """
     tensors = input_tensors(args, kwargs)
-    plain = [axis if t.dim() > axis and t.shape[axis] == rows else None for t in tensors]
-    if all(found is None for found in plain):
+    sized = [tuple(i for i, size in enumerate(tensor.shape) if size == rows) for tensor in tensors]
+    plain: Axes = [(axis,) if axis in found else () for found in sized]
+    if not any(plain):
         raise Untried(f"no input of the model has {rows} rows on axis {axis}")
-    elsewhere = [[i for i, size in enumerate(t.shape) if size == rows] for t in tensors]
-    wide = [p if p is not None or len(e) != 1 else e[0] for p, e in zip(plain, elsewhere, strict=True)]
-    first = next(i for i, found in enumerate(plain) if found is not None)
-    alone = [found if i == first else None for i, found in enumerate(plain)]
-    tried: list[list[int | None]] = []
-    for way in (wide, plain, alone):
+    first = next(i for i, found in enumerate(plain) if found)
+    wide: Axes = [p or (found if len(found) == 1 else ()) for p, found in zip(plain, sized, strict=True)]
+    twice: Axes = [p if i == first else found for i, (p, found) in enumerate(zip(plain, sized, strict=True))]
+    alone: Axes = [p if i == first else () for i, p in enumerate(plain)]
+    tried: list[Axes] = []
+    for way in (wide, twice, plain, alone):
         if way not in tried:
             tried.append(way)
             yield way
@@ -138,7 +144,7 @@ class _Trial:
         _check_copyable(self._model)
         self._plain = self._run(self._batch)
 
-    def find(self, axes: Sequence[int | None], rows: int) -> dict[str, RowCheck]:
+    def find(self, axes: Axes, rows: int) -> dict[str, RowCheck]:
         """Return what permuting these axes of the input tensors says of each layer."""
         order = _order(rows)
         moved = self._run(_permuted(self._batch, axes, order))
@@ -155,7 +161,7 @@ class _Trial:
             self._look_closer(found, axes, rows)
         return found
 
-    def _look_closer(self, found: dict[str, RowCheck], axes: Sequence[int | None], rows: int) -> None:
+    def _look_closer(self, found: dict[str, RowCheck], axes: Axes, rows: int) -> None:
         """Tell rows that are where they were from rows that the model exchanged: put one row in another's place.
 
         A model that swaps the two rows of a batch swaps them after a permutation too, and moves as the rows do.
@@ -406,7 +412,7 @@ def _check_copyable(model: nn.Module) -> None:
 
 def _is_harmless(hook: Any) -> bool:
     home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.startswith(("dualform.", "torch."))
+    return home.startswith(("dualform.", "torch.", "transformers.", "peft."))
 
 
 @contextmanager
@@ -445,13 +451,14 @@ def _summed(outputs: Any) -> Tensor:
     return torch.stack([(t * t / 2 + t / 3).sum() for t in found]).sum()
 
 
-def _permuted(batch: Any, axes: Sequence[int | None], order: Tensor) -> Any:
+def _permuted(batch: Any, axes: Axes, order: Tensor) -> Any:
     """Return a batch whose tensors have these axes permuted, in the order in which `_tensors` yields them."""
     remaining = iter(axes)
 
     def permute(tensor: Tensor) -> Tensor:
-        axis = next(remaining)
-        return tensor if axis is None else tensor.index_select(axis, order.to(tensor.device))
+        for axis in next(remaining):
+            tensor = tensor.index_select(axis, order.to(tensor.device))
+        return tensor
 
     return _mapped(batch, permute)
 
