@@ -81,16 +81,16 @@ class Alignment:
         """Try a batch, and remember what is found of each layer below the called module, by default of all."""
         name, module = ("", self._model) if called is None else called
 
-        def found_on(axis: int) -> dict[str, RowCheck]:
-            return check_rows(module, self._layers, args, kwargs, rows=rows, axis=axis, prefix=name)
+        def found_on(axis: int, *, plainly: bool) -> dict[str, RowCheck]:
+            return check_rows(module, self._layers, args, kwargs, rows=rows, axis=axis, prefix=name, plainly=plainly)
 
-        found = found_on(self.batch_axis)
+        found = found_on(self.batch_axis, plainly=False)
         proved = {name for name, check in found.items() if check.outcome == "proved"}
         others = other_axes(args, kwargs, rows=rows, axis=self.batch_axis)
         tried = any(check.outcome == "not aligned" for check in found.values()) or bool(proved)
         if others and tried and (not proved or not self._settled):
             for axis in others:
-                there = {n for n, check in found_on(axis).items() if check.outcome == "proved"}
+                there = {n for n, check in found_on(axis, plainly=True).items() if check.outcome == "proved"}
                 self._check_axis(proved, there, axis, rows)
         elif proved:
             self._settled = True

@@ -48,6 +48,7 @@ def check_rows(
     rows: int,
     axis: int,
     prefix: str = "",
+    plainly: bool = False,
 ) -> dict[str, RowCheck]:
     """Find out which layers have the rows of a batch, by trials on a copy of the model.
 
@@ -59,6 +60,7 @@ def check_rows(
         rows: how many rows the batch has.
         axis: which axis of the inputs holds them.
         prefix: the name of the model in the one whose layers these are, where it is a child of that.
+        plainly: whether to permute that axis of every input that has so many rows there, and try no other way.
     """
     layers = [layer for layer in layers if not prefix or f"{layer.name}.".startswith(f"{prefix}.")]
     names = [layer.name for layer in layers]
@@ -67,7 +69,7 @@ def check_rows(
     best: dict[str, RowCheck] | None = None
     try:
         trial = _Trial(model, prefix, layers, args, kwargs)
-        for axes in _ways(args, kwargs, rows, axis):
+        for axes in _ways(args, kwargs, rows, axis, plainly=plainly):
             found = trial.find(axes, rows)
             if best is None or _proofs(found) > _proofs(best):
                 best = found
@@ -102,7 +104,7 @@ Axes = list[tuple[int, ...]]
 """Which axes of each input tensor to permute, in the order of `input_tensors`."""
 
 
-def _ways(args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, axis: int) -> Iterator[Axes]:
+def _ways(args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, axis: int, *, plainly: bool) -> Iterator[Axes]:
     """Yield ways to permute the rows of all input tensors, the likeliest first.
 
     A tensor whose size on the batch axis is the number of rows may still be none of the batch (a mask of (L, L)
@@ -119,7 +121,7 @@ def _ways(args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, axis: int) 
     twice: Axes = [p if i == first else found for i, (p, found) in enumerate(zip(plain, sized, strict=True))]
     alone: Axes = [p if i == first else () for i, p in enumerate(plain)]
     tried: list[Axes] = []
-    for way in (wide, twice, plain, alone):
+    for way in (plain,) if plainly else (wide, twice, plain, alone):
         if way not in tried:
             tried.append(way)
             yield way
