@@ -1,8 +1,11 @@
 """The queue between training and writing: bounded in bytes, in order, and honest when it breaks."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -141,3 +144,62 @@ def test_the_message_is_one_sentence_after_another(queue: ByteQueue[int]) -> Non
         queue.check()
     assert "No space left on device. What was published before stays readable." in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def interrupted(action: Callable[[], object], at: int) -> bool:
+    """Run an action and interrupt it before its `at`-th line inside the queue; say whether it got that far."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith("store/queue.py"):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_interrupt_anywhere_in_put_or_join_leaves_a_queue_that_ends(full: bool) -> None:
+    """A producer that is interrupted at any line can still wait for the rest and close."""
+    for begin in ("put", "join"):
+        for at in range(1, 40):
+            queue: ByteQueue[int] = ByteQueue(10)
+            taken: list[int] = []
+
+            def consume(queue: ByteQueue[int] = queue, taken: list[int] = taken) -> None:
+                for item in queue:
+                    time.sleep(0.002 if full else 0)
+                    taken.append(item)
+
+            consumer = in_background(consume)
+            queue.put(0, 10)
+            action = (lambda queue=queue: queue.put(1, 10)) if begin == "put" else queue.join
+            reached = interrupted(action, at)
+            queue.put(2, 1)
+            closing = in_background(queue.join)
+            assert finished(closing), (begin, at)
+            assert taken[-1] == 2, "join waits for everything that was put"
+            queue.close()
+            assert finished(consumer), (begin, at)
+            if not reached:
+                break
+        assert at > 3, "some lines were interrupted"
+
+
+def test_joining_a_queue_whose_consumer_has_ended_returns(queue: ByteQueue[int]) -> None:
+    queue.close()
+    assert list(queue) == []
+    queue.put(1, 1000)
+    assert finished(in_background(queue.join))

@@ -1,36 +1,48 @@
-"""A queue between two threads, bounded in bytes: a full one makes the producer wait, a broken one tells it why."""
+"""A queue between two threads, bounded in bytes: a full one makes the producer wait, a broken one tells it why.
 
-import threading
-from collections import deque
+Ctrl-C may interrupt the producer anywhere, also inside this file, and closing has to work all the same. An interrupt
+between a lock's acquisition and the block that would release it leaks the lock, so nothing here takes one: items and
+wake-up calls go through `queue.SimpleQueue`, which is safe to interrupt, and each counter is written by one thread.
+"""
+
+import contextlib
+import queue
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from dualform.errors import StoreError
 
 T = TypeVar("T")
+MAX_WAIT_SECONDS = 0.5  # after which a waiting producer looks at the counters, in case that an interrupt lost its call
+
+
+class _Mark:
+    """A place in the queue that the producer waits for the consumer to reach."""
 
 
 class ByteQueue(Generic[T]):
-    """First in, first out. An item larger than the limit passes when the queue is empty."""
+    """First in, first out, with one producer and one consumer. A large item passes when the queue is empty."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._items: deque[tuple[T, int]] = deque()
-        self._bytes = 0
-        self._closed = False
+        self._items: queue.SimpleQueue[tuple[T, int] | _Mark | None] = queue.SimpleQueue()  # None: the end
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # wake-up calls for the producer
+        self._sent_bytes = 0  # written by the producer
+        self._done_bytes = 0  # written by the consumer
+        self._reached: _Mark | None = None  # the last mark that the consumer came to
+        self._ended = False  # whether the consumer has stopped
         self._failure: Exception | None = None
-        self._changed = threading.Condition()
 
     def put(self, item: T, nbytes: int) -> None:
         """Add an item, waiting for room; raise `StoreError` if the consumer has failed."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or not self._items or self._bytes + nbytes <= self._limit
-            )
-            self.check()
-            self._items.append((item, nbytes))
-            self._bytes += nbytes
-            self._changed.notify_all()
+        while self._failure is None and not self._ended and self._bytes and self._bytes + nbytes > self._limit:
+            self._sleep()
+        self.check()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()  # those that nobody waited for
+        self._items.put((item, nbytes))  # first: an interrupt before it is counted makes nobody wait for it
+        self._sent_bytes += nbytes
 
     def __iter__(self) -> Iterator[T]:
         """Yield the items, waiting for them; an item's bytes count until the next one is asked for.
@@ -38,38 +50,41 @@ class ByteQueue(Generic[T]):
         Ends when the queue is closed and empty, or has failed.
         """
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure is not None or self._closed or bool(self._items))
-                if self._failure is not None or not self._items:
-                    return
-                item, nbytes = self._items[0]
+            entry = self._items.get()
+            if entry is None or self._failure is not None:
+                self._ended = True
+                self._calls.put(None)
+                return
+            if isinstance(entry, _Mark):
+                self._reached = entry
+                self._calls.put(None)
+                continue
+            item, nbytes = entry
             yield item
-            del item  # or it would live on while the next one is awaited
-            with self._changed:
-                if self._failure is None:
-                    self._items.popleft()
-                    self._bytes -= nbytes
-                self._changed.notify_all()
+            del item, entry  # or it would live on while the next one is awaited
+            self._done_bytes += nbytes
+            self._calls.put(None)
 
     def close(self) -> None:
         """Say that nothing more will come."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._items.put(None)
 
     def fail(self, error: Exception) -> None:
         """Drop everything; every `put` and `join` from now on raises."""
-        with self._changed:
-            self._failure = error
-            self._items.clear()
-            self._bytes = 0
-            self._changed.notify_all()
+        self._failure = error
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._items.get_nowait()
+        self._items.put(None)
+        self._calls.put(None)
 
     def join(self) -> None:
         """Wait until everything was consumed; raise `StoreError` if the consumer has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not self._items)
-            self.check()
+        mark = _Mark()  # and no counter, which an interrupt may have left behind
+        self._items.put(mark)
+        while self._failure is None and self._reached is not mark and not self._ended:
+            self._sleep()
+        self.check()
 
     def check(self) -> None:
         """Raise `StoreError` if the consumer has failed."""
@@ -79,3 +94,13 @@ class ByteQueue(Generic[T]):
                 f"The memory could not be written: {reason}. What was published before stays readable. "
                 "Free some space or choose another folder, and continue with resume=True."
             ) from self._failure
+
+    @property
+    def _bytes(self) -> int:
+        """Bytes of the items that are still to be consumed."""
+        return self._sent_bytes - self._done_bytes
+
+    def _sleep(self) -> None:
+        """Wait for a wake-up call of the consumer."""
+        with contextlib.suppress(queue.Empty):
+            self._calls.get(timeout=MAX_WAIT_SECONDS)
