@@ -415,6 +415,15 @@ def test_types_that_are_not_understood(value: Any) -> None:
         bind({"it": value})
 
 
+@pytest.mark.parametrize("make", [list, np.array, lambda v: np.array(v, dtype=object), lambda v: v[0]], ids=range(4))
+@pytest.mark.parametrize("text", ["a\0b", "\0", "caf\udce9"], ids=["inside", "alone", "surrogate"])
+def test_strings_that_would_become_others_or_none(make: Any, text: str) -> None:
+    if make is np.array and text == "\0":
+        pytest.skip("numpy itself has made an empty string of it")
+    with pytest.raises(AnnotationError, match="'it' holds"):
+        bind({"it": make([text, "a"])})
+
+
 def test_too_many_axes() -> None:
     with pytest.raises(AnnotationError, match=r"'it' has shape \(2, 3, 4\); expected"):
         bind({"it": torch.zeros(2, 3, 4)})

@@ -263,12 +263,46 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = (value.double() if value.is_floating_point() else value).numpy()  # numpy knows no bfloat16
+    if isinstance(value, str):
+        _check_text(name, [value])
     try:
         array: npt.NDArray[Any] = np.asarray(value)
     except ValueError:
         raise AnnotationError(f"Column {name!r} has rows of different lengths; expected (rows, positions).") from None
+    if isinstance(value, np.ndarray) and array.dtype.kind == "U":
+        _check_text(name, array.reshape(-1).tolist())
     if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(value, str | np.ndarray)):
         # Objects may all be strings (as in pandas); a list may mix in numbers, which numpy would spell out.
         entries: npt.NDArray[Any] = np.asarray(value, dtype=object)
-        return array.astype(np.str_) if all(isinstance(entry, str) for entry in entries.flat) else entries
+        if not all(isinstance(entry, str) for entry in entries.flat):
+            return entries
+        _check_text(name, entries.reshape(-1).tolist())
+        return array.astype(np.str_)
     return array
+
+
+def _check_text(name: str, entries: Sequence[str]) -> None:
+    """Refuse strings that could not be told apart, or not be written: with NUL characters, or lone surrogates."""
+    joined = "".join(entries)
+    try:
+        joined.encode("utf-8")
+    except UnicodeEncodeError:
+        wrong = next(entry for entry in entries if not _is_writable(entry))
+        raise AnnotationError(
+            f"Column {name!r} holds {wrong!r}, which is no text: a lone surrogate, as os.fsdecode makes of undecodable "
+            "bytes. Decode it with errors='replace'."
+        ) from None
+    if "\0" in joined:
+        wrong = next(entry for entry in entries if "\0" in entry)
+        raise AnnotationError(
+            f"Column {name!r} holds {wrong!r}: a NUL character ends a text, so that different labels would become one. "
+            "Remove it."
+        )
+
+
+def _is_writable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
