@@ -12,8 +12,8 @@ from paired import Pair
 from torch.nn import functional
 
 import dualform
-from dualform.attend.groups import _database
 from dualform.attend.memory import Memory
+from dualform.attend.sql import database
 from small import batch, network, sgd
 
 
@@ -140,7 +140,7 @@ def test_null_and_not_null_are_told_apart_by_keywords_and_sql(run: Path) -> None
 
 def test_the_database_that_evaluates_sql_cannot_be_opened_up() -> None:
     duckdb = pytest.importorskip("duckdb")
-    with _database().cursor() as connection:
+    with database().cursor() as connection:
         for statement in ("set enable_external_access = true", "set lock_configuration = false"):
             with pytest.raises(duckdb.Error, match="configuration has been locked"):
                 connection.execute(statement)

@@ -4,7 +4,6 @@ Conditions are keyword equality (plain Arrow) or SQL text (DuckDB, on one regist
 Both see a pattern's address (pattern, step, micro, call, row, position) and the user's columns.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.attend.distinct import Distinct, find_distinct
+from dualform.attend.sql import sql_mask
 from dualform.errors import SelectionError
 from dualform.lazy import compute as pc
 from dualform.store.reader import Run, Shard
@@ -179,7 +179,7 @@ class Table:
             named = one.sql.casefold()
             used = [name for name in self.names if name == "pattern" or '"' in name or name.casefold() in named]
             table = pa.table({name: self.column(shard, layer, name) for name in used})
-            holds &= _sql_mask(table, one.sql, self.names)
+            holds &= sql_mask(table, one.sql, self.names)
         return holds
 
     def column(self, shard: Shard, layer: str, name: str) -> pa.Array:
@@ -327,41 +327,6 @@ def _equals(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
     except (pa.ArrowException, TypeError) as error:
         raise SelectionError(f"Column {name!r} holds {column.type}, which cannot equal {value!r}.") from error
     return np.asarray(pc.is_in(column, value_set=options))
-
-
-def _sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:
-    try:
-        import duckdb
-    except ImportError as error:
-        raise SelectionError(
-            'SQL conditions need duckdb, which is not installed. Use columns (task="mnist") or install it.'
-        ) from error
-    folded = [name.casefold() for name in names]
-    if len(set(folded)) < len(folded):
-        same = [name for name in names if folded.count(name.casefold()) > 1]
-        raise SelectionError(
-            f"SQL cannot tell the columns {', '.join(map(repr, same))} apart, which differ only in case. "
-            'Select by column instead (task="mnist").'
-        )
-    with _database().cursor() as connection:
-        try:
-            relation = connection.from_arrow(table)
-            kept = relation.filter(f"({sql}\n)").project("pattern").to_arrow_table()["pattern"]
-        except duckdb.Error as error:
-            reason = str(error).strip().splitlines()[0]
-            raise SelectionError(
-                f"The condition {sql!r} cannot be evaluated: {reason} Columns: {', '.join(names)}."
-            ) from error
-    return np.isin(np.asarray(table["pattern"]), np.asarray(kept), assume_unique=True)
-
-
-@functools.cache
-def _database() -> Any:
-    """Return an empty database that reaches no file and whose settings no condition can change."""
-    import duckdb
-
-    settings = {"enable_external_access": "false", "lock_configuration": "true", "threads": "1"}
-    return duckdb.connect(":memory:", config=settings)
 
 
 def _binned(column: pa.Array, part: Bins) -> pa.Array:

@@ -1,0 +1,167 @@
+"""SQL conditions: which rows of a pattern table one holds for, in a database that reaches nothing else.
+
+A condition is one expression about one pattern. Runs are read shard by shard, and `where` and `without` must add up to
+the whole, so whatever depends on other rows, on chance, on the time or on the machine is refused: subqueries, windows,
+aggregates, `random()`, `now()`. DuckDB's own parser says what a condition consists of.
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dualform.errors import SelectionError
+
+MAX_MEMORY = "1GB"  # that a condition may take
+MAX_SECONDS = 20.0  # that a condition may take for one shard
+MACROS = ("nullif", "if", "split_part", "fmod", "fdiv", "days_in_month")  # made of functions that may be used
+
+
+def sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Return for each row of a table whether a condition holds, (n,).
+
+    Args:
+        table: the columns that the condition may need, and `pattern`, which numbers the rows.
+        sql: the condition.
+        names: every column there is.
+    """
+    try:
+        import duckdb
+    except ImportError as error:
+        raise SelectionError(
+            'SQL conditions need duckdb, which is not installed. Use columns (task="mnist") or install it.'
+        ) from error
+    folded = [name.casefold() for name in names]
+    if len(set(folded)) < len(folded):
+        same = [name for name in names if folded.count(name.casefold()) > 1]
+        raise SelectionError(
+            f"SQL cannot tell the columns {', '.join(map(repr, same))} apart, which differ only in case. "
+            'Select by column instead (task="mnist").'
+        )
+    check_condition(sql, tuple(names))
+    with database().cursor() as connection:
+        try:
+            relation = connection.from_arrow(table)
+            with _interrupted_after(connection, MAX_SECONDS):
+                kept = relation.filter(f"({sql}\n)").project("pattern").to_arrow_table()["pattern"]
+        except duckdb.InterruptException as error:
+            raise SelectionError(
+                f"The condition {sql!r} takes longer than {MAX_SECONDS:.0f} seconds for one shard. Use a simpler one."
+            ) from error
+        except duckdb.OutOfMemoryException as error:
+            raise SelectionError(f"The condition {sql!r} takes more than {MAX_MEMORY} of memory.") from error
+        except duckdb.Error as error:
+            raise SelectionError(_cannot(sql, str(error), names)) from error
+    return np.isin(np.asarray(table["pattern"]), np.asarray(kept), assume_unique=True)
+
+
+@functools.lru_cache(maxsize=256)
+def check_condition(sql: str, names: tuple[str, ...]) -> None:
+    """Raise unless a text is one expression about one pattern that gives the same answer every time."""
+    with database().cursor() as connection:
+        (found,) = connection.execute("select json_serialize_sql(?)", [f"SELECT\n{sql}\n"]).fetchone()
+        parsed = json.loads(found)
+        if parsed.get("error"):
+            raise SelectionError(_cannot(sql, parsed.get("error_message") or "it cannot be parsed.", names))
+        node = parsed["statements"][0]["node"]
+        alone = len(parsed["statements"]) == 1 and node.get("type") == "SELECT_NODE"
+        if not alone or len(node["select_list"]) != 1 or not _is_bare(node):
+            raise SelectionError(_cannot(sql, "expected one expression, and nothing around it.", names))
+        known = {name.casefold() for name in names}
+        for part in _expressions(node["select_list"]):
+            reason = _objection(part, known, _functions())
+            if reason is not None:
+                raise SelectionError(_cannot(sql, reason, names))
+
+
+def _is_bare(node: dict[str, Any]) -> bool:
+    """Say whether a parsed SELECT has a list of expressions and nothing else: no FROM, WHERE, GROUP, LIMIT."""
+    empty: tuple[Any, ...] = (None, [], {}, "")
+    grouped = node.get("group_expressions") or node.get("having") or node.get("qualify") or node.get("sample")
+    more = node.get("modifiers") not in empty or (node.get("cte_map") or {}).get("map") not in empty
+    return node["from_table"]["type"] == "EMPTY" and node.get("where_clause") is None and not grouped and not more
+
+
+def _expressions(value: Any, inside: frozenset[str] = frozenset()) -> Iterator[tuple[dict[str, Any], frozenset[str]]]:
+    """Yield every expression of a parsed condition, with the names that lambdas around it define."""
+    if isinstance(value, dict):
+        if "class" in value:
+            if value["class"] == "LAMBDA":
+                own = {str(part["column_names"][-1]).casefold() for part, _ in _expressions(value.get("lhs"))
+                       if part["class"] == "COLUMN_REF"}  # fmt: skip
+                inside = inside | own
+            yield value, inside
+        for part in value.values():
+            yield from _expressions(part, inside)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _expressions(part, inside)
+
+
+def _objection(part: tuple[dict[str, Any], frozenset[str]], known: set[str], functions: frozenset[str]) -> str | None:
+    """Say why an expression may not be part of a condition, if it may not."""
+    expression, inside = part
+    kind = expression["class"]
+    if kind in ("SUBQUERY", "WINDOW", "STAR", "PARAMETER"):
+        return f"a condition is about one pattern at a time, and may hold no {kind.lower()}."
+    if kind == "COLUMN_REF":
+        name = str(expression["column_names"][0])
+        return None if name.casefold() in known | inside else f"there is no column {name!r}."
+    if kind == "FUNCTION":
+        name = str(expression["function_name"])
+        if name.casefold() not in functions:
+            return f"{name}() may not be used: its answer depends on more than the pattern."
+    return None
+
+
+@functools.cache
+def _functions() -> frozenset[str]:
+    """Return the functions whose answer depends on their arguments alone."""
+    query = "select function_name, function_type, stability from duckdb_functions()"
+    allowed: set[str] = set(MACROS)
+    refused: set[str] = set()
+    with database().cursor() as connection:
+        for name, kind, stability in connection.execute(query).fetchall():
+            steady = kind == "scalar" and stability == "CONSISTENT"
+            of_lists = kind == "macro" and name.startswith(("list_", "array_"))
+            (allowed if steady or of_lists or name in MACROS else refused).add(name.casefold())
+    return frozenset(allowed - (refused - set(MACROS)))
+
+
+def _cannot(sql: str, reason: str, names: Sequence[str]) -> str:
+    first = reason.strip().splitlines()[0]
+    return f"The condition {sql!r} cannot be evaluated: {first} Columns: {', '.join(names)}."
+
+
+@contextmanager
+def _interrupted_after(connection: Any, seconds: float) -> Iterator[None]:
+    """Interrupt a connection's query if it takes longer than this."""
+    timer = threading.Timer(seconds, connection.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@functools.cache
+def database() -> Any:
+    """Return an empty database that reaches no file and whose settings no condition can change."""
+    import duckdb
+
+    settings = {
+        "enable_external_access": "false",
+        "autoload_known_extensions": "false",
+        "autoinstall_known_extensions": "false",
+        "memory_limit": MAX_MEMORY,
+        "threads": "1",
+        "lock_configuration": "true",
+    }
+    return duckdb.connect(":memory:", config=settings)
