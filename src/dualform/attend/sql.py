@@ -128,6 +128,8 @@ def _functions() -> frozenset[str]:
     refused: set[str] = set()
     with database().cursor() as connection:
         for name, kind, stability in connection.execute(query).fetchall():
+            if kind in ("table", "table_macro", "pragma"):
+                continue  # never part of an expression, where a function of the same name may be
             steady = kind == "scalar" and stability == "CONSISTENT"
             of_lists = kind == "macro" and name.startswith(("list_", "array_"))
             (allowed if steady or of_lists or name in MACROS else refused).add(name.casefold())
