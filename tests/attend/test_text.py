@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import dualform
+from dualform.attend.last_tokens import last_queries
 from dualform.attend.passages import Place, gather
 from dualform.attend.prompts import read_prompt
-from dualform.attend.text import last_queries
-from dualform.errors import QueryError, SelectionError, UnknownLayerError
+from dualform.errors import QueryError, UnknownLayerError
 from loops import mlp, record, sgd
 from texts import recorded, tiny_corpus
 
@@ -129,9 +129,8 @@ def test_places_beyond_the_text_are_an_error(tmp_path):
         model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
         optimizer.step()
     memory = dualform.open(tmp_path / "run")
-    memory.add_corpus(tiny_corpus())
-    with pytest.raises(SelectionError, match="goes from 10000 to 10000; expected numbers from 0"):
-        memory.attend_text(model, "the wolf")
+    with pytest.raises(QueryError, match="2 of 2 annotated places are wrong; for example, place 10000 is outside"):
+        memory.add_corpus(tiny_corpus())
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4, 4), (1, 3)])
