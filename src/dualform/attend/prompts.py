@@ -68,7 +68,7 @@ def read_prompt(
         text, known = prompt, _encoded(corpus, prompt, tokenizer)
     elif corpus.unit == "pieces":
         raise QueryError(
-            f"The text of {corpus.name} is in pieces of a tokenizer, which the run does not keep. Give it: "
+            f"The text {corpus.name!r} is in pieces of a tokenizer, which the run does not keep. Give it: "
             "tokenizer=... (--tokenizer package.module:name), or give the prompt as numbers of tokens (--token-ids)."
         )
     else:

@@ -30,8 +30,8 @@ def check_tokenizer(tokenizer: Any) -> None:
     missing = [name for name in ("encode", "decode") if not callable(getattr(tokenizer, name, None))]
     if missing:
         raise QueryError(
-            f"The tokenizer is a {type(tokenizer).__name__} without {' and '.join(missing)}; expected an object with "
-            "encode(text) -> tokens and decode(tokens) -> text."
+            f"The tokenizer is of type {type(tokenizer).__name__}, without {' and '.join(missing)}; expected an object "
+            "with encode(text) -> tokens and decode(tokens) -> text."
         )
 
 
