@@ -180,6 +180,9 @@ def test_a_single_row_of_another_token_is_not_taken_for_the_last(tmp_path):
     assert list(found) == ["wte", "head"]
     assert "does not change with the last token" in reasons["first"]
     assert "saw (3,) for tokens (1, 4)" in reasons["second"]
+    ends_in_a_space = torch.tensor([[3, 0]])  # one row each; that of "second" belongs to the first token
+    found, reasons = prompt_queries(model, ends_in_a_space, memory.layers, batch_axis=0, vocabulary=SIZE)
+    assert (list(found), list(reasons)) == (["wte", "head"], ["first", "second"])  # in the model's order
     no_space = torch.tensor([[3, 5, 4]])
     _, reasons = prompt_queries(model, no_space, memory.layers, batch_axis=0, vocabulary=SIZE)
     assert reasons["first"] == "was not called in the forward pass, so it has no queries"

@@ -77,7 +77,7 @@ def prompt_queries(
         changed[0, -1] = (changed[0, -1] + shift) % vocabulary
         again = _capture(model, changed, {name: watched[name] for name in still}, batch_axis)
         still = {name for name in still if not _moved(doubtful[name], calls[name], again[name])}
-    for name in still:
+    for name in (name for name in doubtful if name in still):
         del found[name]
         reasons[name] = (
             f"saw {tuple(calls[name][0].shape[:-1])} for tokens {shape}, and its input there does not change with the "
