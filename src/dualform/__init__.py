@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from dualform.errors import DualformError
     from dualform.record.estimate import estimate
     from dualform.record.recorder import Recorder
+    from dualform.store.corpus import Corpus
     from dualform.store.recording import record
 
 _HOME = {
+    "Corpus": "dualform.store.corpus",
     "DualformError": "dualform.errors",
     "Memory": "dualform.attend.memory",
     "Recorder": "dualform.record.recorder",
@@ -27,6 +29,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Corpus",
     "DualformError",
     "Memory",
     "Recorder",

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import dualform
+from dualform.attend.last_tokens import last_queries
 from dualform.attend.passages import Place, gather
 from dualform.attend.prompts import read_prompt
-from dualform.attend.text import last_queries
-from dualform.errors import QueryError, SelectionError, UnknownLayerError
+from dualform.errors import QueryError, UnknownLayerError
+from language_models import TEXT, TOKENS, Letters, record_output_model
 from loops import mlp, record, sgd
 from texts import recorded, tiny_corpus
 
@@ -129,9 +130,8 @@ def test_places_beyond_the_text_are_an_error(tmp_path):
         model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
         optimizer.step()
     memory = dualform.open(tmp_path / "run")
-    memory.add_corpus(tiny_corpus())
-    with pytest.raises(SelectionError, match="goes from 10000 to 10000; expected numbers from 0"):
-        memory.attend_text(model, "the wolf")
+    with pytest.raises(QueryError, match="2 of 2 annotated places are wrong; for example, place 10000 is outside"):
+        memory.add_corpus(tiny_corpus())
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4, 4), (1, 3)])
@@ -192,6 +192,56 @@ def test_pieces_join_to_the_text():
     assert "".join(text for text, _ in passage.pieces()) == " ".join(passage.tokens)
     assert [text for text, attended in passage.pieces() if attended] == list(passage.tokens[2:4])
     assert passage.text().count("**") == 4
+
+
+# Pieces of a tokenizer
+
+
+@pytest.fixture(scope="module")
+def in_pieces(tmp_path_factory):
+    memory, model = record_output_model(tmp_path_factory.mktemp("pieces") / "run")
+    tokenizer = Letters()
+    memory.add_corpus(dualform.Corpus.from_tokens(TOKENS, tokenizer=tokenizer, name="letters"))
+    return memory, model, tokenizer
+
+
+def test_a_prompt_in_pieces_is_read_by_the_tokenizer(in_pieces):
+    memory, model, tokenizer = in_pieces
+    found = memory.attend_text(model, "the wolf", tokenizer=tokenizer, layers=["head"])
+    expected = memory.attend_text(model, tokenizer.encode("the wolf"), layers=["head"])
+    assert found["head"] == expected["head"]
+    assert (found.prompt, found.unit, len(found.goes_on), found.space) == ("the wolf", "pieces", 20, "")
+    passage = found["head"].by_pattern[0]
+    assert "".join(text for text, _ in passage.pieces()) in TEXT
+
+
+def test_pieces_need_their_own_tokenizer(in_pieces):
+    memory, model, tokenizer = in_pieces
+    with pytest.raises(QueryError, match=r"'letters' is in pieces of a tokenizer.*tokenizer=.*--token-ids"):
+        memory.attend_text(model, "the wolf")
+    with pytest.raises(QueryError, match=r"not that of letters: its token .* Give the tokenizer that"):
+        memory.attend_text(model, "the wolf", tokenizer=Letters(tokenizer.letters[::-1]))
+    with pytest.raises(QueryError, match="no token 18 in the vocabulary"):
+        memory.attend_text(model, "the wolfX", tokenizer=Letters(tokenizer.letters + "X"))
+    with pytest.raises(QueryError, match="type str, without decode"):
+        memory.attend_text(model, "the wolf", tokenizer="gpt2")
+    with pytest.raises(QueryError, match="could not encode 'Wolf': ValueError"):
+        memory.attend_text(model, "Wolf", tokenizer=tokenizer)
+
+
+def test_characters_of_several_pieces_are_whole_where_all_of_them_are_shown():
+    pieces = ["10", " <0xE2>", "<0x82><0xAC>", " each"]
+    corpus = dualform.Corpus.from_tokens([0, 1, 2, 3], vocabulary=pieces)
+    (whole,) = gather(places_at(3), corpus, count=1, around=3)
+    assert whole.text() == "10 €** each**"
+    (part,) = gather(places_at(1), corpus, count=1, around=3)
+    assert part.text() == "10** <0xE2>**<0x82><0xAC> each"
+
+
+def test_a_corpus_in_pieces_comes_back_as_it_was(in_pieces):
+    memory, _, tokenizer = in_pieces
+    found = memory.corpus()
+    assert (found.unit, found.vocabulary, found.name) == ("pieces", tuple(tokenizer.letters), "letters")
 
 
 # Prompts

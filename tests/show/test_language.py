@@ -8,6 +8,7 @@ import pytest
 import dualform
 from dualform.show import cli
 from dualform.show.models import load_model
+from language_models import TEXT, TOKENS, Letters, letters, record_last_position_model
 from texts import recorded, tiny_text
 
 
@@ -50,6 +51,76 @@ def test_attend_text_prints_passages(run, monkeypatch, capsys):
     assert "total attention by document" in out
     assert "**" in out  # no terminal, no bold letters
     assert "lstm" not in out
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A run of a model with a limit by assertion and a head at the last position only, its text in pieces."""
+    folder = tmp_path_factory.mktemp("foreign") / "run"
+    memory, _ = record_last_position_model(folder, factory="language_models:LastPositionModel")
+    memory.add_corpus(dualform.Corpus.from_tokens(TOKENS, tokenizer=Letters(), test=TOKENS[:200], name="letters"))
+    return folder
+
+
+LONG = TEXT[:60]
+
+
+def test_a_tokenizer_and_tokens_on_the_command_line(foreign, monkeypatch, capsys):
+    numbers = " ".join(map(str, letters.encode("the wolf")))
+    answers = []
+    for prompt in (
+        ["--text", "the wolf", "--tokenizer", "language_models:letters"],
+        ["--text", "the wolf", "--tokenizer", "language_models:Letters"],
+        ["--token-ids", numbers],
+        ["--token-ids", numbers.replace(" ", ",")],
+    ):
+        status, out, _ = call(monkeypatch, capsys, "attend", foreign, *prompt, "--json")
+        assert status == 0
+        answers.append(json.loads(out))
+    assert all(answer == answers[0] for answer in answers)
+    assert set(answers[0]["layers"]) == {"wte", "body.up", "body.down", "lm_head"}
+    assert "left out: 'wpe'" in answers[0]["notes"][0]
+
+
+def test_a_context_on_the_command_line(foreign, monkeypatch, capsys):
+    given = ["attend", foreign, "--text", LONG, "--tokenizer", "language_models:letters", "-l", "lm_head"]
+    _, out, _ = call(monkeypatch, capsys, *given)
+    assert "note: only the last 12 of 60 pieces fit the model's context" in out
+    _, out, _ = call(monkeypatch, capsys, *given, "--context", 6)
+    assert "note: only the last 6 of 60 pieces fit the model's context" in out
+    status, out, err = call(monkeypatch, capsys, *given, "--context", 30)
+    assert (status, out) == (1, "")
+    assert "30 tokens: AssertionError: Cannot forward sequence of length 30" in err
+    assert "--context" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--text", "the wolf"], "Give it: tokenizer=... (--tokenizer package.module:name)"),
+        (["--text", "the wolf", "--tokenizer", "letters"], "--tokenizer is 'letters'; expected package.module:name"),
+        (["--text", "the wolf", "--tokenizer", "nowhere:letters"], "nowhere:letters cannot be loaded: ModuleNotFound"),
+        (["--text", "the wolf", "--tokenizer", "language_models:TEXT"], "type str, without decode"),
+        (["--text", "the wolf", "--token-ids", "1"], "Both --text and --token-ids"),
+        (["--token-ids", "1", "--tokenizer", "language_models:letters"], "--tokenizer goes with --text"),
+        (["--token-ids", "one two"], "--token-ids is 'one two'; expected whole numbers"),
+        (["--token-ids", "99"], "There is no token 99 in the vocabulary of letters"),
+        (["--token-ids", ""], "it has no tokens"),
+        (["--context", "5"], "--tokenizer and --context go with a prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_one_clear_line(foreign, monkeypatch, capsys, arguments, words):
+    status, out, err = call(monkeypatch, capsys, "attend", foreign, *arguments)
+    assert (status, out) == (1, "")
+    assert words in err
+
+
+def test_a_report_of_a_model_with_a_limit(foreign, monkeypatch, capsys, tmp_path):
+    given = ["report", foreign, "--test", 0, "-o", tmp_path / "report.html"]
+    status, out, err = call(monkeypatch, capsys, *given)
+    assert (status, err) == (0, "")
+    assert "report.html: 1 tests" in out
+    assert "the model says" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

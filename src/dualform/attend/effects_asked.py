@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dualform.attend.outputs import logits_of
 from dualform.attend.queries import find_watched, move
 from dualform.errors import QueryError
 from dualform.record.listening import ListenedCall, listen
@@ -92,7 +93,7 @@ def measure(outputs: Any, targets: Tensor | None, quantity: Quantity, *, batch_a
     """Return the quantity of each input of a batch, (B,).
 
     The margin is the target's logit less the log-sum-exp of all others; the loss is the cross-entropy. Where an input
-    has several targets (tokens), both are means over them.
+    has several targets (tokens), both are means over them. `logits_of` finds the logits in the outputs.
 
     >>> measure(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), "margin")
     tensor([2.])
@@ -103,24 +104,36 @@ def measure(outputs: Any, targets: Tensor | None, quantity: Quantity, *, batch_a
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise QueryError(f"The quantity is {shape}; expected a number per input, a tensor (B,).")
         return found
-    if not isinstance(outputs, Tensor) or outputs.dim() < 2:
-        raise QueryError(f"A {quantity} needs logits (..., classes); give a function of the model's outputs instead.")
-    wanted = outputs.detach().argmax(dim=-1) if targets is None else targets.to(outputs.device)
-    if wanted.shape != outputs.shape[:-1] or wanted.is_floating_point():
+    logits = _class_logits(outputs, quantity)
+    if targets is not None and not batch_axis and logits.dim() == 3 and targets.dim() == 1 and logits.shape[1] == 1:
+        logits = logits[:, 0]  # a language model that computes the last position only
+    wanted = logits.detach().argmax(dim=-1) if targets is None else targets.to(logits.device)
+    if wanted.shape != logits.shape[:-1] or wanted.is_floating_point():
         raise QueryError(
-            f"Targets are {wanted.dtype} {tuple(wanted.shape)} for logits {tuple(outputs.shape)}; expected the number "
-            "of a class for each."
+            f"Targets are {wanted.dtype} {tuple(wanted.shape)} for logits {tuple(logits.shape)}; expected the number "
+            "of a class for each. Where a model computes the last position only, give the last token's alone."
         )
     counted = wanted != IGNORED
     index = wanted.clamp(min=0)[..., None].long()
     if quantity == "margin":
-        others = outputs.scatter(-1, index, -torch.inf).logsumexp(dim=-1)
-        each = outputs.gather(-1, index)[..., 0] - others
+        others = logits.scatter(-1, index, -torch.inf).logsumexp(dim=-1)
+        each = logits.gather(-1, index)[..., 0] - others
     else:
-        each = -functional.log_softmax(outputs, dim=-1).gather(-1, index)[..., 0]
+        each = -functional.log_softmax(logits, dim=-1).gather(-1, index)[..., 0]
     each = each.where(counted, 0.0).movedim(batch_axis, 0).flatten(1) if each.dim() > 1 else each[:, None]
     terms = counted.movedim(batch_axis, 0).flatten(1) if counted.dim() > 1 else counted[:, None]
     return each.sum(dim=1) / terms.sum(dim=1).clamp(min=1)
+
+
+def _class_logits(outputs: Any, quantity: Named) -> Tensor:
+    """Return the logits (..., classes) of a model's outputs, which a margin or a loss is made of."""
+    logits = logits_of(outputs, instead="Give a function of the model's outputs as the quantity")
+    if logits.dim() < 2 or not logits.is_floating_point():
+        raise QueryError(
+            f"A {quantity} needs logits (..., classes), but the model returned {logits.dtype} {tuple(logits.shape)}; "
+            "give a function of the model's outputs instead."
+        )
+    return logits
 
 
 def _backward(
@@ -148,7 +161,7 @@ def _backward(
                 outputs = model(**batch)
             else:
                 outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
-            size = _size(batch if callable(quantity) else outputs, batch_axis)
+            size = _size(batch if callable(quantity) else _class_logits(outputs, quantity), batch_axis)
             part = None if targets is None else _slice(targets, first, size, batch_axis)
             found = measure(outputs, part, quantity, batch_axis=batch_axis)
             if not found.requires_grad:

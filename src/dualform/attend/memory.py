@@ -6,7 +6,7 @@ as it was; it does not retrain.
 
 import copy
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,8 +33,10 @@ from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
 from dualform.store import audit, media, rebuild
 from dualform.store.attach import attach
-from dualform.store.corpus import Corpus, add_corpus, read_corpus
-from dualform.store.format import LayerEntry, RowsEntry
+from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
+from dualform.store.corpus_fit import check_fit
+from dualform.store.format import CORPUS, LayerEntry, RowsEntry
+from dualform.store.pieces import Tokenizer
 from dualform.store.reader import Run
 from dualform.threads import in_own_dtype
 
@@ -91,6 +93,11 @@ class Memory:
         return None if manifest.factory is None else (manifest.factory, manifest.factory_arguments)
 
     @property
+    def batch_axis(self) -> int:
+        """Which leading axis of the model's inputs counts the rows of a batch."""
+        return self._run.manifest.batch_axis
+
+    @property
     def created(self) -> str:
         """When the recording began, as an ISO date."""
         return self._run.manifest.created
@@ -134,7 +141,11 @@ class Memory:
 
     def add_media(self, **what: Any) -> None:
         """Keep images of training samples, names of labels, or a text in the run; see `Recorder.media`."""
-        attach(self._run, media_files(**what))
+        files = media_files(**what)
+        if (text_file := files.get(CORPUS)) is not None:
+            assert isinstance(text_file, Mapping), "tokens are tensors"
+            check_fit(self._run, text_file["train"].to(torch.int64).numpy())
+        attach(self._run, files)
 
     def tests(self) -> tuple[Tensor, Tensor | None]:
         """Return the test inputs that the run keeps and, where they are known, their targets."""
@@ -151,11 +162,14 @@ class Memory:
         return media.Media(self._run)
 
     def add_corpus(self, corpus: Corpus) -> None:
-        """Keep the text that a language model was trained on in the run; patterns are annotated with its places."""
+        """Keep the text that a language model was trained on in the run; patterns are annotated with its places.
+
+        A text that does not fit is refused: every pattern's `token` must be the text's token at its `place`.
+        """
         add_corpus(self._run, corpus)
 
     def corpus(self) -> Corpus:
-        """Return the text that the run keeps."""
+        """Return the text that the run keeps, whether it fits the recorded places or not."""
         return read_corpus(self._run)
 
     # Views --------------------------------------------------------------------------------------------------------
@@ -325,37 +339,54 @@ class Memory:
     def attend_text(
         self,
         model: nn.Module,
-        prompt: str,
+        prompt: str | Sequence[int] | Tensor,
         *,
         layers: str | Collection[str] | None = None,
         top: int = 5,
         around: int = 20,
         goes_on: int | None = None,
+        context: int | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> TextSpotlight:
         """Ask which passages of the training text the last token of a prompt attends to.
 
         Args:
-            model: the trained language model: tokens (B, L) in, logits (B, L, V) out, alone or first of a tuple.
-            prompt: what to ask about.
-            layers: the layers to look at; by default all that were recorded.
+            model: the trained language model: tokens (B, L) in; logits (B, L, V) out, or those of the last position
+                only. They may come alone, first of a tuple, or as the entry or attribute `logits`.
+            prompt: what to ask about: a text, or the numbers of its tokens (L,).
+            layers: the layers to look at. By default all that can be asked, and a note says which were left out: those
+                whose patterns have no place in the text, and those in which the last token's row cannot be told.
             top: how many passages, documents, tokens and guesses.
             around: how many tokens of a passage to show on either side of the attended one.
-            goes_on: how many tokens the model goes on with; by default ten words, or forty characters.
+            goes_on: how many tokens the model goes on with; by default ten words, twenty pieces or forty characters.
+            context: how many tokens the model takes at most; by default read from the model or its configuration.
+            tokenizer: turns the prompt into tokens where the text is in a tokenizer's pieces: an object with
+                `encode` and `decode`.
         """
         chosen = text.check_layers(self.layers if layers is None else _names(layers), self.layers)
         return text.attend_text(
-            self._table, chosen, self.corpus(), model, prompt, top=top, around=around, goes_on=goes_on
+            self._table,
+            chosen,
+            fitting_corpus(self._run),
+            model,
+            prompt,
+            required=() if layers is None else tuple(chosen),
+            top=top,
+            around=around,
+            goes_on=goes_on,
+            context=context,
+            tokenizer=tokenizer,
         )
 
     @in_own_dtype
     def place_totals(self, layer: str, queries: Tensor) -> Tensor:
         """Return the total attention of queries (Q, d_in) to each token of the training text, (Q, N)."""
-        return text.place_totals(self._table, layer, queries, self.corpus())
+        return text.place_totals(self._table, layer, queries, fitting_corpus(self._run))
 
     @in_own_dtype
     def place_counts(self, layer: str) -> Tensor:
         """Return how many patterns each token of the training text has in this view, (N,)."""
-        return text.place_counts(self._table, layer, self.corpus())
+        return text.place_counts(self._table, layer, fitting_corpus(self._run))
 
     def __repr__(self) -> str:
         view = self._describe()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dualform.store.corpus import Corpus, Ids
-from dualform.tokens import join, visible
+from dualform.tokens import join, space_between, visible, whole_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Passage:
         first: the place of its first token.
         tokens: its tokens, as people read them.
         following: the token after the most attended one.
-        unit: chars or words.
+        unit: chars, words or pieces.
     """
 
     document: str
@@ -58,12 +58,12 @@ class Passage:
     def pieces(self) -> list[tuple[str, bool]]:
         """Return the passage's text in pieces, each with whether it is an attended token."""
         marked = {place.place - self.first for place in self.attended}
-        space = "" if self.unit == "chars" else " "
+        space = space_between(self.unit)
         single: list[tuple[str, bool]] = []
         for i, token in enumerate(self.tokens):
             single += [(space if i else "", False), (token, i in marked)]
         runs = itertools.groupby((piece for piece in single if piece[0]), key=lambda piece: piece[1])
-        return [("".join(text for text, _ in run), attended) for attended, run in runs]
+        return [(whole_characters("".join(text for text, _ in run)), attended) for attended, run in runs]
 
     def text(self) -> str:
         """Return the passage on one line, its attended tokens between stars."""

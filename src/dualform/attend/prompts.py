@@ -1,5 +1,6 @@
 """A prompt: text from a person, as the tokens that a language model takes, and what the model says next."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualform.attend.context import naming_failures
+from dualform.attend.last_tokens import laid_out
+from dualform.attend.outputs import last_logits_of
 from dualform.errors import QueryError
 from dualform.record.estimate import forward
 from dualform.store.corpus import Corpus
+from dualform.store.pieces import Tokenizer, encode_text, piece_texts, raw_piece
 from dualform.tokens import UNKNOWN, join, pieces, split, visible
 
 
@@ -36,21 +41,83 @@ class Guess:
     probability: float
 
 
-def read_prompt(corpus: Corpus, text: str, *, context: int | None) -> Prompt:
-    """Turn a text into tokens of the corpus' vocabulary.
+def read_prompt(
+    corpus: Corpus, prompt: str | Sequence[int] | Tensor, *, context: int | None, tokenizer: Tokenizer | None = None
+) -> Prompt:
+    """Turn a prompt into tokens of the corpus' vocabulary.
 
-    A word that is not known as it stands is tried as words and punctuation marks; what is still unknown is `<unk>`.
+    A word that is not known as it stands is tried as words and punctuation marks; a word that is still unknown is
+    `<unk>`. A text in a tokenizer's pieces needs that tokenizer.
 
     Args:
         corpus: says what the tokens are.
-        text: the prompt.
+        prompt: a text, or the numbers of its tokens.
         context: how many tokens the model takes at most, if it has a limit.
+        tokenizer: the tokenizer whose tokens the model was trained on.
 
     Raises:
         QueryError: the prompt is empty, or the model knows nothing of it.
     """
-    if not text.strip():
+    notes: list[str] = []
+    if not isinstance(prompt, str):
+        known = _given(corpus, prompt)
+        text = join((corpus.token(token) for token in known), corpus.unit)
+    elif not prompt.strip():
         raise QueryError("The prompt is empty. Give some text, for example --text 'The wolf'.")
+    elif tokenizer is not None:
+        text, known = prompt, _encoded(corpus, prompt, tokenizer)
+    elif corpus.unit == "pieces":
+        raise QueryError(
+            f"The text {corpus.name!r} is in pieces of a tokenizer, which the run does not keep. Give it: "
+            "tokenizer=... (--tokenizer package.module:name), or give the prompt as numbers of tokens (--token-ids)."
+        )
+    else:
+        text = prompt
+        known, notes = _read(corpus, prompt)
+    if context is not None and len(known) > context:
+        notes.append(f"only the last {context} of {len(known)} {corpus.unit} fit the model's context")
+        known = known[-context:]
+    return Prompt(text, torch.tensor(known), tuple(notes))
+
+
+def _given(corpus: Corpus, prompt: Sequence[int] | Tensor) -> list[int]:
+    """Return a prompt that was given as numbers of tokens."""
+    plain = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+    try:
+        tokens = [operator.index(token) for token in plain]
+    except TypeError as error:
+        raise QueryError(f"The prompt is {prompt!r}; expected a text, or the numbers of its tokens, (L,).") from error
+    _check_tokens(corpus, tokens)
+    return tokens
+
+
+def _encoded(corpus: Corpus, text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return a tokenizer's tokens of a text, if the tokenizer is the one that the corpus' tokens are from."""
+    tokens = encode_text(tokenizer, text)
+    _check_tokens(corpus, tokens)
+    for token, piece in zip(tokens, piece_texts(tokenizer, tokens), strict=True):
+        kept = corpus.token(token)
+        if kept.strip() != piece.strip() and kept != raw_piece(tokenizer, token):
+            raise QueryError(
+                f"This tokenizer is not that of {corpus.name}: its token {token} is {piece!r}, but in the run's "
+                f"vocabulary it is {kept!r}. Give the tokenizer that the model was trained with."
+            )
+    return tokens
+
+
+def _check_tokens(corpus: Corpus, tokens: Sequence[int]) -> None:
+    if not tokens:
+        raise QueryError("The prompt is empty: it has no tokens. Give at least one.")
+    outside = [token for token in tokens if not 0 <= token < len(corpus.vocabulary)]
+    if outside:
+        raise QueryError(
+            f"There is no token {outside[0]} in the vocabulary of {corpus.name}, which has 0 to "
+            f"{len(corpus.vocabulary) - 1}."
+        )
+
+
+def _read(corpus: Corpus, text: str) -> tuple[list[int], list[str]]:
+    """Return the tokens of a text in characters or words, and what a person should know of them."""
     known: list[int] = []
     unknown: list[str] = []
     for word in split(text, corpus.unit):
@@ -66,56 +133,63 @@ def read_prompt(corpus: Corpus, text: str, *, context: int | None) -> Prompt:
         )
     if unknown and UNKNOWN not in corpus.numbers:
         raise QueryError(f"Not in the vocabulary: {', '.join(map(repr, dict.fromkeys(unknown)))}. Leave them out.")
-    notes = []
-    if unknown:
-        listed = ", ".join(repr(word) for word in dict.fromkeys(unknown))
-        notes.append(f"not in the vocabulary, and read as <unk>: {listed}")
-    if context is not None and len(known) > context:
-        notes.append(f"only the last {context} of {len(known)} {corpus.unit} fit the model's context")
-        known = known[-context:]
-    return Prompt(text, torch.tensor(known), tuple(notes))
+    listed = ", ".join(repr(word) for word in dict.fromkeys(unknown))
+    return known, [f"not in the vocabulary, and read as <unk>: {listed}"] if unknown else []
 
 
-def next_tokens(model: nn.Module, corpus: Corpus, prompt: Prompt, *, count: int) -> tuple[Guess, ...]:
+def next_tokens(
+    model: nn.Module, corpus: Corpus, prompt: Prompt, *, count: int, batch_axis: int = 0
+) -> tuple[Guess, ...]:
     """Return the tokens that the model finds most probable after a prompt."""
-    logits = last_logits(model, prompt.tokens[None])[0]
-    if len(logits) != len(corpus.vocabulary):
-        raise QueryError(
-            f"This model has {len(logits):,} outputs, but the vocabulary of {corpus.name} has "
-            f"{len(corpus.vocabulary):,} tokens. Give the model that was trained on this text."
-        )
+    logits = last_logits(model, prompt.tokens[None], batch_axis=batch_axis)[0]
+    _check_outputs(len(logits), corpus)
     probabilities = logits.double().softmax(dim=0)
     best = probabilities.topk(min(count, len(probabilities)))
     return tuple(
-        Guess(visible(corpus.vocabulary[token]), float(probability))
+        Guess(visible(corpus.token(token)), float(probability))
         for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     )
 
 
-def go_on(model: nn.Module, corpus: Corpus, prompt: Prompt, *, count: int) -> str:
-    """Return the text that the model goes on with, taking the most probable token each time."""
-    context: int | None = getattr(model, "context", None)
+def _check_outputs(outputs: int, corpus: Corpus) -> None:
+    """Raise unless a model has an output for each token; one of a tokenizer's pieces may have more, as padding."""
+    used = int(max((part.max() for part in (corpus.train, corpus.test) if len(part)), default=-1)) + 1
+    if outputs == len(corpus.vocabulary) or (corpus.unit == "pieces" and outputs >= used):
+        return
+    raise QueryError(
+        f"This model has {outputs:,} outputs, but the vocabulary of {corpus.name} has "
+        f"{len(corpus.vocabulary):,} tokens. Give the model that was trained on this text."
+    )
+
+
+def go_on(
+    model: nn.Module, corpus: Corpus, prompt: Prompt, *, count: int, context: int | None, batch_axis: int = 0
+) -> tuple[str, tuple[str, ...]]:
+    """Return the text that the model goes on with, taking the most probable token each time, and what to know of it.
+
+    Without a known context the text may become longer than the model takes; then it ends there, and a note says so.
+    """
     tokens = prompt.tokens
     said: list[int] = []
-    for _ in range(count):
-        said.append(int(last_logits(model, tokens[None])[0].argmax()))
+    notes: tuple[str, ...] = ()
+    while len(said) < count:
+        try:
+            logits = last_logits(model, tokens[None], batch_axis=batch_axis)
+        except QueryError as error:
+            notes = (f"the model goes on for {len(said)} {corpus.unit} only. {error}",)
+            break
+        said.append(int(logits[0].argmax()))
         tokens = torch.cat([tokens, tokens.new_tensor(said[-1:])])
         tokens = tokens if context is None else tokens[-context:]
-    return join((corpus.vocabulary[token] for token in said), corpus.unit)
+    return join((corpus.token(token) for token in said), corpus.unit), notes
 
 
-def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def last_logits(model: nn.Module, tokens: Tensor, *, batch_axis: int = 0) -> Tensor:
     """Return the logits after the last token of each row, (B, L) -> (B, V), in eval mode.
 
-    The model takes tokens (B, L) and returns logits (B, L, V), alone or first of a tuple.
+    The model takes tokens (B, L), or (L, B) with `batch_axis` 1. See `outputs.py` for what it may return.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return logits_of(forward(model, tokens.to(device)))[:, -1]
-
-
-def logits_of(outputs: Any) -> Tensor:
-    """Return the logits of a language model's outputs."""
-    logits = outputs[0] if isinstance(outputs, Sequence) else outputs
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise QueryError("This is no language model: expected logits (B, L, V) for tokens (B, L), alone or first.")
-    return logits
+    with naming_failures(tokens.shape[1]):
+        outputs: Any = forward(model, laid_out(tokens, batch_axis).to(device))
+    return last_logits_of(outputs, rows=len(tokens), length=tokens.shape[1], batch_axis=batch_axis)

@@ -39,12 +39,8 @@ def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEnt
         layers: the layers that are wanted, as they were recorded.
     """
     watched = find_watched(model, layers)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with capture(watched) as captured:
-        for batch in batches(inputs):
-            forward(model, move(batch, device))
     queries = {}
-    for name, calls in captured.items():
+    for name, calls in capture_calls(model, inputs, watched).items():
         if not calls:
             raise QueryError(f"Layer {name!r} was not called in the forward pass, so it has no queries.")
         tails = {call.shape[1:-1] for call in calls if call.dim() > 1}
@@ -53,6 +49,15 @@ def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEnt
         leading = (sum(call.shape[0] for call in calls), *tails.pop()) if agree else (len(rows),)
         queries[name] = check(name, layers[name], Captured(rows, leading, watched[name].kind.batch_axis or 0))
     return queries
+
+
+def capture_calls(model: nn.Module, inputs: Any, watched: Mapping[str, Watched]) -> dict[str, list[Tensor]]:
+    """Run the model once in eval mode and return every watched layer's inputs (..., d_in), call by call."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with capture(watched) as captured:
+        for batch in batches(inputs):
+            forward(model, move(batch, device))
+    return captured
 
 
 def given_queries(queries: Mapping[str, Tensor], layers: Mapping[str, LayerEntry]) -> dict[str, Captured]:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualform.attend.outputs import logits_of
 from dualform.record.layers import find_kind
 from dualform.record.watch import plain_name
 
 
 def output_rows(output: Any) -> Tensor:
     """Return what a model gave as rows of outputs, (rows, classes), where the last axis holds the classes."""
-    first: Tensor = output[0] if isinstance(output, tuple | list) else getattr(output, "logits", output)
+    first = logits_of(output)
     return first.reshape(-1, first.shape[-1]) if first.dim() else first.reshape(1, 1)
 
 
@@ -39,11 +40,12 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
         if (name := plain_name(path)) in calls:
             hook = lambda m, a, k, o, name=name: keep(m, a, k, o, name)  # noqa: E731
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
+    device = next((parameter.device for parameter in model.parameters()), inputs.device)
     training = model.training
     model.eval()
     try:
         with torch.enable_grad():
-            target = output_rows(model(inputs))[-1, unit]
+            target = output_rows(model(inputs.to(device)))[-1, unit]
             kept = [output for found in calls.values() for _, _, output in found if output.requires_grad]
             gradients = torch.autograd.grad(target, kept, allow_unused=True) if kept else ()
     finally:

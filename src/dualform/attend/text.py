@@ -4,27 +4,33 @@ One pass over a layer's patterns gives everything: per place in the text the bes
 patterns, and how many those are. Totals of documents and tokens are sums of those.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualform.attend.context import check_context, context_of
 from dualform.attend.engine import Score, score_patterns
 from dualform.attend.groups import Numbered, Table
+from dualform.attend.last_tokens import prompt_queries
 from dualform.attend.passages import Passage, Place, by_document, by_token, gather
 from dualform.attend.prompts import go_on, next_tokens, read_prompt
-from dualform.attend.queries import capture_queries
 from dualform.attend.reducers import GroupSums, Places
 from dualform.attend.text_answers import TextLayer, TextSpotlight, Total
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.store.corpus import Corpus
+from dualform.store.corpus_fit import PLACE
 from dualform.store.format import LayerEntry
+from dualform.store.pieces import Tokenizer
 from dualform.tokens import Unit
 
-PLACE = "place"
-GOES_ON: Mapping[Unit, int] = {"chars": 40, "words": 10}  # tokens that a model goes on with
+GOES_ON: Mapping[Unit, int] = {"chars": 40, "words": 10, "pieces": 20}  # tokens that a model goes on with
 CANDIDATES = 20  # places per passage asked for, since places that overlap are one passage
+NO_PLACES = (
+    "holds no patterns with a place in the text: nothing was recorded, the mask leaves nothing, or the layer's rows "
+    "are not tokens of the batch (an embedding of positions)"
+)
 
 
 def attend_text(
@@ -32,47 +38,87 @@ def attend_text(
     layers: Mapping[str, LayerEntry],
     corpus: Corpus,
     model: nn.Module,
-    text: str,
+    prompt: str | Sequence[int] | Tensor,
     *,
+    required: Collection[str],
     top: int,
     around: int,
     goes_on: int | None,
+    context: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> TextSpotlight:
-    """Ask what the last token of a prompt attends to; see `Memory.attend_text`."""
+    """Ask what the last token of a prompt attends to; see `Memory.attend_text`.
+
+    Args:
+        table: the patterns.
+        layers: the layers to look at.
+        corpus: the text.
+        model: the trained language model.
+        prompt: a text, or the numbers of its tokens.
+        required: layers that must have an answer; others without one are left out, and a note says why.
+        top: how many passages, documents, tokens and guesses.
+        around: how many tokens of a passage to show on either side.
+        goes_on: how many tokens the model goes on with.
+        context: how many tokens the model takes; by default as the model says.
+        tokenizer: of a text in pieces.
+    """
     if top < 1 or around < 0:
         raise QueryError(
             f"top is {top} and around is {around}; expected at least one passage, and no fewer than 0 tokens."
         )
-    prompt = read_prompt(corpus, text, context=getattr(model, "context", None))
-    queries = last_queries(model, prompt.tokens[None], layers)
+    check_context(context)
+    context = context_of(model) if context is None else context
+    batch_axis = table.run.manifest.batch_axis
+    read = read_prompt(corpus, prompt, context=context, tokenizer=tokenizer)
+    groups = _places(table, corpus)
+    empty = {name: NO_PLACES for name in layers if not _any_place(table, name, groups)}
+    _check_required(empty, required)
+    queries, reasons = prompt_queries(
+        model,
+        read.tokens[None],
+        {name: entry for name, entry in layers.items() if name not in empty},
+        batch_axis=batch_axis,
+        vocabulary=len(corpus.vocabulary),
+    )
+    _check_required(reasons, required)
+    if not queries:
+        listed = "; ".join(f"{name!r} {reason}" for name, reason in {**empty, **reasons}.items())
+        raise QueryError(f"No layer can be asked about this prompt: {listed}.")
+    following = next_tokens(model, corpus, read, count=top, batch_axis=batch_axis)
+    count = GOES_ON[corpus.unit] if goes_on is None else goes_on
+    said, notes = go_on(model, corpus, read, count=count, context=context, batch_axis=batch_axis)
     found = {}
     for name, query in queries.items():
         places = score_places(table, name, query, corpus)
         found[name] = _describe(name, places, corpus, top=top, around=around)
     return TextSpotlight(
-        prompt=prompt.text,
-        notes=prompt.notes,
-        next=next_tokens(model, corpus, prompt, count=top),
-        goes_on=go_on(model, corpus, prompt, count=GOES_ON[corpus.unit] if goes_on is None else goes_on),
+        prompt=read.text,
+        notes=(*read.notes, *notes, *_left_out(empty), *_left_out(reasons)),
+        next=following,
+        goes_on=said,
         unit=corpus.unit,
         layers=found,
     )
 
 
-def last_queries(model: nn.Module, tokens: Tensor, layers: Mapping[str, LayerEntry]) -> dict[str, Tensor]:
-    """Return each layer's query at the last token of each row, (B, L) -> (B, d_in)."""
-    captured = capture_queries(model, tokens, layers)
-    last = {}
-    for name, found in captured.items():
-        shape = found.leading if found.batch_axis == 0 else found.leading[::-1]
-        if shape != tuple(tokens.shape):
-            raise QueryError(
-                f"Layer {name!r} saw {found.leading} for tokens {tuple(tokens.shape)}; expected an input (B, L, ...), "
-                "so that the last token's can be told."
-            )
-        rows = found.rows.reshape(*found.leading, -1)
-        last[name] = rows.select(1 - found.batch_axis, -1)
-    return last
+def _check_required(reasons: Mapping[str, str], required: Collection[str]) -> None:
+    """Raise where a layer that was asked for by name has no answer."""
+    for name, reason in reasons.items():
+        if name in required:
+            raise QueryError(f"This view of layer {name!r} {reason}. Ask about other layers: layers=[...].")
+
+
+def _left_out(reasons: Mapping[str, str]) -> list[str]:
+    """Return a note for each reason for which layers were left out."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(repr(name))
+    return [f"left out: {', '.join(names)}, which {reason}" for reason, names in by_reason.items()]
+
+
+def _any_place(table: Table, layer: str, groups: Numbered) -> bool:
+    """Say whether any kept pattern of a layer has a place in the text."""
+    return any(bool((codes < groups.size).any()) for codes in table.numbers(layer, groups))
 
 
 def score_places(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Places:
@@ -111,10 +157,6 @@ def _places(table: Table, corpus: Corpus) -> Numbered:
 def _describe(name: str, places: Places, corpus: Corpus, *, top: int, around: int) -> TextLayer:
     size = len(corpus.train)
     counts, sums, highest = (found[:size].cpu() for found in (places.counts, places.sums[0], places.best[0]))
-    if not int(counts.sum()):
-        raise QueryError(
-            f"This view of layer {name!r} holds no patterns: nothing was recorded, or the mask leaves nothing."
-        )
     absent = counts == 0
 
     def best(values: Tensor) -> tuple[Passage, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dualform.attend.passages import Passage
 from dualform.attend.prompts import Guess
 from dualform.errors import UnknownLayerError
-from dualform.tokens import Unit
+from dualform.tokens import Unit, space_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class TextSpotlight:
 
     Attributes:
         prompt: what was asked.
-        notes: what a person should know: unknown words, a prompt that was cut.
+        notes: what a person should know: unknown words, a prompt that was cut, layers that were left out.
         next: what the model finds most probable as the next token.
         goes_on: the text that the model goes on with.
-        unit: whether tokens are chars or words.
+        unit: whether tokens are chars, words or pieces.
         layers: layer -> what the prompt attends to there.
     """
 
@@ -76,7 +76,7 @@ class TextSpotlight:
     @property
     def space(self) -> str:
         """What stands between the prompt and what the model goes on with."""
-        return "" if self.unit == "chars" else " "
+        return space_between(self.unit)
 
     def __repr__(self) -> str:
         lines = [f"{self.prompt}{self.space}[{self.goes_on}]", *(f"note: {note}" for note in self.notes)]

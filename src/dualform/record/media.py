@@ -47,7 +47,7 @@ def media_files(
         tokens: (N,) the training text, as numbers into the vocabulary; `annotate(place=...)` says where a pattern is.
         vocabulary: the text of each token.
         documents: (first token, title) of each document of the training text, ascending.
-        unit: whether tokens are characters, or words with spaces between them.
+        unit: whether tokens are characters, words with spaces between them, or a tokenizer's pieces with their own.
     """
     files: Files = {}
     description: dict[str, Any] = {}

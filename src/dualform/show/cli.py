@@ -151,6 +151,15 @@ def attend(
     run: Run,
     model: Model = None,
     text: Annotated[Optional[str], typer.Option("--text", help="A prompt, for a language model.")] = None,  # noqa: UP045
+    token_ids: Annotated[Optional[str], typer.Option("--token-ids", help='A prompt as tokens: "12 5 9".')] = None,  # noqa: UP045
+    tokenizer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--tokenizer", help="With --text: package.module:name of an object with encode and decode."),
+    ] = None,
+    context: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--context", help="With --text: how many tokens the model takes; default: as it says.", min=1),
+    ] = None,
     inputs: Inputs = None,
     test: Annotated[list[int], typer.Option("--test", "-t", help="Which inputs to ask about; repeatable.")] = [0],  # noqa: B006
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Only these layers; repeatable.")] = [],  # noqa: B006
@@ -170,8 +179,11 @@ def attend(
     from dualform.show.tables import print_json
 
     memory = _open(run, where=where, without=without, at=at)
-    if text is not None:
-        _attend_text(memory, text, model=model, layers=layer, top=top, json=json)
+    prompt = _prompt(text, token_ids, tokenizer=tokenizer, context=context)
+    if prompt is not None:
+        _attend_text(
+            memory, prompt, model=model, layers=layer, top=top, tokenizer=tokenizer, context=context, json=json
+        )
         return
     answers = ask(
         memory,
@@ -316,12 +328,43 @@ def _open(run: Path, *, where: str | None = None, without: str | None = None, at
     return memory if without is None else memory.without(without)
 
 
-def _attend_text(memory: "Memory", text: str, *, model: str | None, layers: list[str], top: int, json: bool) -> None:
+def _prompt(
+    text: str | None, token_ids: str | None, *, tokenizer: str | None, context: int | None
+) -> "str | list[int] | None":
+    """Return the prompt that was given, as a text or as tokens, if there is one."""
+    if text is not None and token_ids is not None:
+        raise QueryError("Both --text and --token-ids were given. Give the prompt once.")
+    if token_ids is not None:
+        if tokenizer is not None:
+            raise QueryError("--tokenizer goes with --text: --token-ids are tokens already.")
+        try:
+            return [int(part) for part in token_ids.replace(",", " ").split()]
+        except ValueError as error:
+            raise QueryError(f'--token-ids is {token_ids!r}; expected whole numbers, for example "12 5 9".') from error
+    if text is None and (tokenizer is not None or context is not None):
+        raise QueryError("--tokenizer and --context go with a prompt: give --text or --token-ids.")
+    return text
+
+
+def _attend_text(
+    memory: "Memory",
+    prompt: "str | list[int]",
+    *,
+    model: str | None,
+    layers: list[str],
+    top: int,
+    tokenizer: str | None,
+    context: int | None,
+    json: bool,
+) -> None:
     from dualform.show.language import show_text
     from dualform.show.models import load_model
     from dualform.show.tables import print_json
+    from dualform.show.tokenizers import load_tokenizer
 
-    found = memory.attend_text(load_model(memory, model), text, layers=layers or None, top=top)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    net = load_model(memory, model)
+    found = memory.attend_text(net, prompt, layers=layers or None, top=top, tokenizer=loaded, context=context)
     if json:
         print_json(found)
     else:

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 
 from dualform.store.corpus import Corpus
-from dualform.tokens import join, visible
+from dualform.tokens import join, space_between, visible
 
-CONTEXT = 20  # words on each side; characters say less
+CONTEXT = 20  # words or pieces on each side; characters say less
 PLACE = "place"  # the annotated column that holds a pattern's place in the text
 
 
 def around(corpus: Corpus, place: int, *, context: int = CONTEXT) -> dict[str, Any]:
     """Return what stands before a place, the token there, what follows, and the document's title."""
-    wide = context if corpus.unit == "words" else 4 * context
-    space = " " if corpus.unit == "words" else ""
+    wide = 4 * context if corpus.unit == "chars" else context
+    space = space_between(corpus.unit)
     before = corpus.words(corpus.train[max(place - wide, 0) : place])
     after = corpus.words(corpus.train[place + 1 : place + 1 + wide])
     document = int(corpus.documents(np.array([place]))[0])

@@ -17,7 +17,7 @@ from dualform.experiments.language.summary import summarise as summarise_languag
 from dualform.experiments.page import Section, write_page
 from dualform.experiments.summary import Grid, summarise
 from dualform.show.tables import console, print_grid, print_json
-from dualform.tokens import UNITS
+from dualform.tokens import SPLIT_UNITS
 
 KEEP = ("first", "all", "none")
 PAGE = Path("docs/results.md")
@@ -161,8 +161,8 @@ def _image_job(name: image_studies.Name, options: Options) -> Job:
 def _language_job(name: plans.Name, options: Options) -> Job:
     if options.model not in plans.MODEL_NAMES:
         raise QueryError(f"--model is {options.model!r}; expected {' or '.join(plans.MODEL_NAMES)}.")
-    if options.tokens is not None and options.tokens not in UNITS:
-        raise QueryError(f"--tokens is {options.tokens!r}; expected {' or '.join(UNITS)}.")
+    if options.tokens is not None and options.tokens not in SPLIT_UNITS:
+        raise QueryError(f"--tokens is {options.tokens!r}; expected {' or '.join(SPLIT_UNITS)}.")
     if name != "text" and (options.file or options.tokens):
         raise QueryError(f"--file and --tokens go with the study text; {name} has a text of its own.")
     data = (str(options.file) if options.file else options.data) if name == "text" else None

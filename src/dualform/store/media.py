@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.errors import CorruptError, QueryError
 from dualform.record.media import CORPUS, DESCRIPTION, IMAGES, TESTS
-from dualform.store.corpus import Corpus, read_corpus
+from dualform.store.corpus import Corpus, fitting_corpus
 from dualform.store.format import opened_tensors
 from dualform.store.reader import Run
 
@@ -49,8 +49,8 @@ class Media:
 
     @cached_property
     def text(self) -> Corpus | None:
-        """The training text."""
-        return read_corpus(self._run) if CORPUS in self._run.manifest.files else None
+        """The training text; one that does not fit the recorded places and tokens is an error."""
+        return fitting_corpus(self._run) if CORPUS in self._run.manifest.files else None
 
     def image(self, sample: int) -> Tensor | None:
         """Return the image of a training sample, (H, W[, 3]), if there is one."""

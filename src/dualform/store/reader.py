@@ -124,6 +124,13 @@ class Shard:
             return None
         return self._read("annotations", [name])[name]
 
+    def annotated_rows(self) -> int:
+        """Return how many rows of the annotation table belong to steps before `stop`."""
+        calls = self._calls_table.filter(pc.field("annotation_offset").is_valid())
+        names = ("annotation_offset", "annotation_rows", "annotation_positions")
+        offset, rows, positions = (np.asarray(calls[name], dtype=np.int64) for name in names)
+        return int((offset + np.maximum(rows, 1) * np.maximum(positions, 1)).max(initial=0))
+
     @cached_property
     def steps(self) -> pa.Table:
         """The optimizer facts in this shard."""

@@ -5,9 +5,10 @@ from itertools import chain
 
 import numpy as np
 
+from dualform.errors import QueryError
 from dualform.experiments.datasets.textset import TextSet
 from dualform.store.corpus import Corpus, Ids
-from dualform.tokens import UNKNOWN, Unit, split_lines
+from dualform.tokens import SPLIT_UNITS, UNKNOWN, Unit, split_lines
 
 
 def make_corpus(text: TextSet, unit: Unit | None = None) -> Corpus:
@@ -17,6 +18,11 @@ def make_corpus(text: TextSet, unit: Unit | None = None) -> Corpus:
     words itself, words that come only once are `<unk>`, so that the model learns what to make of a new word.
     """
     unit = unit or text.unit
+    if unit not in SPLIT_UNITS:
+        raise QueryError(
+            f"unit is {unit!r}; expected {' or '.join(SPLIT_UNITS)}. Make a corpus of a tokenizer's pieces with "
+            "Corpus.from_tokens."
+        )
     lines = list(split_lines(text.train, unit, spaced=text.spaced))
     counts = Counter(chain.from_iterable(lines))
     rare = 1 if unit == "words" and not text.spaced else 0

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualform.attend.last_tokens import last_queries
 from dualform.attend.memory import Memory
 from dualform.attend.prompts import last_logits
-from dualform.attend.text import last_queries
 from dualform.store.corpus import Corpus
 
 Row = dict[str, Any]

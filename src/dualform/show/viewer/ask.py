@@ -11,6 +11,7 @@ import torch
 
 import dualform
 from dualform.attend.groups import Bins
+from dualform.attend.last_tokens import laid_out
 from dualform.attend.prompts import read_prompt
 from dualform.attend.removal import Removal
 from dualform.errors import DualformError, QueryError
@@ -165,10 +166,13 @@ class Ask:
         if corpus is None:
             raise BadQuestion("This run keeps no vocabulary, so a text cannot be turned into tokens.")
         try:
-            prompt = read_prompt(corpus, text, context=getattr(session.model, "context", None))
+            prompt = read_prompt(corpus, text, context=session.context)
+            subject = Subject(("prompt", text), laid_out(prompt.tokens[None], session.memory.batch_axis))
+            if session.context is None:
+                session.outputs(subject)  # raises where the prompt is longer than the model takes
         except QueryError as error:
             raise BadQuestion(str(error)) from error
-        return Subject(("prompt", text), prompt.tokens[None])
+        return subject
 
 
 def _group(text: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualform.attend.context import context_of
 from dualform.attend.groups import Bins
 from dualform.attend.memory import Memory
 from dualform.attend.removal import Removal
@@ -20,7 +21,6 @@ from dualform.attend.slopes import output_rows, slopes
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.weights import GroupWeights
 from dualform.errors import DualformError, QueryError
-from dualform.record.estimate import forward
 from dualform.record.watch import plain_name
 from dualform.show.passages import column_name
 from dualform.show.viewer.kept import Kept
@@ -30,6 +30,7 @@ from dualform.tokens import visible
 
 By = tuple[str | Bins, ...]
 WINDOWS = 500  # of a held-out text that are tests
+WINDOW_LENGTHS = {"words": 24, "chars": 80, "pieces": 32}  # tokens of such a test
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +89,20 @@ class Session:
             return None
 
     @cached_property
+    def context(self) -> int | None:
+        """How many tokens the model takes at most, where it says."""
+        return context_of(self.model)
+
+    @cached_property
     def _examples(self) -> tuple[Tensor, Tensor | None]:
         try:
             return self.memory.tests()
         except QueryError:
             corpus = self.media.text
-            return windows(corpus) if corpus is not None else (torch.zeros(0), None)
+            if corpus is None or self.memory.batch_axis != 0:  # tests are rows of (M, L)
+                return torch.zeros(0), None
+            found = windows(corpus, self.context)
+            return found if self.context is not None else _shortened(self.model, *found)
 
     def predictions(self) -> Tensor:
         """Return the model's output for every test, (M,)."""
@@ -173,7 +182,7 @@ class Session:
         with self._watched_lock:
             handle = modules[last].register_forward_hook(lambda _m, _i, output: seen.append(output))
             try:
-                outputs = output_rows(forward(self._watched, self.tests[:1]))
+                outputs = output_rows(forward_once(self._watched, self.tests[:1]))
             finally:
                 handle.remove()
         same = bool(seen) and isinstance(seen[-1], Tensor) and torch.equal(output_rows(seen[-1]), outputs)
@@ -248,9 +257,14 @@ def group_name(session: Session, by: By, group: Any) -> str:
     return " · ".join(names)
 
 
-def windows(corpus: Corpus) -> tuple[Tensor, Tensor]:
-    """Return prompts from all over the held-out text, (M, L), and the token that follows each, (M,)."""
-    length = 24 if corpus.unit == "words" else 80
+def windows(corpus: Corpus, context: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return prompts from all over the held-out text, (M, L), and the token that follows each, (M,).
+
+    Args:
+        corpus: the text.
+        context: how many tokens the model takes at most, if it has a limit.
+    """
+    length = WINDOW_LENGTHS[corpus.unit] if context is None else min(context, WINDOW_LENGTHS[corpus.unit])
     held = torch.from_numpy(corpus.test)
     count = min(WINDOWS, max(len(held) - 1, 0) // length)
     if not count:
@@ -259,10 +273,32 @@ def windows(corpus: Corpus) -> tuple[Tensor, Tensor]:
     return torch.stack([held[start : start + length] for start in starts.tolist()]), held[starts + length]
 
 
+def _shortened(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return prompts (M, L) cut from the front, by half each time, to a length that the model takes."""
+    while len(tokens):
+        try:
+            forward_once(model, tokens[:1])
+            break
+        except QueryError:
+            if tokens.shape[1] == 1:
+                raise
+            tokens = tokens[:, -(tokens.shape[1] // 2) :]
+    return tokens, targets
+
+
 def forward_once(model: nn.Module, inputs: Tensor) -> Any:
     """Run a model that is in eval mode already; unlike `forward` this changes no mode that another thread relies on."""
-    with torch.no_grad():
-        return model(inputs)
+    device = next((parameter.device for parameter in model.parameters()), inputs.device)
+    try:
+        with torch.no_grad():
+            return model(inputs.to(device))
+    except DualformError:
+        raise
+    except Exception as error:
+        raise QueryError(
+            f"The model failed on inputs {tuple(inputs.shape)}: {type(error).__name__}: {error}. Keep test examples "
+            "that it takes (memory.add_tests), or give a shorter prompt."
+        ) from error
 
 
 def predicted(model: nn.Module, inputs: Tensor, *, batch: int = 2048) -> Tensor:
@@ -272,7 +308,7 @@ def predicted(model: nn.Module, inputs: Tensor, *, batch: int = 2048) -> Tensor:
     parts = []
     for rows in inputs.split(batch if inputs.dim() < 3 or inputs.is_floating_point() else 64):
         outputs = output_rows(forward_once(model, rows))
-        parts.append(outputs.reshape(len(rows), -1, outputs.shape[-1])[:, -1].argmax(dim=1))
+        parts.append(outputs.reshape(len(rows), -1, outputs.shape[-1])[:, -1].argmax(dim=1).cpu())
     return torch.cat(parts)
 
 

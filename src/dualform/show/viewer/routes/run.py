@@ -42,7 +42,7 @@ def _describe(session: Session) -> dict[str, Any]:
         "shape": list(session.test_images.shape[1:]) if session.test_images is not None else None,
         "images": session.media.has_images,
         "draw": bool(grey),
-        "prompt": text is not None,
+        "prompt": text is not None and text.unit != "pieces",  # the viewer has no tokenizer
         "labels": list(session.media.labels) if session.media.labels is not None else None,
         "exact": session.exact,
     }
