@@ -2,7 +2,8 @@
 
 A condition is one expression about one pattern. Runs are read shard by shard, and `where` and `without` must add up to
 the whole, so whatever depends on other rows, on chance, on the time or on the machine is refused: subqueries, windows,
-aggregates, `random()`, `now()`. DuckDB's own parser says what a condition consists of.
+aggregates, `random()`, `now()`. So is what can make much out of little (`repeat`, `replace`), which no memory limit of
+the database stops. DuckDB's own parser says what a condition consists of.
 """
 
 import functools
@@ -20,7 +21,25 @@ from dualform.errors import SelectionError
 
 MAX_MEMORY = "1GB"  # that a condition may take
 MAX_SECONDS = 20.0  # that a condition may take for one shard
-MACROS = ("nullif", "if", "split_part", "fmod", "fdiv", "days_in_month")  # made of functions that may be used
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+OPERATORS = _words("+ - * / // % ** ^ & | << >> || @ ~~ !~~ ~~* !~~* ~~~ not nullif if ifnull xor")
+OF_NUMBERS = _words(
+    "abs ceil ceiling floor round trunc sign mod pow power sqrt exp ln log log2 log10 least greatest gcd lcm even "
+    "isnan isinf isfinite bit_count divide multiply add subtract hash"
+)
+OF_TEXTS = _words(
+    "like_escape not_like_escape ilike_escape not_ilike_escape lower upper lcase ucase trim ltrim rtrim length len "
+    "strlen substring substr left right reverse concat contains starts_with ends_with prefix suffix instr strpos "
+    "position ascii ord regexp_matches regexp_full_match regexp_extract"
+)
+OF_LISTS = _words("list_value list_contains list_has array_contains array_has list_position array_position")
+FUNCTIONS = OPERATORS | OF_NUMBERS | OF_TEXTS | OF_LISTS
+"""What a condition may call: functions of their arguments alone, whose values are no longer than those together."""
 
 
 def sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:
@@ -75,7 +94,7 @@ def check_condition(sql: str, names: tuple[str, ...]) -> None:
             raise SelectionError(_cannot(sql, "expected one expression, and nothing around it.", names))
         known = {name.casefold() for name in names}
         for part in _expressions(node["select_list"]):
-            reason = _objection(part, known, _functions())
+            reason = _objection(part, known)
             if reason is not None:
                 raise SelectionError(_cannot(sql, reason, names))
 
@@ -88,52 +107,31 @@ def _is_bare(node: dict[str, Any]) -> bool:
     return node["from_table"]["type"] == "EMPTY" and node.get("where_clause") is None and not grouped and not more
 
 
-def _expressions(value: Any, inside: frozenset[str] = frozenset()) -> Iterator[tuple[dict[str, Any], frozenset[str]]]:
-    """Yield every expression of a parsed condition, with the names that lambdas around it define."""
+def _expressions(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every expression of a parsed condition."""
     if isinstance(value, dict):
         if "class" in value:
-            if value["class"] == "LAMBDA":
-                own = {str(part["column_names"][-1]).casefold() for part, _ in _expressions(value.get("lhs"))
-                       if part["class"] == "COLUMN_REF"}  # fmt: skip
-                inside = inside | own
-            yield value, inside
+            yield value
         for part in value.values():
-            yield from _expressions(part, inside)
+            yield from _expressions(part)
     elif isinstance(value, list):
         for part in value:
-            yield from _expressions(part, inside)
+            yield from _expressions(part)
 
 
-def _objection(part: tuple[dict[str, Any], frozenset[str]], known: set[str], functions: frozenset[str]) -> str | None:
+def _objection(expression: dict[str, Any], known: set[str]) -> str | None:
     """Say why an expression may not be part of a condition, if it may not."""
-    expression, inside = part
     kind = expression["class"]
-    if kind in ("SUBQUERY", "WINDOW", "STAR", "PARAMETER"):
+    if kind in ("SUBQUERY", "WINDOW", "STAR", "PARAMETER", "LAMBDA"):
         return f"a condition is about one pattern at a time, and may hold no {kind.lower()}."
     if kind == "COLUMN_REF":
         name = str(expression["column_names"][0])
-        return None if name.casefold() in known | inside else f"there is no column {name!r}."
+        return None if name.casefold() in known else f"there is no column {name!r}."
     if kind == "FUNCTION":
         name = str(expression["function_name"])
-        if name.casefold() not in functions:
-            return f"{name}() may not be used: its answer depends on more than the pattern."
+        if name.casefold() not in FUNCTIONS:
+            return f"{name}() may not be used here."
     return None
-
-
-@functools.cache
-def _functions() -> frozenset[str]:
-    """Return the functions whose answer depends on their arguments alone."""
-    query = "select function_name, function_type, stability from duckdb_functions()"
-    allowed: set[str] = set(MACROS)
-    refused: set[str] = set()
-    with database().cursor() as connection:
-        for name, kind, stability in connection.execute(query).fetchall():
-            if kind in ("table", "table_macro", "pragma"):
-                continue  # never part of an expression, where a function of the same name may be
-            steady = kind == "scalar" and stability == "CONSISTENT"
-            of_lists = kind == "macro" and name.startswith(("list_", "array_"))
-            (allowed if steady or of_lists or name in MACROS else refused).add(name.casefold())
-    return frozenset(allowed - (refused - set(MACROS)))
 
 
 def _cannot(sql: str, reason: str, names: Sequence[str]) -> str:
