@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.layers import Report
+from dualform.record.module_hooks import ModuleHandle, hook_before_forward, hook_forward
 from dualform.record.probes import Prediction
 from dualform.record.spares import Spares
 from dualform.record.watch import Watched, covered
@@ -105,7 +106,7 @@ class Hooks:
     enabled: bool = False
     calls: int = 0
     arrivals: dict[int, dict[int, Arrival]] = field(default_factory=dict)  # graph task -> call -> what it brought
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[RemovableHandle | ModuleHandle] = field(default_factory=list)
     watching: set[str] = field(default_factory=set)  # parameters with accumulation hooks
 
     def attach(self) -> None:
@@ -116,8 +117,7 @@ class Hooks:
             if layer.composite is not None:
                 composites.setdefault(id(layer.module), []).append(layer)
                 continue
-            hook = _Hook(_disabled_in_compile(self._forward_hook(layer)))
-            self.handles.append(layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+            self.handles.append(hook_forward(layer.module, _disabled_in_compile(self._forward_hook(layer))))
         for parts in composites.values():
             self.handles.extend(trace(parts, self._report(parts), wanted=lambda: self.enabled and _grad_enabled()))
         for name, parameter in covered(self.layers).items():
@@ -227,20 +227,6 @@ class Hooks:
         return arrive
 
 
-class _Hook:
-    """A forward hook that stays behind: a copied or pickled model gets one that does nothing and holds nothing."""
-
-    def __init__(self, hook: Callable[..., None] | None = None) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> None:
-        if self._hook is not None:
-            self._hook(*args)
-
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
-
-
 def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:
     """Return rows that share no memory with others': themselves, or a copy."""
     place = rows.untyped_storage().data_ptr()
@@ -270,9 +256,7 @@ def _grad_enabled() -> bool:
     return torch.is_grad_enabled()
 
 
-def trace(
-    parts: Sequence[Watched], report: Report, *, wanted: Callable[[], bool] = lambda: True
-) -> list[RemovableHandle]:
+def trace(parts: Sequence[Watched], report: Report, *, wanted: Callable[[], bool] = lambda: True) -> list[ModuleHandle]:
     """Put hooks on a composite module that follow the parts of each call where they are wanted."""
     module, composite = parts[0].module, parts[0].composite
     assert composite is not None, "only composite modules are traced"
@@ -291,8 +275,8 @@ def trace(
             mode.__exit__(None, None, None)
 
     return [
-        module.register_forward_pre_hook(_Hook(_disabled_in_compile(enter)), with_kwargs=True),
-        module.register_forward_hook(_Hook(_disabled_in_compile(leave)), prepend=True, always_call=True),
+        hook_before_forward(module, _disabled_in_compile(enter)),
+        hook_forward(module, _disabled_in_compile(leave), always_call=True),
     ]
 
 
