@@ -32,6 +32,7 @@ class ModuleHook:
         self._hook = hook
 
     def __call__(self, *args: Any) -> None:
+        """Call the hook."""
         if self._hook is not None:
             self._hook(*args)
 

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from dualform.record.layers.kind import LayerKind, registered
 
-Report = Callable[[str, Any, Sequence[Tensor]], None]
-"""Takes a part's name, its input as the part's kind takes it, and its outputs, whose errors the kind will need."""
+Report = Callable[[str, Callable[[], Any], Sequence[Tensor]], None]
+"""Takes a part's name, a function that makes its input as the part's kind takes it, and its outputs, whose errors the
+kind will need. The function is called before the report returns, or never."""
 
 
 class Composite(ABC):
