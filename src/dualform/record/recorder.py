@@ -82,9 +82,8 @@ class Recorder:
         self._warned: set[str] = set()
         self._step = 0
         self._state: Literal["new", "recording", "closed"] = "new"
-        self._snapshot = partial(
-            _copies, self._parameters
-        )  # no method: a sink that keeps it must not keep the recorder
+        # Not a method, which a sink that keeps it would keep this recorder alive with.
+        self._snapshot = partial(_copies, self._parameters)
         self._finalizer: Callable[[], object] = _nothing
         self._missed: Exception | None = None  # why a step that was made is not recorded; none can follow it
 
