@@ -174,7 +174,6 @@ def test_a_recorder_that_is_dropped_ends_its_recording(run: Path) -> None:
     recorder = weakref.ref(callback.recorder)
     with pytest.warns(UserWarning, match=DROPPED) as caught:
         del callback
-        gc.collect()
     assert str(run) in str(caught[0].message)
     assert recorder() is None
     assert leftovers(model, optimizer) == []
@@ -195,8 +194,9 @@ def test_recorder_and_model_that_are_dropped_together_are_collected(run: Path) -
     train(model, optimizer, batches(3))
     kept = weakref.ref(model), weakref.ref(recorder)
     with pytest.warns(UserWarning, match=DROPPED):
-        del model, optimizer, recorder
-        gc.collect()
+        del recorder
+    del model, optimizer
+    gc.collect()
     assert [found() for found in kept] == [None, None]
     assert not writers()
     assert dualform.open(run).step == 3
@@ -210,7 +210,6 @@ def test_a_recorder_that_is_dropped_between_forward_and_backward(run: Path) -> N
     loss = model(batches(1)[0]).square().sum()
     with pytest.warns(UserWarning, match=DROPPED):
         del recorder
-        gc.collect()
     loss.backward()
     optimizer.step()
     assert dualform.open(run).step == 1

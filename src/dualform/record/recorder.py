@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
 from dualform.record.annotations import Annotator, Binding
+from dualform.record.bystanders import Bystanders
 from dualform.record.calls import Pending, bring, gather_calls
 from dualform.record.ending import end_when_dropped, remove_handles, weak_hook
 from dualform.record.estimate import Estimate, estimate
@@ -27,13 +28,15 @@ from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
+from dualform.record.processes import refuse_several_processes, refuse_wrapped
 from dualform.record.saying import warn_user
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.spares import Spares
-from dualform.record.steps import OpenStep, own, warm_states, with_closure
+from dualform.record.steps import OpenStep, Owned, own, warm_states, with_closure
 from dualform.record.trails import Accumulation, Trail, fetched, resolve_all
 from dualform.record.transfer import Transfer
-from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
+from dualform.record.unwrap import unwrap_all
+from dualform.record.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
 from dualform.threads import one_thread
 
 OnFailure = Literal["raise", "detach"]
@@ -57,15 +60,20 @@ class Recorder:
         self._sink = sink
         self._on_failure = on_failure
         self._batch_axis = batch_axis
-        self._layers = watch(model, layers)
+        optimizers = unwrap_all(optimizer)
+        refuse_wrapped(model)
+        self._layers = watch(model, layers, optimizers)
+        refuse_several_processes(self._layers)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._owned = own(optimizers, self._parameters, keys_only=keys_only)
         self._exact = {name for layer in self._layers if not layer.keys_only for name, _ in layer.parameters.values()}
-        self._uncovered = {name: p.numel() for name, p in uncovered(model, optimizers, self._layers).items()}
-        if self._uncovered:
-            report_uncovered(self._uncovered, self._parameters, strict=strict)
+        self._strict = strict
+        self._held = held(optimizers)  # ids of parameters
+        missing = uncovered(model, optimizers, self._layers)
+        self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}
+        if missing:
+            report_uncovered(model, missing, self._parameters, strict=strict)
 
         self._spares = Spares()
         self._hooks = Hooks(self._layers, weakref.ref(self), self._spares)
@@ -77,12 +85,13 @@ class Recorder:
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
         self._gauge = Gauge()
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
+        self._bystanders: Bystanders | None = None
         self._here = True  # whether all parameters are in the CPU's memory
         self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
         self._warned: set[str] = set()
         self._step = 0
         self._state: Literal["new", "recording", "closed"] = "new"
-        # Not a method, which a sink that keeps it would keep this recorder alive with.
+        # A method would keep this recorder alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters)
         self._finalizer: Callable[[], object] = _nothing
         self._missed: Exception | None = None  # why a step that was made is not recorded; none can follow it
@@ -134,6 +143,7 @@ class Recorder:
     def _attach_hooks(self) -> None:
         """Look at the parameters as they are, and put every hook on."""
         self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
+        self._bystanders = Bystanders(self._model, self._parameters, self._held)
         devices = {parameter.device for parameter in self._parameters.values()}
         self._here = all(device.type == "cpu" for device in devices)
         if len(devices) == 1 and next(iter(devices)).type == "cuda":
@@ -160,6 +170,7 @@ class Recorder:
         if self._state != "recording":
             return
         self._finalizer()
+        untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
         open_step, self._open = self._open, OpenStep()
         self._detach()
         broken = self._in_flight is not None and any(
@@ -176,6 +187,8 @@ class Recorder:
             if not isinstance(failure, DualformError) or (error is None and self._on_failure == "raise"):
                 raise
             warn_user(f"The recording could not be closed properly: {failure}")
+        if untold is not None and error is None:
+            warn_user(untold)
 
     def annotate(self, **columns: Any) -> None:
         """Attach columns to the patterns of the next forward pass.
@@ -313,6 +326,7 @@ class Recorder:
             if id(optimizer) in self._open.done:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+            self._look_for_joined(owned)
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             mine = owned.parameters
@@ -331,6 +345,17 @@ class Recorder:
                 for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
             ]
             self._in_flight = facts, self._annotated_calls([*self._open.facts, *facts])
+
+    def _look_for_joined(self, owned: Owned) -> None:
+        """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
+        new = held([owned.optimizer]) - self._held
+        if not new:
+            return
+        missing = uncovered(self._model, [owned.optimizer], self._layers)
+        joined = {name: parameter for name, parameter in missing.items() if id(parameter) in new}
+        if joined:
+            report_joined(self._model, owned.optimizer, joined, strict=self._strict)
+        self._held |= new
 
     def _annotated_calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
         """Return the calls of a step; with on_failure="detach" without columns where those do not fit."""
