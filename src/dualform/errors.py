@@ -17,6 +17,10 @@ class CoverageError(DualformError, ValueError):
     """Parameters are trained that no recorded layer covers, and `strict=True` was asked for."""
 
 
+class OptimizerError(DualformError, TypeError):
+    """Something was given as optimizer that is none."""
+
+
 class AnnotationError(DualformError, ValueError):
     """An annotation has the wrong length, type or name."""
 

@@ -319,14 +319,13 @@ def test_columns_of_different_lengths_are_named(run: Path) -> None:
     ],
     ids=["rows", "none", "positions", "other axis"],
 )
-@pytest.mark.parametrize("on_failure", ["raise", "detach"])
 def test_a_batch_of_another_length_is_named_at_the_step(
-    run: Path, columns: dict[str, Any], shape: tuple[int, ...], message: str, on_failure: Any
+    run: Path, columns: dict[str, Any], shape: tuple[int, ...], message: str
 ) -> None:
     """It is the user's mistake, not a failure of the recording; the same step can be taken again without it."""
     model = mlp()
     optimizer = sgd(model)
-    with dualform.record(model, optimizer, run, on_failure=on_failure) as recorder:
+    with dualform.record(model, optimizer, run) as recorder:
         inputs = batches(4, *shape)
         recorder.annotate(fine=1)
         step(model, optimizer, inputs[0])

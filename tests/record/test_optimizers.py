@@ -115,7 +115,7 @@ def test_a_group_added_later(run: Path) -> None:
     model = mlp(dtype=torch.float64)
     optimizer = sgd(model[2])
     inputs = batches(MANY, dtype=torch.float64)
-    with dualform.record(model, optimizer, run):
+    with dualform.record(model, optimizer, run, layers="*"):
         for i, x in enumerate(inputs):
             if i == 50:
                 optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01, "momentum": 0.5})
@@ -130,7 +130,7 @@ def test_a_group_added_later(run: Path) -> None:
 def test_layers_outside_the_optimizer_have_no_patterns(run: Path) -> None:
     model = mlp()
     optimizer = sgd(model[2])
-    with dualform.record(model, optimizer, run):
+    with dualform.record(model, optimizer, run, layers="*"):
         for x in batches(6):
             model.zero_grad()
             loss_of(model(x)).backward()
@@ -325,7 +325,7 @@ def test_two_optimizers_of_one_model(run: Path) -> None:
     """Only one is recorded; what the other changes is for `verify` to find."""
     model = mlp()
     mine, other = sgd(model[0]), sgd(model[2])
-    with dualform.record(model, mine, run):
+    with dualform.record(model, mine, run, layers="*"):
         for x in batches(6):
             mine.zero_grad()
             other.zero_grad()
@@ -337,17 +337,12 @@ def test_two_optimizers_of_one_model(run: Path) -> None:
     assert failed == {"0": True, "2": False}
 
 
-def test_supported_optimizers_are_found_by_exact_type() -> None:
+def test_supported_optimizers_are_found_by_type() -> None:
     assert supported() == ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
     parameters = [nn.Parameter(torch.zeros(1, 1))]
     for name in supported():
         assert find_logger(getattr(torch.optim, name)(parameters, lr=0.1)) is not None
     assert find_logger(torch.optim.Rprop(parameters)) is None
-
-    class Mine(torch.optim.Adam):
-        pass
-
-    assert find_logger(Mine(parameters)) is None
 
 
 def test_long_momentum_in_float32(run: Path) -> None:

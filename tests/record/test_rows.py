@@ -209,6 +209,11 @@ def test_a_forgotten_batch_axis_is_asked_for(run: Path) -> None:
         samples(run, Recurrent(), batch(B, B, D))
 
 
+def test_a_forgotten_batch_axis_stops_no_training_that_asked_to_go_on(run: Path) -> None:
+    found = samples(run, Recurrent(), batch(B, B, D), on_failure="detach", expect="Pass batch_axis=1")
+    assert found == {"lstm.l0": [None] * B * B, "head": [None] * B * B}
+
+
 def test_the_batch_axis_that_was_given_is_right(run: Path) -> None:
     found = samples(run, Recurrent(), batch(B, B, D), batch_axis=1)
     assert found["lstm.l0"] == SAMPLES * B

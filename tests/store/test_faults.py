@@ -461,7 +461,7 @@ def test_two_recorders_on_one_folder(run: Path, resume: bool) -> None:
         train(model, optimizer, range(2), recorder)
         with pytest.raises(RunExistsError) as caught:
             attempt(run, resume=resume)
-        assert "is being recorded to by another process" in line(caught)
+        assert "is still being recorded to by this process" in line(caught)
         train(model, optimizer, range(2, 4), recorder)
     assert dualform.open(run).step == 4
     assert dualform.open(run).verify(model).passed

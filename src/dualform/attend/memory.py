@@ -275,7 +275,13 @@ class Memory:
             )
         missing = [name for name in self._run.manifest.parameters if name not in live]
         if missing:
-            raise QueryError(f"The model lacks the recorded parameters {', '.join(map(repr, missing))}.")
+            merged = (
+                " If adapters were merged into the base (merge_and_unload), verify before merging, or verify() against "
+                "the parameters that were stored at the end."
+                if any("lora_" in name or "adapter" in name for name in missing)
+                else ""
+            )
+            raise QueryError(f"The model lacks the recorded parameters {', '.join(map(repr, missing))}.{merged}")
         for name, entry in self._run.manifest.parameters.items():
             if tuple(live[name].shape) != entry.shape:
                 raise QueryError(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dualform.record.hooks import capture
+from dualform.record.processes import refuse_wrapped
 from dualform.record.watch import Dtype, Layers, What, stored_dtype, watch
 
 
@@ -44,6 +45,7 @@ def estimate(
     >>> estimate(nn.Linear(3, 2), torch.zeros(10, 3), steps=100).total
     20000
     """
+    refuse_wrapped(model)
     watched = watch(model, layers)
     with capture({layer.name: layer for layer in watched}) as captured:
         forward(model, inputs)

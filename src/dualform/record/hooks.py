@@ -10,17 +10,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from dualform.errors import RefusedError
 from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.layers import Report
+from dualform.record.module_hooks import ModuleHandle, hook_before_forward, hook_forward
 from dualform.record.probes import Prediction
 from dualform.record.spares import Spares
 from dualform.record.watch import Watched, covered, plain_name
@@ -102,19 +104,25 @@ class Listener(Protocol):
     def coarse_seen(self, layer: str) -> None:
         """Note that autocast computed a layer whose values cannot be computed again in its dtype."""
 
+    def hook_failed(self, where: str, error: Exception) -> None:
+        """Raise an error that a hook met, or stop recording for good."""
+
 
 @dataclass(slots=True)
 class Hooks:
-    """The hooks of one recording; attached once, detached for good."""
+    """The hooks of one recording; attached once, detached for good.
+
+    The model holds them and they hold the model, but neither keeps the listener alive.
+    """
 
     layers: Sequence[Watched]
-    listener: Listener
+    listener: Callable[[], Listener | None]  # a weak reference
     spares: Spares
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     enabled: bool = False
     calls: int = 0
     arrivals: dict[int, dict[int, Arrival]] = field(default_factory=dict)  # graph task -> call -> what it brought
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list["RemovableHandle | ModuleHandle | Trace"] = field(default_factory=list)
     watching: set[str] = field(default_factory=set)  # parameters with accumulation hooks
 
     def attach(self) -> None:
@@ -127,10 +135,16 @@ class Hooks:
             if layer.composite is not None:
                 composites.setdefault(id(layer.module), []).append(layer)
                 continue
-            hook = _Hook(_disabled_in_compile(self._forward_hook(layer)))
-            self.handles.append(layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+            self.handles.append(hook_forward(layer.module, _disabled_in_compile(self._forward_hook(layer))))
         for parts in composites.values():
-            self.handles.extend(trace(parts, self._report(parts), wanted=lambda: self.enabled and _grad_enabled()))
+            self.handles.extend(
+                trace(
+                    parts,
+                    self._report(parts),
+                    wanted=lambda: self.enabled and _grad_enabled(),
+                    failed=self._failed(parts[0].name),
+                )
+            )
         for name, parameter in covered(self.layers).items():
             if parameter.requires_grad:
                 self._watch_parameter(name, parameter)
@@ -139,32 +153,65 @@ class Hooks:
         """Put the accumulation hooks on a parameter."""
         self.watching.add(name)
 
-        def before(_: Tensor) -> None:
-            if self.enabled:
-                self.listener.before_accumulation(name, parameter)
+        def before(listener: Listener, _: Tensor) -> None:
+            listener.before_accumulation(name, parameter)
 
-        def after(_: Tensor) -> None:
-            if self.enabled:
-                task = torch._C._current_graph_task_id()
-                mine = [
-                    arrival
-                    for arrival in self.arrivals.get(task, {}).values()
-                    if any(used is parameter for _, used in arrival.call.layer.parameters.values())
-                ]
-                for arrival in mine:
-                    if not arrival.accumulated:
-                        arrival.copy(self.spares)
-                self.listener.after_accumulation(name, parameter, task, mine)
+        def after(listener: Listener, _: Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            mine = [
+                arrival
+                for arrival in self.arrivals.get(task, {}).values()
+                if any(used is parameter for _, used in arrival.call.layer.parameters.values())
+            ]
+            for arrival in mine:
+                if not arrival.accumulated:
+                    arrival.copy(self.spares)
+            listener.after_accumulation(name, parameter, task, mine)
 
-        self.handles.append(parameter.register_hook(before))
-        self.handles.append(parameter.register_post_accumulate_grad_hook(after))
+        where = f"Parameter {name!r}"
+        self.handles.append(parameter.register_hook(self._guarded(where, before)))
+        self.handles.append(parameter.register_post_accumulate_grad_hook(self._guarded(where, after)))
+
+    def _guarded(self, where: str, hook: Callable[..., None]) -> Callable[..., None]:
+        """Return a hook that does nothing once detached, and hands its errors to the listener.
+
+        Args:
+            where: the layer or parameter that the hook is for, to name in an error.
+            hook: takes the listener, then what torch calls the hook with.
+        """
+
+        def guarded(*args: Any) -> None:
+            listener = self.listener() if self.enabled else None
+            if listener is not None:
+                try:
+                    hook(listener, *args)
+                except Exception as error:
+                    listener.hook_failed(where, error)
+
+        # Without this mark torch warns when a tensor that has the hook is saved.
+        return cast("Callable[..., None]", unserializable_hook(guarded))
+
+    def _failed(self, layer: str) -> Callable[[Exception], None]:
+        """Return what takes an error that was met for a layer outside the other hooks."""
+
+        def failed(error: Exception) -> None:
+            listener = self.listener()
+            if listener is not None:
+                listener.hook_failed(f"Layer {layer!r}", error)
+
+        return failed
 
     def detach(self) -> None:
-        """Take every hook off; those inside graphs that still live do nothing from now on."""
+        """Take every hook off; those inside graphs that still live do nothing from now on.
+
+        A composite module that is running keeps its hooks until this is called again; they only end its call.
+        """
         self.enabled = False
+        running = [handle for handle in self.handles if isinstance(handle, Trace) and handle.running]
         for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+            if handle not in running:
+                handle.remove()
+        self.handles[:] = running
         self.arrivals.clear()
 
     def forget(self) -> None:
@@ -181,42 +228,57 @@ class Hooks:
         running: list[nn.Module] = []  # the model, while its own forward runs
         names = {id(model): "", **{id(child): plain_name(name) for name, child in model.named_children()}}
 
+        def begin(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            listener.before_forward(names[id(module)], module, args, kwargs)
+
+        report = self._guarded("The forward pass", begin)
+
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A checkpointed part runs its children again in its own backward.
             inside = bool(running) or torch._C._current_graph_task_id() != -1
             if module is model:
                 running.append(module)
-            if self.enabled and id(module) in names and not inside and _grad_enabled():
-                self.listener.before_forward(names[id(module)], module, args, kwargs)
+            if id(module) in names and not inside and _grad_enabled():
+                report(module, args, kwargs)
 
         def after(module: nn.Module, *_: Any) -> None:
             if module is model and running:
                 running.pop()
 
+        self.handles.append(hook_forward(model, _disabled_in_compile(after), always_call=True))
         for module in (model, *model.children()):
-            hook = _Hook(_disabled_in_compile(before))
-            self.handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-        self.handles.append(model.register_forward_hook(_Hook(_disabled_in_compile(after)), always_call=True))
+            self.handles.append(hook_before_forward(module, _disabled_in_compile(before)))
 
     def _forward_hook(self, layer: Watched) -> Callable[..., None]:
-        def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        def forward(
+            listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        ) -> None:
             # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
-            if self.enabled and module is layer.module:
-                self._note(layer, lambda: layer.kind.inputs(args, kwargs), [output])
+            if module is layer.module:
+                self._note(listener, layer, lambda: layer.kind.inputs(args, kwargs), [output])
 
-        return forward
+        return self._guarded(f"Layer {layer.name!r}", forward)
 
     def _report(self, parts: Sequence[Watched]) -> Report:
         """Return what takes the calls of a composite module's parts."""
-        watched = {layer.part: layer for layer in parts}
 
-        def report(part: str, inputs: Any, outputs: Sequence[Tensor]) -> None:
-            if self.enabled and part in watched:
-                self._note(watched[part], lambda: inputs, outputs)
+        def noting(layer: Watched) -> Callable[..., None]:
+            def note(listener: Listener, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
+                self._note(listener, layer, inputs_of, outputs)
+
+            return self._guarded(f"Layer {layer.name!r}", note)
+
+        notes = {layer.part: noting(layer) for layer in parts}
+
+        def report(part: str, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
+            if part in notes:
+                notes[part](inputs_of, outputs)
 
         return report
 
-    def _note(self, layer: Watched, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
+    def _note(
+        self, listener: Listener, layer: Watched, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]
+    ) -> None:
         """Note a call in forward, and wait for the errors at its outputs."""
         trained = [(name, used) for name, used in layer.parameters.values() if used.requires_grad]
         if not trained or not any(output.requires_grad for output in outputs):
@@ -227,29 +289,30 @@ class Hooks:
         inputs = inputs_of()
         raw = isinstance(inputs, Tensor) and not inputs.requires_grad and layer.composite is None
         if isinstance(inputs, Tensor):
+            _check_dense(layer.name, inputs)
             inputs = inputs.detach()
             used = [p for role, (_, p) in layer.parameters.items() if not form(role).constant_key or role == "rows"]
             if not any(p.requires_grad for p in used) or torch.is_autocast_enabled(inputs.device.type):
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
         coarse = outputs[0].dtype if outputs[0].dtype != trained[0][1].dtype else None
         if coarse is not None and not isinstance(inputs, Tensor):
-            self.listener.coarse_seen(layer.name)
+            listener.coarse_seen(layer.name)
             return
-        binding = self.listener.binding_for_forward()
-        call = Call(layer, self.calls, inputs, raw, coarse, binding, self.listener.forward)
+        binding = listener.binding_for_forward()
+        call = Call(layer, self.calls, inputs, raw, coarse, binding, listener.forward)
         self.calls += 1
         for i, output in enumerate(outputs):
             if output.requires_grad:
                 hookable(output).register_hook(self._arrive(call, i, [output.shape for output in outputs]))
 
     def _arrive(self, call: Call, output: int, shapes: Sequence[torch.Size]) -> Callable[[Tensor | None], None]:
-        def arrive(error: Tensor | None) -> None:
-            if not self.enabled or error is None:  # nothing came to this output, but to another of its function
+        def arrive(listener: Listener, error: Tensor | None) -> None:
+            if error is None:  # nothing came to this output, but to another of its function
                 return
             if call.binding is not None:
                 call.binding.arrived.add(call.forward)
             if error.requires_grad:
-                self.listener.create_graph_seen(call.layer.name)
+                listener.create_graph_seen(call.layer.name)
             task = torch._C._current_graph_task_id()
             if task not in self.arrivals:
                 self.arrivals[task] = {}
@@ -260,21 +323,7 @@ class Hooks:
                 arrival.layout = f"{','.join(map(str, error.shape))}:{','.join(map(str, error.stride()))}"
             arrival.errors[output] = error.detach().reshape(shapes[output])
 
-        return arrive
-
-
-class _Hook:
-    """A forward hook that stays behind: a copied or pickled model gets one that does nothing and holds nothing."""
-
-    def __init__(self, hook: Callable[..., None] | None = None) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> None:
-        if self._hook is not None:
-            self._hook(*args)
-
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
+        return self._guarded(f"Layer {call.layer.name!r}", arrive)
 
 
 def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:
@@ -306,37 +355,99 @@ def _grad_enabled() -> bool:
     return torch.is_grad_enabled()
 
 
-def trace(
-    parts: Sequence[Watched], report: Report, *, wanted: Callable[[], bool] = lambda: True
-) -> list[RemovableHandle]:
-    """Put hooks on a composite module that follow the parts of each call where they are wanted."""
-    module, composite = parts[0].module, parts[0].composite
-    assert composite is not None, "only composite modules are traced"
-    entered: list[TorchFunctionMode | None] = []
+def _check_dense(layer: str, inputs: Tensor) -> None:
+    """Refuse an input whose rows are not laid out in memory one beside the other."""
+    if inputs.is_nested or inputs.layout is not torch.strided:
+        kind = "nested" if inputs.is_nested else f"sparse ({inputs.layout})"
+        do = "Pad it (torch.nested.to_padded_tensor)" if inputs.is_nested else "Call to_dense() on it before the layer"
+        raise RefusedError(
+            f"Layer {layer!r} got a {kind} input, whose rows cannot be kept as keys; expected a dense tensor. {do}, or "
+            "leave the layer out of layers=[...]."
+        )
 
-    def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if called is not module:
+
+class Trace:
+    """Hooks on a composite module that follow the parts of each call."""
+
+    def __init__(
+        self,
+        parts: Sequence[Watched],
+        report: Report,
+        wanted: Callable[[], bool],
+        failed: Callable[[Exception], None] | None,
+    ) -> None:
+        assert parts[0].composite is not None, "only composite modules are traced"
+        self._module, self._composite = parts[0].module, parts[0].composite
+        self._report, self._wanted, self._failed = report, wanted, failed
+        self._entered: list[TorchFunctionMode | None] = []
+        self._handles = [
+            hook_before_forward(self._module, _disabled_in_compile(self._enter)),
+            hook_forward(self._module, _disabled_in_compile(self._leave), always_call=True),
+        ]
+
+    @property
+    def running(self) -> bool:
+        """Whether a call of the module has begun and, as far as its hooks know, not ended."""
+        return bool(self._entered)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._end_lost_calls()
+
+    def _enter(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if called is not self._module:
             return
-        mode = composite.trace(module, args, kwargs, _disabled_in_compile(report)) if wanted() else None
-        entered.append(mode)
+        self._end_lost_calls()
+        mode = None
+        if self._wanted():
+            try:
+                mode = self._composite.trace(self._module, args, kwargs, _disabled_in_compile(self._report))
+            except Exception as error:
+                if self._failed is None:
+                    raise
+                self._failed(error)
+        self._entered.append(mode)
         if mode is not None:
             mode.__enter__()
 
-    def leave(called: nn.Module, *_: Any) -> None:
-        if called is module and entered and (mode := entered.pop()) is not None:
+    def _leave(self, called: nn.Module, *_: Any) -> None:
+        if called is self._module and self._entered and (mode := self._entered.pop()) is not None:
             mode.__exit__(None, None, None)
 
-    return [
-        module.register_forward_pre_hook(_Hook(_disabled_in_compile(enter)), with_kwargs=True),
-        module.register_forward_hook(_Hook(_disabled_in_compile(leave)), prepend=True, always_call=True),
-    ]
+    def _end_lost_calls(self) -> None:
+        """End the calls whose end no hook was told of: torch calls none after an interrupt (Ctrl-C) in a forward."""
+        while self._entered:
+            mode = self._entered.pop()
+            if mode is not None and any(mode is top for top in _get_current_function_mode_stack()[-1:]):
+                mode.__exit__(None, None, None)
+
+
+def trace(
+    parts: Sequence[Watched],
+    report: Report,
+    *,
+    wanted: Callable[[], bool] = lambda: True,
+    failed: Callable[[Exception], None] | None = None,
+) -> list[Trace]:
+    """Put hooks on a composite module that follow the parts of each call where they are wanted.
+
+    Args:
+        parts: the recorded parts of one module.
+        report: takes each part's call.
+        wanted: says before a call whether to follow it.
+        failed: takes an error that was met before a call could be followed; by default it is raised.
+    """
+    return [Trace(parts, report, wanted, failed)]
 
 
 @contextmanager
 def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the keys of every call of the given layers while the context lasts."""
     captured: dict[str, list[Tensor]] = {name: [] for name in modules}
-    handles = []
+    handles: list[RemovableHandle | Trace] = []
     composites: dict[int, dict[str, tuple[str, Watched]]] = {}
     for name, layer in modules.items():
         if layer.composite is not None:
@@ -357,10 +468,10 @@ def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]
         handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
     for parts in composites.values():
 
-        def report(part: str, inputs: Any, _: Sequence[Tensor], parts: dict[str, Any] = parts) -> None:
+        def report(part: str, inputs_of: Callable[[], Any], _: Sequence[Tensor], parts: dict[str, Any] = parts) -> None:
             if part in parts:
                 name, layer = parts[part]
-                captured[name].append(layer.kind.keys(layer.module, inputs).clone())
+                captured[name].append(layer.kind.keys(layer.module, inputs_of()).clone())
 
         handles.extend(trace([layer for _, layer in parts.values()], report))
     fast = torch.backends.mha.get_fastpath_enabled()

@@ -5,7 +5,7 @@ For passes that ask a question of a model and train nothing. What training accum
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,10 @@ def listen(watched: Mapping[str, Watched], calls: Mapping[str, list[ListenedCall
         handles.append(layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
     for parts in composites.values():
 
-        def report(part: str, inputs: Any, outputs: Sequence[Tensor], parts: Any = parts) -> None:
+        def report(part: str, inputs_of: Callable[[], Any], outputs: Sequence[Tensor], parts: Any = parts) -> None:
             if part in parts:
                 name, layer = parts[part]
-                note(name, layer, inputs, outputs)
+                note(name, layer, inputs_of(), outputs)
 
         handles.extend(trace([layer for _, layer in parts.values()], report))
     return handles

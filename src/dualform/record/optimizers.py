@@ -1,10 +1,12 @@
 """Which facts of an optimizer's step are logged, one registered class per optimizer.
 
-Looked up by exact type: a subclass may do anything (AdamW is an Adam). Nothing here derives coefficients.
+Looked up by exact type: a subclass may do anything (AdamW is an Adam), unless it evidently changes nothing that a step
+uses. Nothing here derives coefficients.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -53,21 +55,99 @@ def supported() -> tuple[str, ...]:
     return tuple(sorted(optimizer_type.__name__ for optimizer_type in _LOGGERS))
 
 
+_OF_A_CLASS = frozenset(
+    [
+        "__module__",
+        "__doc__",
+        "__qualname__",
+        "__dict__",
+        "__weakref__",
+        "__slots__",
+        "__annotations__",
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations_cache__",
+        "__type_params__",
+        "__orig_bases__",
+        "__parameters__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__abstractmethods__",
+        "_abc_impl",
+        "__init__",
+        "__repr__",
+        "__str__",
+    ]
+)
+"""Names that a subclass may have without changing what a step does: settings are read at every step."""
+_READ_BY_STEPS = frozenset(["__getattr__", "_step_supports_amp_scaling", "grad_scale", "found_inf"])
+"""Names that a step, or a gradient scaler, looks for though the base class need not have them."""
+
+
+def base_optimizer(kind: type[Optimizer]) -> type[Optimizer] | None:
+    """Return the known optimizer type that a type is or derives from, whatever it does; AdamW for AdamW."""
+    return next((base for base in kind.__mro__ if base in _LOGGERS), None)
+
+
+def changed_names(kind: type[Optimizer], base: type[Optimizer]) -> list[str]:
+    """Return what a subclass defines that the base's step may use or be reached through; nothing for the base itself.
+
+    The evidence is by identity: a name that the base has (and so its step may use) must still mean the same object.
+    """
+    changed = []
+    for part in kind.__mro__:
+        if part in base.__mro__:
+            continue
+        for name, value in vars(part).items():
+            if name in _OF_A_CLASS or (name not in _READ_BY_STEPS and not hasattr(base, name)):
+                continue
+            if name != "step" or _unhooked(value) is not _unhooked(base.step):
+                changed.append(name)
+    return changed
+
+
+def _unhooked(step: Any) -> Any:
+    """Return a step without the wrapper that torch puts around it when an optimizer is made, to call step hooks."""
+    while getattr(step, "__code__", None) in _HOOKING:
+        step = step.__wrapped__
+    return step
+
+
+_HOOKING = [constant for constant in Optimizer.profile_hook_step.__code__.co_consts if isinstance(constant, CodeType)]
+
+
+def known_type(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return the known type whose step an optimizer's step is: its own, or that of a base it changes nothing of."""
+    kind = type(optimizer)
+    if kind in _LOGGERS:
+        return kind
+    base = base_optimizer(kind)
+    return base if base is not None and not changed_names(kind, base) else None
+
+
 def find_logger(optimizer: Optimizer) -> FactLogger | None:
-    """Return the logger for an optimizer's exact type, or nothing."""
-    return _LOGGERS.get(type(optimizer))
+    """Return the logger for an optimizer whose step is known, or nothing."""
+    kind = known_type(optimizer)
+    return None if kind is None else _LOGGERS[kind]
 
 
 def require_logger(optimizer: Optimizer) -> FactLogger:
-    """Return the logger for an optimizer's exact type, or refuse by name."""
+    """Return the logger for an optimizer whose step is known, or refuse by name."""
     logger = find_logger(optimizer)
     if logger is None:
+        kind = type(optimizer)
+        base = base_optimizer(kind)
+        changed = "" if base is None else f" (it derives from {base.__name__} and has its own {_listed(kind, base)})"
         raise RefusedError(
-            f"{type(optimizer).__name__} is not an optimizer whose coefficients are known; supported: "
+            f"{kind.__name__} is not an optimizer whose coefficients are known{changed}; supported: "
             f'{", ".join(supported())}. Record keys only (layers={{"*": "keys"}}) to have attention without '
             "reconstruction."
         )
     return logger
+
+
+def _listed(kind: type[Optimizer], base: type[Optimizer]) -> str:
+    return ", ".join(map(repr, changed_names(kind, base)))
 
 
 def pending_scale(optimizer: Optimizer) -> tuple[float, bool]:

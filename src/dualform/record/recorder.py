@@ -6,7 +6,9 @@ what the identity does not cover, and hands each finished step to its sink. It s
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,21 +20,26 @@ from torch.utils.hooks import RemovableHandle
 from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
 from dualform.record.alignment import Alignment, batch_rows
 from dualform.record.annotations import Annotator, Binding
+from dualform.record.bystanders import Bystanders
 from dualform.record.calls import Pending, bring, gather_calls
+from dualform.record.ending import end_when_dropped, remove_handles, weak_hook
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.facts import Situation, gather_facts
 from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
+from dualform.record.processes import refuse_several_processes, refuse_wrapped
 from dualform.record.rowcheck import RowCheck
 from dualform.record.rows import input_tensors
+from dualform.record.saying import warn_user
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.spares import Spares
-from dualform.record.steps import OpenStep, own, warm_states, with_closure
+from dualform.record.steps import OpenStep, Owned, own, warm_states, with_closure
 from dualform.record.trails import Accumulation, Trail, fetched, resolve_all
 from dualform.record.transfer import Transfer
-from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
+from dualform.record.unwrap import unwrap_all
+from dualform.record.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
 from dualform.threads import one_thread
 
 OnFailure = Literal["raise", "detach"]
@@ -57,19 +64,24 @@ class Recorder:
         self._sink = sink
         self._on_failure = on_failure
         self._batch_axis = 0 if batch_axis is None else batch_axis
-        self._layers = watch(model, layers)
+        optimizers = unwrap_all(optimizer)
+        refuse_wrapped(model)
+        self._layers = watch(model, layers, optimizers)
+        refuse_several_processes(self._layers)
         self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._owned = own(optimizers, self._parameters, keys_only=keys_only)
         self._exact = {name for layer in self._layers if not layer.keys_only for name, _ in layer.parameters.values()}
-        self._uncovered = {name: p.numel() for name, p in uncovered(model, optimizers, self._layers).items()}
-        if self._uncovered:
-            report_uncovered(self._uncovered, self._parameters, strict=strict)
+        self._strict = strict
+        self._held = held(optimizers)  # ids of parameters
+        missing = uncovered(model, optimizers, self._layers)
+        self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}
+        if missing:
+            report_uncovered(model, missing, self._parameters, strict=strict)
 
         self._spares = Spares()
-        self._hooks = Hooks(self._layers, self, self._spares, model)
+        self._hooks = Hooks(self._layers, weakref.ref(self), self._spares, model)
         self._handles: list[RemovableHandle] = []
         self._pending = Pending()
         self._open = OpenStep()
@@ -78,11 +90,16 @@ class Recorder:
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
         self._gauge = Gauge()
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
+        self._bystanders: Bystanders | None = None
         self._here = True  # whether all parameters are in the CPU's memory
         self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
         self._warned: set[str] = set()
         self._step = 0
         self._state: Literal["new", "recording", "closed"] = "new"
+        # A method would keep this recorder alive for as long as a sink keeps the snapshot.
+        self._snapshot = partial(_copies, self._parameters)
+        self._finalizer: Callable[[], object] = _nothing
+        self._missed: Exception | None = None  # why a step that was made is not recorded; none can follow it
 
     @property
     def step(self) -> int:
@@ -95,6 +112,17 @@ class Recorder:
         return tuple(layer.name for layer in self._layers)
 
     def __enter__(self) -> Self:
+        return self.start()
+
+    def start(self) -> Self:
+        """Begin to record, as entering a with statement does; end with `close`.
+
+            recorder = dualform.record(model, optimizer, "runs/mnist").start()
+            ...
+            recorder.close()
+
+        Keep the recorder: one that nobody refers to any more stops recording.
+        """
         if self._state != "new":
             raise RuntimeError("This recorder was used already. Call dualform.record again for another recording.")
         parameters = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
@@ -108,7 +136,19 @@ class Recorder:
                 batch_axis=self._batch_axis,
             )
         )
+        try:
+            self._attach_hooks()
+        except BaseException:
+            self._detach()
+            self._sink.abandon()
+            raise
+        self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
+        return self
+
+    def _attach_hooks(self) -> None:
+        """Look at the parameters as they are, and put every hook on."""
         self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
+        self._bystanders = Bystanders(self._model, self._parameters, self._held)
         devices = {parameter.device for parameter in self._parameters.values()}
         self._here = all(device.type == "cpu" for device in devices)
         if len(devices) == 1 and next(iter(devices)).type == "cuda":
@@ -116,30 +156,44 @@ class Recorder:
         self._state = "recording"
         self._hooks.attach()
         for owned in self._owned:
-            self._handles.append(owned.optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(owned.optimizer.register_step_post_hook(self._after_step))
-        return self
+            self._handles.append(owned.optimizer.register_step_pre_hook(weak_hook(self._before_step)))
+            self._handles.append(owned.optimizer.register_step_post_hook(weak_hook(self._after_step)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._close(error)
+
+    def close(self) -> None:
+        """End the recording, as leaving the with statement does. A recorder may be closed more than once."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        """End the recording; failures are only warned of while another error is on its way."""
+        if self._state == "closed":
+            self._detach()  # a failure in the middle of a call may have left hooks to be removed later
         if self._state != "recording":
             return
+        self._finalizer()
+        untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
         open_step, self._open = self._open, OpenStep()
         self._detach()
         broken = self._in_flight is not None and any(
             not torch.equal(sample(parameter), self._samples[name]) for name, parameter in self._parameters.items()
         )  # the optimizer's step began and did not end: the parameters are those of no step
         try:
-            if broken:
+            if broken or self._missed is not None:
                 self._sink.abandon()
             else:
                 self._commit(open_step)
                 self._sink.close({name: parameter.detach().cpu() for name, parameter in self._parameters.items()})
-        except DualformError as failure:
-            if error is None and self._on_failure == "raise":
+        except BaseException as failure:
+            self._sink.abandon()
+            if not isinstance(failure, DualformError) or (error is None and self._on_failure == "raise"):
                 raise
-            warnings.warn(f"The recording could not be closed properly: {failure}", stacklevel=2)
+            warn_user(f"The recording could not be closed properly: {failure}")
+        if untold is not None and error is None:
+            warn_user(untold)
 
     def annotate(self, **columns: Any) -> None:
         """Attach columns to the patterns of the next forward pass.
@@ -224,14 +278,21 @@ class Recorder:
         binding = self._annotator.begin_forward(input_tensors(args, kwargs))
         if binding is not None and binding.begun_by in (None, name):
             binding.begun_by = name
-            self._alignment.before_forward(binding, (name, module), args, kwargs, step=self._step)
+            try:
+                self._alignment.before_forward(binding, (name, module), args, kwargs, step=self._step)
+            except AnnotationError as error:
+                if self._on_failure == "raise":
+                    raise
+                unknown = RowCheck("not aligned", "the batch's rows could not be told")
+                binding.checks.update({layer.name: unknown for layer in self._layers})
+                self._say([f"Columns per row are left out (null): {error}"])
             self._say(self._alignment.warnings())
 
     def _say(self, texts: Sequence[str]) -> None:
         for text in texts:
             if text not in self._warned:
                 self._warned.add(text)
-                warnings.warn(text, stacklevel=4)
+                warn_user(text)
 
     def binding_for_forward(self) -> Binding | None:
         """Return the annotations that a forward call starting now takes."""
@@ -285,6 +346,10 @@ class Recorder:
                 "it out of layers=[...]."
             )
 
+    def hook_failed(self, where: str, error: Exception) -> None:
+        """Raise an error that a hook met, or with on_failure="detach" stop recording."""
+        self._fail(error, where)
+
     def create_graph_seen(self, layer: str) -> None:
         """Remember that a backward built a graph of itself; what is done with it may not be seen."""
         self._graph_of = layer
@@ -294,16 +359,24 @@ class Recorder:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._state != "recording":
+            return None
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
     @torch.no_grad()
     def _prepare(self, optimizer: Optimizer) -> None:
         """Resolve what is pending for the optimizer that is about to step."""
         self._in_flight = None
-        with self._guarding():
+        with self._guarding(f"A step of {type(optimizer).__name__}"):
+            if self._missed is not None:
+                raise RefusedError(
+                    f"An earlier step was not recorded ({self._missed}), so later ones cannot be added to it. Continue "
+                    "from a checkpoint with resume=True."
+                )
             if id(optimizer) in self._open.done:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+            self._look_for_joined(owned)
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             mine = owned.parameters
@@ -321,7 +394,33 @@ class Recorder:
                 gather_facts(owned, name, parameter, groups[id(parameter)], resolution, situation)
                 for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
             ]
-            self._in_flight = facts, self._calls([*self._open.facts, *facts])
+            self._in_flight = facts, self._annotated_calls([*self._open.facts, *facts])
+
+    def _look_for_joined(self, owned: Owned) -> None:
+        """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
+        new = held([owned.optimizer]) - self._held
+        if not new:
+            return
+        missing = uncovered(self._model, [owned.optimizer], self._layers)
+        joined = {name: parameter for name, parameter in missing.items() if id(parameter) in new}
+        if joined:
+            report_joined(self._model, owned.optimizer, joined, strict=self._strict)
+        self._held |= new
+
+    def _annotated_calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
+        """Return the calls of a step; with on_failure="detach" without columns where those do not fit."""
+        try:
+            return self._calls(facts)
+        except AnnotationError as error:
+            if self._on_failure == "raise":
+                raise
+            if str(error) not in self._warned:
+                self._warned.add(str(error))
+                warn_user(f"The patterns of step {self._step} get no annotations, and training goes on: {error}")
+            for arrivals in self._pending.arrivals.values():
+                for arrival in arrivals:
+                    arrival.call.binding = None
+            return self._calls(facts)
 
     def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
         """Return the calls whose gradient reaches the step through at least one parameter."""
@@ -350,8 +449,14 @@ class Recorder:
                 warnings.warn(f"Patterns get no annotations: {misfit.text}.", stacklevel=3)
         return gathered.calls
 
-    @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._state == "recording":
+            with self._guarding(f"A step of {type(optimizer).__name__}", stepped=True):
+                self._finish(optimizer)
+
+    @torch.no_grad()
+    def _finish(self, optimizer: Optimizer) -> None:
+        """Take the step that an optimizer has made."""
         prepared, self._in_flight = self._in_flight, None
         self._annotator.late = False
         self._graph_of = None
@@ -361,13 +466,12 @@ class Recorder:
             for name, parameter in owned.parameters.items():
                 self._pending.trails.pop(name, None)
                 self._samples[name] = sample(parameter)
-        if prepared is None or self._state != "recording":
+        if prepared is None:
             self._pending = Pending()
             return
         self._open.add(optimizer, *prepared)
         if len(self._open.done) == len(self._owned):
-            with self._guarding():
-                self._end_step()
+            self._end_step()
 
     def _end_step(self) -> None:
         """Hand the step on that at least one optimizer took part in, and let go of what no other one waits for."""
@@ -414,35 +518,63 @@ class Recorder:
             trail = self._pending.trails[name] = Trail(self._parameters[name].shape[1:].numel())
         return trail
 
-    def _snapshot(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
-
-    def _detach(self) -> None:
+    def _detach(self, *, in_a_step: bool = False) -> None:
         self._state = "closed"
         self._hooks.detach()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        remove_handles(self._handles, running=in_a_step)
         self._pending = Pending()
 
     @contextlib.contextmanager
-    def _guarding(self) -> Iterator[None]:
+    def _guarding(self, where: str = "The recording", *, stepped: bool = False) -> Iterator[None]:
         """Let failures out, or with on_failure="detach" stop recording and let training go on."""
         try:
             yield
-        except DualformError as error:
-            if self._on_failure == "raise" or isinstance(error, AnnotationError):
-                raise
-            self._detach()
-            with contextlib.suppress(DualformError):
-                if isinstance(error, RefusedError):  # before the step, so the parameters are those of the last one
-                    self._sink.close(self._snapshot())
-                else:
-                    self._sink.abandon()
-            warnings.warn(
-                f"Recording stopped at step {self._step} and training goes on without it: {error}",
-                stacklevel=4,
+        except Exception as error:
+            self._fail(error, where, stepped=stepped)
+
+    def _fail(self, error: Exception, where: str, *, stepped: bool = False) -> None:
+        """Raise an error, one that dualform did not foresee by name; or stop recording and warn.
+
+        Args:
+            error: what was raised while recording.
+            where: the layer, parameter or optimizer that was recorded.
+            stepped: whether the optimizer has moved the parameters beyond the last step that was recorded.
+        """
+        if isinstance(error, Warning):  # one of ours, which the user's filters made an error
+            raise error
+        if not isinstance(error, DualformError):
+            unforeseen = RefusedError(
+                f"{where} cannot be recorded: {type(error).__name__}: {str(error).strip().rstrip('.')}. Leave its "
+                'layer out of layers=[...], or pass on_failure="detach" to train on without recording.'
             )
+            unforeseen.__cause__ = error
+            error = unforeseen
+        if self._on_failure == "raise":
+            if stepped and isinstance(error, RefusedError):  # a sink knows itself what it missed
+                self._missed = error
+            raise error
+        if self._state == "closed":
+            return
+        self._finalizer()
+        open_step, self._open = self._open, OpenStep()
+        self._detach(in_a_step=True)
+        try:
+            if isinstance(error, RefusedError) and not stepped:  # the parameters are those of the last step
+                self._commit(open_step)
+                self._sink.close(self._snapshot())
+        except Exception as another:
+            error.add_note(f"While the recording was closed: {another}")
+        finally:
+            self._sink.abandon()
+        warn_user(f"Recording stopped at step {self._step} and training goes on without it: {error}")
+
+
+def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+
+
+def _nothing() -> None:
+    pass
 
 
 def _describe(layer: Watched) -> LayerStart:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import RefusedError
-from dualform.record.optimizers import FactLogger, find_logger, require_logger
+from dualform.record.optimizers import FactLogger, find_logger, known_type, require_logger
 from dualform.record.sinks import CallRecord, ParameterFacts
 
 
@@ -47,22 +47,18 @@ class Owned:
 
     @property
     def name(self) -> str:
-        """The optimizer's type."""
-        return type(self.optimizer).__name__
+        """The optimizer's type, or the known one whose step it has."""
+        return (known_type(self.optimizer) or type(self.optimizer)).__name__
 
 
 def own(
     optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], *, keys_only: bool
 ) -> tuple[Owned, ...]:
     """Divide the covered parameters among the optimizers, refusing what is not known or not clear."""
-    if not optimizers:
-        raise ValueError("record() needs at least one optimizer.")
     names = {id(parameter): name for name, parameter in parameters.items()}
     taken: dict[str, Optimizer] = {}
     owned = []
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"{optimizer!r} is no optimizer of torch; expected one, or several in a list.")
         logger = find_logger(optimizer) if keys_only else require_logger(optimizer)
         owned.append(Owned(optimizer, names, logger))
         for name in owned[-1].parameters:

@@ -3,8 +3,7 @@
 Reads the model only; hooks are attached elsewhere.
 """
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -16,12 +15,14 @@ from torch.optim import Optimizer
 
 from dualform.errors import CoverageError, RefusedError, UnknownLayerError
 from dualform.record.layers import Composite, LayerKind, Role, composites, find_composite, find_kind, kinds
+from dualform.record.saying import warn_user
+from dualform.record.unrecordable import advise, describe
 
 What = Literal["keys+values", "keys"]
 Layers = str | Sequence[str] | Mapping[str, What] | None
+TRAINED = "trained"
+"""The choice of layers that is the default: those of which an optimizer holds a parameter."""
 Dtype = Literal["float16"] | Mapping[str, Literal["float16"] | None] | None
-
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,64 +69,113 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
     return found
 
 
-def watch(model: nn.Module, layers: Layers) -> tuple[Watched, ...]:
+def watch(model: nn.Module, layers: Layers, optimizers: Sequence[Optimizer] | None = None) -> tuple[Watched, ...]:
     """Choose the layers to record.
 
     Args:
         model: the model to look through.
-        layers: nothing for every supported layer; a name or pattern (`"encoder.*"`) or several; or a mapping from names
-            or patterns to `"keys+values"` or `"keys"`, of which the first that matches decides.
+        layers: nothing or `"trained"` for every supported layer that is trained; a name or pattern (`"encoder.*"`) or
+            several; or a mapping from names or patterns to `"keys+values"` or `"keys"`, of which the first that matches
+            decides.
+        optimizers: what trains the model; without any, a layer is trained where it requires a gradient.
     """
-    for name, module in model.named_modules():
-        if type(module).__name__ in _WRAPPERS:
-            raise RefusedError(
-                f"{type(module).__name__}{f' ({name!r})' if name else ''} is not supported: several processes or "
-                "replicas would each see a part of the patterns. Record the plain module on one process."
-            )
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     candidates = find_candidates(model)
     if not candidates:
         raise UnknownLayerError(
-            f"{type(model).__name__} holds no layer that can be recorded; supported kinds: {_supported()}."
+            f"{type(model).__name__} holds no layer that can be recorded{_found(model)}; supported kinds: "
+            f"{_supported()}. {advise(model)}".rstrip()
         )
-    chosen = _choose(candidates, layers)
+    found = {name: _parameters(name, candidate, names) for name, candidate in candidates.items()}
+    if layers is None or layers == TRAINED:
+        chosen: dict[str, What] = dict.fromkeys(_trained(model, found, optimizers), "keys+values")
+        named: set[str] = set()
+    else:
+        chosen = _choose(candidates, layers)
+        named = set(chosen) & set([layers] if isinstance(layers, str) else layers)
     watched = []
     for name, what in chosen.items():
-        candidate = candidates[name]
+        candidate, parameters = candidates[name], found[name]
         module, kind = candidate.module, candidate.kind
-        own = dict(module.named_parameters())
-        parameters = _by_role(
-            name, [(role, names[id(own[attribute])], own[attribute]) for attribute, role in kind.roles(module).items()]
-        )
         if any(is_lazy(parameter) for _, parameter in parameters.values()):
             raise RefusedError(f"Layer {name!r} is not initialised yet. Run the model once before recording it.")
-        low = [entry for entry, parameter in parameters.values() if parameter.dtype not in _EXACT]
+        low = [parameter for _, parameter in parameters.values() if parameter.dtype not in _EXACT]
         if low and what != "keys":
-            dtype = next(iter(parameters.values()))[1].dtype
+            if name not in named and not any(parameter.requires_grad for parameter in low):
+                continue  # frozen, and nobody asked for it
             raise RefusedError(
-                f"Layer {name!r} has parameters of dtype {dtype}, whose own rounding is larger than their updates; "
-                f"exact are float32 and float64. Train master weights in float32, or record this layer's keys only "
-                f'(layers={{{name!r}: "keys"}}).'
+                f"Layer {name!r} has parameters of dtype {low[0].dtype}, whose own rounding is larger than their "
+                "updates; exact are float32 and float64. Train master weights in float32, or record this layer's keys "
+                f'only (layers={{{name!r}: "keys"}}).'
             )
         d_in, d_out = kind.widths(module)
         watched.append(
             Watched(name, module, kind, what == "keys", parameters, d_in, d_out, candidate.composite, candidate.part)
         )
+    if not watched:
+        raise UnknownLayerError(_nothing_trained(model, optimizers))
     _check_shared(watched)
     return tuple(watched)
 
 
-def _by_role(layer: str, entries: Iterable[tuple[Role, str, nn.Parameter]]) -> dict[Role, tuple[str, nn.Parameter]]:
-    """Return a layer's parameters by role, refusing a role that two of them have: one would stand for both."""
+def _parameters(layer: str, candidate: Candidate, names: Mapping[int, str]) -> dict[Role, tuple[str, nn.Parameter]]:
+    """Return a layer's parameters by role, each with its name in the model.
+
+    A role that two of them have is refused: one would stand for both.
+    """
+    own = dict(candidate.module.named_parameters())
     found: dict[Role, tuple[str, nn.Parameter]] = {}
-    for role, name, parameter in entries:
+    for attribute, role in candidate.kind.roles(candidate.module).items():
+        name = names[id(own[attribute])]
         if role in found:
             raise RefusedError(
                 f"Layer {layer!r} uses its parameters {found[role][0]!r} and {name!r} in the same way ({role!r}), so "
                 "that they could not be told apart. Its layer kind has to give each parameter a role of its own."
             )
-        found[role] = name, parameter
+        found[role] = name, own[attribute]
     return found
+
+
+def _trained(
+    model: nn.Module,
+    found: Mapping[str, Mapping[Role, tuple[str, nn.Parameter]]],
+    optimizers: Sequence[Optimizer] | None,
+) -> list[str]:
+    """Return the layers of which an optimizer holds a parameter; it may be frozen now, and trained later."""
+    if optimizers is None:
+        trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        trained = trained or {id(parameter) for parameter in model.parameters()}
+    else:
+        trained = held(optimizers)
+    return [name for name, roles in found.items() if any(id(parameter) in trained for _, parameter in roles.values())]
+
+
+def held(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that optimizers hold."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _nothing_trained(model: nn.Module, optimizers: Sequence[Optimizer] | None) -> str:
+    """Say that nothing that is trained can be recorded, and why."""
+    mine = None if optimizers is None else held(optimizers)
+    whose = "" if optimizers is None else " that " + " and ".join(type(one).__name__ for one in optimizers) + " holds"
+    own = {id(parameter) for parameter in model.parameters()}
+    if mine is not None and not mine & own and not describe(model, mine):
+        return (
+            f"None of the {len(mine)} parameters{whose} belongs to this {type(model).__name__}. Make the optimizer "
+            "from this model's parameters."
+        )
+    return (
+        f"Nothing{whose or ' that is trained'} can be recorded{_found(model, mine)}; supported kinds: {_supported()}. "
+        f"{advise(model, mine)}".rstrip()
+    )
+
+
+def _found(model: nn.Module, parameters: Collection[int] | None = None) -> str:
+    """Say whose parameters were found, as part of a sentence."""
+    found = describe(model, parameters)
+    return f": there are {found}" if found else ""
 
 
 def stored_dtype(dtype: Dtype, layer: str) -> str | None:
@@ -156,18 +206,15 @@ def _check_shared(watched: Sequence[Watched]) -> None:
 _EXACT = (torch.float32, torch.float64)
 
 
-def _choose(candidates: Iterable[str], layers: Layers) -> dict[str, What]:
-    everything: dict[str, What] = {"*": "keys+values"}
-    if layers is None:
-        wanted: Mapping[str, What] = everything
-    elif isinstance(layers, str):
-        wanted = {layers: "keys+values"}
+def _choose(candidates: Iterable[str], layers: str | Sequence[str] | Mapping[str, What]) -> dict[str, What]:
+    if isinstance(layers, str):
+        wanted: Mapping[str, What] = {layers: "keys+values"}
     elif isinstance(layers, Mapping):
         wanted = layers
     else:
         wanted = dict.fromkeys(layers, "keys+values")
     if not wanted:
-        raise UnknownLayerError("layers names no layer. Leave it out to record every layer that can be.")
+        raise UnknownLayerError("layers names no layer. Leave it out to record every layer that is trained.")
     names = list(candidates)
     for pattern, what in wanted.items():
         if what not in get_args(What):
@@ -204,16 +251,39 @@ def uncovered(model: nn.Module, optimizers: Iterable[Optimizer], watched: Iterab
     return missing
 
 
-def report_uncovered(missing: Mapping[str, int], recorded: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Warn of trained parameters that no layer covers (name -> elements), or with `strict` raise."""
+def report_uncovered(
+    model: nn.Module, missing: Mapping[str, Tensor], recorded: Mapping[str, Tensor], *, strict: bool
+) -> None:
+    """Warn of trained parameters that no layer covers, by name and whose they are; or with `strict` raise."""
     names = list(missing)
     shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    total = sum(missing.values())
+    total = sum(parameter.numel() for parameter in missing.values())
     whole = total + sum(parameter.numel() for parameter in recorded.values())
-    text = f"{len(names)} trained parameters ({total / whole:.1%} of the elements) are not recorded: {shown}."
+    whose = describe(model, {id(parameter) for parameter in missing.values()})
+    text = f"{len(names)} trained parameters ({total / whole:.1%} of the elements) are not recorded: {shown}"
+    text += f" ({whose})." if whose else "."
     if strict:
         raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True.")
-    warnings.warn(f"{text} What they learn stays in the model but is no part of the memory.", stacklevel=5)
+    warn_user(f"{text} What they learn stays in the model but is no part of the memory.")
+
+
+def report_joined(model: nn.Module, optimizer: Optimizer, joined: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Warn of parameters that joined an optimizer in mid-recording and that no layer covers; or with `strict` raise."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in joined)
+    candidates = find_candidates(model)
+    layers = [name for name in owners if name in candidates]
+    text = (
+        f"{', '.join(map(repr, joined))} joined {type(optimizer).__name__} after the recording began and "
+        f"{'is' if len(joined) == 1 else 'are'} not recorded. "
+    )
+    if layers:
+        text += f"Name the {'layer' if len(layers) == 1 else 'layers'} when the recording begins: layers=[..., "
+        text += f"{', '.join(map(repr, layers))}]."
+    else:
+        text += f"No supported layer has {'it' if len(joined) == 1 else 'them'}."
+    if strict:
+        raise CoverageError(f"{text} Or leave out strict=True.")
+    warn_user(text)
 
 
 def _supported() -> str:

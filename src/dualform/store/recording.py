@@ -47,10 +47,11 @@ def record(
 
     Args:
         model: the model that is trained.
-        optimizer: its optimizer, or several in a list, each with parameters of its own.
+        optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
         path: the run folder to make.
-        layers: nothing for every supported layer; a name or pattern such as `"encoder.*"`, or several; or a mapping
-            from names or patterns to `"keys+values"` or `"keys"` (attention only), of which the first match decides.
+        layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
+            pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
+            `"keys"` (attention only), of which the first match decides.
         dtype: store in the dtype that is trained, or in row-scaled `"float16"`; or a mapping from names or patterns of
             layers to `"float16"`, of which the first match decides.
         strict: raise, instead of warning, when trained parameters are not covered.

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -76,6 +77,26 @@ class _Attachment:
     files: Files
 
 
+_writing: dict[Path, int] = {}  # resolved run folders that are being written -> the process that does
+
+
+def _note_writing(path: Path, stack: ExitStack) -> None:
+    """Note that this process writes a run folder until the stack is closed."""
+    place = path.resolve()
+    _writing[place] = os.getpid()
+    stack.callback(_writing.pop, place, None)
+
+
+def _taken(path: Path) -> str:
+    """Say who writes a run folder whose lock cannot be had."""
+    if _writing.get(path.resolve()) == os.getpid():
+        return (
+            f"{path} is still being recorded to by this process: an earlier recorder was started and not closed. Call "
+            "its close(), or drop every reference to it; or choose another folder."
+        )
+    return f"{path} is being recorded to by another process. Choose another folder."
+
+
 class DiskWriter:
     """A sink that writes a run folder. Made by `dualform.record`."""
 
@@ -100,6 +121,7 @@ class DiskWriter:
         self._factory_arguments = dict(factory_arguments)
         self._queue: ByteQueue[StepRecord | _Seal | _Attachment] = ByteQueue(queue_bytes)
         self._worker: threading.Thread | None = None
+        self._ended = False  # whether the worker was told that nothing more will come
         self._unsealed = 0  # bytes handed over since the last seal
         self._checked = False
         self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
@@ -122,11 +144,14 @@ class DiskWriter:
             if is_foreign(self.path):
                 raise RunExistsError(f"{self.path} is not empty and holds no run. Choose a new folder.")
             if not self._stack.enter_context(locked(self.path)):
-                raise RunExistsError(f"{self.path} is being recorded to by another process. Choose another folder.")
+                raise RunExistsError(_taken(self.path))
+            _note_writing(self.path, self._stack)
             if (self.path / MANIFEST).is_file():
                 self._continue(start)
             else:
                 self._begin(start)
+            self._next = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
+            self._worker = start_alone(self._work, name="dualform-writer")
         except OSError as error:
             self._stack.close()
             if isinstance(error, StoreError | RunExistsError):
@@ -135,8 +160,6 @@ class DiskWriter:
         except BaseException:
             self._stack.close()
             raise
-        self._next = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
-        self._worker = start_alone(self._work, name="dualform-writer")
         return self._manifest.steps
 
     def check(self, binding: Binding) -> None:
@@ -184,12 +207,15 @@ class DiskWriter:
                 raise StoreError(f"The final parameters could not be written: {error}.") from error
 
     def abandon(self) -> None:
-        """Publish what was taken, and stop; the run stays open for `resume`."""
+        """Publish what was taken, and stop; the run stays open for `resume`. After the end there is nothing to do."""
         with self._stack, contextlib.suppress(StoreError):
             self._drain({})
 
     def _drain(self, parameters: Snapshot) -> None:
         """Publish everything taken, and let the worker end before anybody else may write."""
+        if self._ended:
+            return
+        self._ended = True
         try:
             self._seal(lambda: parameters)
             self._queue.join()

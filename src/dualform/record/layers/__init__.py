@@ -5,7 +5,15 @@ module that computes several layers in one call is a `Composite`, registered by 
 """
 
 from dualform.record.layers import attention, conv, embedding, linear, norms, recurrent  # noqa: F401 (these register)
-from dualform.record.layers.composite import Composite, Report, composes, composites, find_composite, sums_in_own_order
+from dualform.record.layers.composite import (
+    Composite,
+    Report,
+    base_type,
+    composes,
+    composites,
+    find_composite,
+    sums_in_own_order,
+)
 from dualform.record.layers.kind import LayerKind, Role, find_kind, kinds, records, registered
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "LayerKind",
     "Report",
     "Role",
+    "base_type",
     "composes",
     "composites",
     "find_composite",

@@ -75,13 +75,17 @@ class Attention(Composite):
             def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 outputs = functional.linear(inputs, weight, bias)
                 name = _name(attention, weight)
-                if name is not None:
+
+                def rows_seen() -> Tensor:
                     rows = inputs.detach()
                     if rows.dim() == 2 and batched:  # the output projection sees (L · B, E)
                         rows = rows.view(-1, query.shape[1], rows.shape[1])
                     elif rows.dim() == 3 and not batched:
                         rows = rows[:, 0]
-                    report(name, rows, [outputs])
+                    return rows
+
+                if name is not None:
+                    report(name, rows_seen, [outputs])
                 return outputs
 
             return _with_linear(function, linear)(query, *others, **options)

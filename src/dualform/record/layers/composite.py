@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dualform.record.layers.kind import LayerKind, registered
+from dualform.record.layers.kind import LayerKind, module_types, registered
 
-Report = Callable[[str, Any, Sequence[Tensor]], None]
-"""Takes a part's name, its input as the part's kind takes it, and its outputs, whose errors the kind will need."""
+Report = Callable[[str, Callable[[], Any], Sequence[Tensor]], None]
+"""Takes a part's name, a function that makes its input as the part's kind takes it, and its outputs, whose errors the
+kind will need. The function is called before the report returns, or never."""
 
 
 class Composite(ABC):
@@ -75,6 +76,11 @@ def sums_in_own_order(kind: str) -> bool:
     """Say whether torch sums the gradients of a kind of layer in an order of its own, by the kind's name."""
     found = registered().get(kind) or composites().get(kind)
     return found is not None and found.own_order
+
+
+def base_type(module: nn.Module) -> type[nn.Module] | None:
+    """Return the supported type of torch that a module is of or derives from, whatever the module computes."""
+    return next((found for found in (*module_types(), *_COMPOSITES) if isinstance(module, found)), None)
 
 
 def find_composite(module: nn.Module) -> Composite | None:

@@ -90,6 +90,11 @@ def registered() -> dict[str, LayerKind]:
     return own | {f"{package}.{name}": kind for (package, name), kind in _ELSEWHERE.items()}
 
 
+def module_types() -> tuple[type[nn.Module], ...]:
+    """Return the supported module types of torch."""
+    return tuple(_KINDS)
+
+
 def find_kind(module: nn.Module) -> LayerKind | None:
     """Return the kind of a module, or nothing where it cannot be recorded.
 

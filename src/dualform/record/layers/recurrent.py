@@ -7,6 +7,7 @@ recorded as the padded batch it came from, with keys and values of zero behind t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -164,14 +165,18 @@ class Cells(Composite):
         def follow(function: Callable[..., Any], x: Tensor, hx: Any, *weights: Tensor | None) -> Any:
             result = function(x, hx, *weights)
             hidden, cell = hx if isinstance(hx, tuple | list) else (hx, None)
-            keys = torch.cat([x.detach(), hidden.detach()], dim=-1)[None]
             results = result if isinstance(result, tuple) else (result,)
             if cell is not None:  # inside, h' is made of c': a copy of c' sees only what comes from outside
                 results = results[0], results[1].clone()
-            rows = keys.reshape(1, -1, keys.shape[-1])
-            last = results[0].detach().clone().reshape(rows.shape[1], -1)
-            first = None if cell is None else cell.detach().reshape_as(last)
-            report("", Unrolled(Ran(rows, last, first, None), _weights(weights), None, None, 0, batched), results)
+
+            def unrolled() -> Unrolled:
+                keys = torch.cat([x.detach(), hidden.detach()], dim=-1)[None]
+                rows = keys.reshape(1, -1, keys.shape[-1])
+                last = results[0].detach().clone().reshape(rows.shape[1], -1)
+                first = None if cell is None else cell.detach().reshape_as(last)
+                return Unrolled(Ran(rows, last, first, None), _weights(weights), None, None, 0, batched)
+
+            report("", unrolled, results)
             return results if isinstance(result, tuple) else result
 
         return Tracer(dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), follow))
@@ -203,7 +208,8 @@ def _follow(
         finals.append(last)
         for direction in range(directions):
             own = mine[direction * each : (direction + 1) * each]
-            unrolled = _unrolled(x, outputs, sizes, [s[direction] for s in first], own, direction, unsorted, batched)
+            begun = [s[direction] for s in first]
+            unrolled = partial(_unrolled, x, outputs, sizes, begun, own, direction, unsorted, batched)
             report(f"l{layer}{'_reverse' if direction else ''}", unrolled, [outputs, *last])
         if dropout and training and layer < layers - 1:
             outputs = functional.dropout(outputs, dropout, training=True)
