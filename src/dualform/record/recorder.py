@@ -18,15 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
 from dualform.record.annotations import Annotator, Binding
 from dualform.record.calls import Pending, bring, gather_calls
+from dualform.record.changes import Changes, many_evaluations, why_no_final
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.facts import Situation, gather_facts
 from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
 from dualform.record.optimizers import pending_scale
-from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
+from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord
 from dualform.record.spares import Spares
-from dualform.record.steps import OpenStep, own, warm_states, with_closure
+from dualform.record.steps import OpenStep, Owned, own, warm_states, with_closure
 from dualform.record.trails import Accumulation, Trail, fetched, resolve_all
 from dualform.record.transfer import Transfer
 from dualform.record.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
@@ -73,6 +74,8 @@ class Recorder:
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
         self._gauge = Gauge()
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
+        self._changes = Changes(model, self._layers, self._parameters, self._exact)
+        self._evaluations = 0  # of the closure, in the optimizer's step that runs now
         self._here = True  # whether all parameters are in the CPU's memory
         self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
         self._warned: set[str] = set()
@@ -103,11 +106,8 @@ class Recorder:
                 batch_axis=self._batch_axis,
             )
         )
-        self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
-        devices = {parameter.device for parameter in self._parameters.values()}
-        self._here = all(device.type == "cpu" for device in devices)
-        if len(devices) == 1 and next(iter(devices)).type == "cuda":
-            self._transfer = Transfer(next(iter(devices)))
+        self._samples = self._changes.begin(self._owned, self._step)
+        self._find_devices()
         self._state = "recording"
         self._hooks.attach()
         for owned in self._owned:
@@ -122,15 +122,15 @@ class Recorder:
             return
         open_step, self._open = self._open, OpenStep()
         self._detach()
-        broken = self._in_flight is not None and any(
-            not torch.equal(sample(parameter), self._samples[name]) for name, parameter in self._parameters.items()
-        )  # the optimizer's step began and did not end: the parameters are those of no step
+        # Where the optimizer's step began and did not end, the parameters are those of no step.
+        broken = self._in_flight is not None and self._changes.is_broken_off()
         try:
             if broken:
                 self._sink.abandon()
             else:
                 self._commit(open_step)
-                self._sink.close({name: parameter.detach().cpu() for name, parameter in self._parameters.items()})
+                for warning in self._close_sink():
+                    warnings.warn(warning, stacklevel=2)
         except DualformError as failure:
             if error is None and self._on_failure == "raise":
                 raise
@@ -197,6 +197,9 @@ class Recorder:
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
+        if self._changes.is_converted(name, parameter):
+            with self._guarding():
+                self._follow(name)
         if self._open.done:
             with self._guarding():
                 self._end_step()
@@ -208,6 +211,8 @@ class Recorder:
         if self._state != "recording":
             return
         if task not in self._pending.tasks and self._pending.cleared(self._parameters, name):
+            if self._pending.tasks and (warning := self._changes.unstepped()) is not None:
+                warnings.warn(warning, stacklevel=2)
             self._pending = Pending()  # nothing of what was pending can reach a step any more
         micro = self._pending.micro(task)
         self._annotator.late = False
@@ -251,16 +256,19 @@ class Recorder:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._evaluations = 0
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
     @torch.no_grad()
     def _prepare(self, optimizer: Optimizer) -> None:
         """Resolve what is pending for the optimizer that is about to step."""
         self._in_flight = None
+        self._evaluations += 1
         with self._guarding():
             if id(optimizer) in self._open.done:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+            self._check_unchanged(owned)
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             mine = owned.parameters
@@ -305,13 +313,16 @@ class Recorder:
         self._graph_of = None
         self._hooks.forget()
         owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
-        with one_thread():
-            for name, parameter in owned.parameters.items():
-                self._pending.trails.pop(name, None)
-                self._samples[name] = sample(parameter)
+        mine = owned.parameters
+        for name in mine:
+            self._pending.trails.pop(name, None)
         if prepared is None or self._state != "recording":
             self._pending = Pending()
             return
+        self._samples |= self._changes.note(owned, mine)
+        if self._evaluations > 1 and "evaluations" not in self._warned:
+            self._warned.add("evaluations")
+            warnings.warn(many_evaluations(owned.name, self._evaluations), stacklevel=3)
         self._open.add(optimizer, *prepared)
         if len(self._open.done) == len(self._owned):
             with self._guarding():
@@ -350,6 +361,36 @@ class Recorder:
         self._sink.write(record)
         self._step += 1
 
+    # Changes that no recorded step made ---------------------------------------------------------------------------
+
+    def _check_unchanged(self, owned: Owned) -> None:
+        """Refuse a step if anything but recorded steps has changed what the recording is about."""
+        for name, parameter in self._parameters.items():
+            if self._changes.is_converted(name, parameter):
+                self._follow(name)
+        self._changes.check(owned, self._step)
+
+    def _follow(self, name: str) -> None:
+        """Go on where the model was moved to another device between two steps; refuse any other conversion."""
+        self._changes.follow(name, self._step, pending=bool(self._pending.tasks))
+        self._find_devices()
+
+    def _find_devices(self) -> None:
+        """Find out where the parameters are, and how what they leave comes to the CPU's memory."""
+        devices = {parameter.device for parameter in self._parameters.values()}
+        self._here = all(device.type == "cpu" for device in devices)
+        only = next(iter(devices)) if len(devices) == 1 else None
+        self._transfer = Transfer(only) if only is not None and only.type == "cuda" else None
+
+    def _close_sink(self) -> list[str]:
+        """Close the sink, with final weights only if they are those after the last step; return what to warn about."""
+        live = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
+        if changed := self._changes.changed():
+            self._sink.close_without_final(why_no_final(changed, self._step))
+        else:
+            self._sink.close(live)
+        return self._changes.at_closing(self._step, lambda: self._sink.find_step(live))
+
     # Small things -------------------------------------------------------------------------------------------------
 
     def _axis(self, layer: Watched) -> int:
@@ -362,6 +403,9 @@ class Recorder:
         return trail
 
     def _snapshot(self) -> dict[str, Tensor]:
+        """Return copies of the parameters as the last step left them; none if they are not those any more."""
+        if self._changes.changed():
+            return {}
         return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
 
     def _detach(self) -> None:
@@ -380,10 +424,12 @@ class Recorder:
         except DualformError as error:
             if self._on_failure == "raise" or isinstance(error, AnnotationError):
                 raise
+            open_step, self._open = self._open, OpenStep()
             self._detach()
             with contextlib.suppress(DualformError):
-                if isinstance(error, RefusedError):  # before the step, so the parameters are those of the last one
-                    self._sink.close(self._snapshot())
+                if isinstance(error, RefusedError):  # before the step
+                    self._commit(open_step)
+                    self._close_sink()
                 else:
                     self._sink.abandon()
             warnings.warn(
