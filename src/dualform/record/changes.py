@@ -46,7 +46,7 @@ class Changes:
         self._continuity = Continuity(exact, resumed=False)
         self._began = 0  # number of steps when the recording began
         self._unstepped = 0  # backwards in a row whose gradients were cleared without a step
-        self._refused = False  # whether an error has said already that parameters were changed
+        self._refused = False  # whether an error has named a change since the last step
 
     def begin(self, optimizers: Collection[Owned], step: int) -> dict[str, Tensor]:
         """Keep everything as it is when a recording begins after this many steps; return the parameters' samples."""
@@ -61,6 +61,7 @@ class Changes:
     def note(self, owned: Owned, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Keep everything as an optimizer's step left it; return the samples of its parameters."""
         self._unstepped = 0
+        self._refused = False
         self._continuity.note(owned, parameters)
         return self._baseline.note(id(owned.optimizer), parameters)
 
@@ -68,6 +69,7 @@ class Changes:
         """Refuse the step that an optimizer is about to take if anything else than recorded steps changed something."""
         self._unstepped = 0
         if (exchanged := self._places.exchanged()) is not None:
+            self._refused = True
             raise RefusedError(
                 f"{exchanged} {between(step)}. End this recording before the exchange, and start another one, in a new "
                 "folder, after it."
