@@ -122,8 +122,8 @@ class Changes:
         """Return the parameters of exactly recorded layers that are not as the last step left them."""
         return self._baseline.changed()
 
-    def at_closing(self, step: int, find: Callable[[], int | None]) -> list[str]:
-        """Return what to warn about at the end of a recording of so many steps, unless an error has said it already.
+    def at_closing(self, step: int, find: Callable[[], int | None]) -> str:
+        """Return a warning of every change at the end of a recording; empty without any, or after an error named it.
 
         Args:
             step: the number of recorded steps.
@@ -137,7 +137,7 @@ class Changes:
                 found.append(_never_stepped(changed))
         elif changed := self.changed():
             found.append(_after_closing(changed, step, find()))
-        return [] if self._refused else found
+        return "" if self._refused else " ".join(found)
 
     def is_broken_off(self) -> bool:
         """Say whether any covered parameter is not as the last step left it, that of a keys-only layer included."""
@@ -208,6 +208,6 @@ def many_evaluations(optimizer: str, count: int) -> str:
     """Return the warning that an optimizer evaluated its closure several times in one step."""
     return (
         f"{optimizer} evaluated its closure {count} times in one step; only the patterns of the last evaluation are "
-        f"kept, 1 of {count}, here and in later steps alike. Call annotate() inside the closure, before its forward, "
+        f"kept, here 1 of {count}, and so in every step. Call annotate() inside the closure, before its forward, "
         "so that they are annotated."
     )

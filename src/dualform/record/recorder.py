@@ -129,7 +129,7 @@ class Recorder:
                 self._sink.abandon()
             else:
                 self._commit(open_step)
-                for warning in self._close_sink():
+                if warning := self._close_sink():
                     warnings.warn(warning, stacklevel=2)
         except DualformError as failure:
             if error is None and self._on_failure == "raise":
@@ -382,8 +382,8 @@ class Recorder:
         only = next(iter(devices)) if len(devices) == 1 else None
         self._transfer = Transfer(only) if only is not None and only.type == "cuda" else None
 
-    def _close_sink(self) -> list[str]:
-        """Close the sink, with final weights only if they are those after the last step; return what to warn about."""
+    def _close_sink(self) -> str:
+        """Close the sink, with final weights only if they are those after the last step; return a warning, or ""."""
         live = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
         if changed := self._changes.changed():
             self._sink.close_without_final(why_no_final(changed, self._step))
