@@ -1,10 +1,11 @@
 """The baseline: the parameters as the last recorded step left them, to find what else has changed them since.
 
-Of every parameter a fixed sample of its elements is kept, which also is the step's fingerprint, and of the larger ones
-a checksum of all elements: an edit of a few elements is hardly ever in the sample. No copies of parameters are kept.
+Of every parameter a fixed sample of its elements is kept, which also is the step's fingerprint. An edit of a few
+elements is hardly ever in the sample, so a window of neighbouring elements is kept as well, another one after each
+step, until all of them had their turn. So an edit that goes on from step to step is found soon, at a bounded cost.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 from dualform.record.sinks import SAMPLE, sample
 from dualform.threads import one_thread
 
+CPU_WINDOW_ELEMENTS = 1 << 13
+"""Elements of a step's window in the CPU's memory: copying and comparing them takes about 5 microseconds."""
+GPU_WINDOW_ELEMENTS = 1 << 22
+"""Elements of a step's window on a GPU, where reading them takes less time than starting to."""
 ROUNDING = 8
 """How many units of rounding (eps times the parameter's norm) a parameter may move without counting as changed.
 
@@ -20,44 +25,42 @@ Weights that are perturbed and put back by subtraction (sharpness-aware minimisa
 
 
 class _Group:
-    """Parameters of one device and dtype: their samples in one tensor, and a checksum of each of the larger ones."""
+    """Parameters of one device and dtype, as they were when they were noted: their samples, and one window."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, whole: bool) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], *, windows: bool) -> None:
         self.names = tuple(parameters)
         self._parameters = tuple(parameters.values())
-        # A sample of fewer elements is all of them. Without `whole` samples have to do.
-        self._larger = [i for i, p in enumerate(self._parameters) if whole and p.numel() >= 2 * SAMPLE]
-        self._bytes = max((self._parameters[i].nbytes for i in self._larger), default=0)
+        self._windows = _windows(self._parameters) if windows else [()]
+        self._turn = -1  # which of the windows is noted
         self._addresses: list[int] = []
-        self._views: list[Tensor | None] = []  # nothing where a parameter's elements do not lie in order
+        self._views: list[Tensor | None] = []  # each sample in the parameter's memory; None if it has to be copied
         self.note()
 
     def note(self) -> None:
-        """Keep the parameters' samples and checksums as they are now."""
+        """Keep the parameters' samples as they are now, and the next window."""
         self._find_views()
-        self._samples, self._checksums = self._measure()
-        self._lengths = [self._length(i) for i in range(len(self.names))]
+        self._turn = (self._turn + 1) % len(self._windows)
+        parts = self._parts()
+        with one_thread():
+            self._noted = torch.cat(parts)
+        self._lengths = [len(part) for part in parts]
 
     def samples(self) -> Iterator[tuple[str, Tensor]]:
         """Return each parameter's sample as it was noted."""
-        return zip(self.names, self._samples.split(self._lengths), strict=True)
+        return zip(self.names, self._noted.split(self._lengths), strict=False)
 
     def changed(self) -> list[str]:
         """Return the parameters that are not as they were noted, beyond rounding."""
-        kind = self._samples.dtype, self._samples.device
-        if not self._find_views() or all((p.dtype, p.device) == kind for p in self._parameters):
-            samples, checksums = self._measure()
-            if torch.equal(samples, self._samples) and torch.equal(checksums, self._checksums):
-                return []
-        noted = dict(zip(self._larger, self._checksums, strict=True))
-        return [name for i, (name, before) in enumerate(self.samples()) if self._is_changed(i, before, noted.get(i))]
-
-    def _is_changed(self, i: int, before: Tensor, checksum: Tensor | None) -> bool:
-        parameter = self._parameters[i].detach()
-        if parameter.dtype != before.dtype or _moved(sample(parameter), before):
-            return True
-        # Sums of the same elements on another device differ by more than the rounding of the elements.
-        return checksum is not None and parameter.device == before.device and self._resummed(i, checksum)
+        kind = self._noted.dtype, self._noted.device
+        moved = self._find_views()
+        parts = self._parts()
+        if not moved or all((part.dtype, part.device) == kind for part in parts):
+            with one_thread():
+                if torch.equal(torch.cat(parts), self._noted):
+                    return []
+        owners = [*range(len(self.names)), *(i for i, _ in self._windows[self._turn])]
+        noted = self._noted.split(self._lengths)
+        return [self.names[i] for i, now, then in zip(owners, parts, noted, strict=True) if _is_changed(now, then)]
 
     def _find_views(self) -> bool:
         """Look for parameters whose memory is another one by now, and say whether there are any."""
@@ -68,42 +71,28 @@ class _Group:
         self._addresses, self._views = addresses, [_sample_view(p) for p in self._parameters]
         return True
 
-    def _measure(self) -> tuple[Tensor, Tensor]:
-        """Return all samples, one after the other, and the checksums (number of larger parameters,)."""
-        with one_thread():
-            samples = torch.cat(
-                [sample(p) if v is None else v for p, v in zip(self._parameters, self._views, strict=True)]
-            )
-        with one_thread(bytes_read=self._bytes, device=samples.device):
-            checksums = _checksums([self._parameters[i].detach() for i in self._larger], samples)
-        return samples, checksums
-
-    def _length(self, i: int) -> int:
-        view = self._views[i]
-        return len(sample(self._parameters[i]) if view is None else view)
-
-    def _resummed(self, i: int, before: Tensor) -> bool:
-        """Say whether a parameter's checksum moved by more than the rounding of its elements and of its sum."""
-        parameter = self._parameters[i].detach()
-        with one_thread(bytes_read=self._bytes, device=parameter.device):
-            now = float(_checksums([parameter], parameter)[0])
-        then = float(before)
-        if now == then or (now != now and then != then):
-            return False
-        scale = float(parameter.double().norm()) + abs(then)
-        return not abs(now - then) <= ROUNDING * torch.finfo(parameter.dtype).eps * scale
+    def _parts(self) -> list[Tensor]:
+        """Return every sample, and the parts of the window, as they are now."""
+        samples = [sample(p) if v is None else v for p, v in zip(self._parameters, self._views, strict=True)]
+        return samples + [self._parameters[i].detach().reshape(-1)[at] for i, at in self._windows[self._turn]]
 
 
-def _checksums(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return a number per tensor that hardly any edit leaves alone: its sum, or on a GPU its norm.
-
-    There all norms take one kernel, and each sum would take one of its own.
-    """
-    if not parameters:
-        return like.new_empty(0)
-    if like.device.type == "cpu":
-        return torch.stack([parameter.sum() for parameter in parameters])
-    return torch.stack(torch._foreach_norm(list(parameters)))
+def _windows(parameters: Collection[Tensor]) -> list[tuple[tuple[int, slice], ...]]:
+    """Divide all elements that a sample may leave out into windows, each of some (parameter, elements)."""
+    windows: list[list[tuple[int, slice]]] = [[]]
+    room = 0
+    for i, parameter in enumerate(parameters):
+        size = parameter.numel() if parameter.numel() >= 2 * SAMPLE else 0  # smaller ones are sampled whole
+        limit = CPU_WINDOW_ELEMENTS if parameter.device.type == "cpu" else GPU_WINDOW_ELEMENTS
+        start = 0
+        while start < size:
+            if not room:
+                windows.append([])
+                room = limit
+            stop = min(size, start + room)
+            windows[-1].append((i, slice(start, stop)))
+            start, room = stop, room - (stop - start)
+    return [tuple(window) for window in windows[1:]] or [()]
 
 
 def _sample_view(parameter: Tensor) -> Tensor | None:
@@ -114,9 +103,9 @@ def _sample_view(parameter: Tensor) -> Tensor | None:
     return flat[:: max(1, len(flat) // SAMPLE)]
 
 
-def _moved(now: Tensor, before: Tensor) -> bool:
-    """Say whether a sample moved by more than rounding; what is not a number stays itself."""
-    if now.shape != before.shape:
+def _is_changed(now: Tensor, before: Tensor) -> bool:
+    """Say whether elements are others by more than rounding; what is not a number stays itself."""
+    if now.dtype != before.dtype or now.shape != before.shape:
         return True
     now, then = now.to(before.device).double(), before.double()
     other = (now != then) & ~(now.isnan() & then.isnan())
@@ -187,4 +176,4 @@ class Baseline:
             self._kinds[name] = parameter.dtype, parameter.device
             kinds.setdefault((*self._kinds[name], name in self._exact), {})[name] = parameter
         # Parameters of no optimizer are mostly frozen, and may be many more than those that are trained.
-        self._groups[owner] = [_Group(group, whole=exact and owner != 0) for (_, _, exact), group in kinds.items()]
+        self._groups[owner] = [_Group(group, windows=exact and owner != 0) for (_, _, exact), group in kinds.items()]

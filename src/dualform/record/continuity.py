@@ -68,9 +68,12 @@ class _State:
 
     def is_same(self, state: Mapping[str, Any]) -> bool:
         """Say whether a state consists of the very same tensors, none of which was written to."""
-        return len(state) == self.size and all(
-            state.get(entry) is tensor and _writes(tensor) == writes for entry, (tensor, writes) in self.tensors.items()
-        )
+        if len(state) != self.size:
+            return False
+        for entry, (tensor, writes) in self.tensors.items():
+            if state.get(entry) is not tensor or tensor._version != writes:
+                return False
+        return True
 
 
 class Continuity:
@@ -93,7 +96,10 @@ class Continuity:
         for name, parameter in parameters.items():
             if name in self._exact:
                 state = states.get(parameter, {})
-                tensors = {entry: (t, _writes(t)) for entry, t in state.items() if isinstance(t, Tensor)}
+                tensors = {}
+                for entry, tensor in state.items():
+                    if isinstance(tensor, Tensor):
+                        tensors[entry] = tensor, tensor._version
                 known[name] = _State(len(state), tensors)
         if stepped:
             self._stepped.add(id(owned.optimizer))
@@ -115,18 +121,14 @@ class Continuity:
                 if owned.logger is not None and not owned.logger.logs_restart:
                     return f"was cleared ({entry!r} is gone)"
             elif now is tensor:
-                if _writes(tensor) != writes:
+                if tensor._version != writes:
                     return f"was edited in place ({entry!r})"
-            elif _writes(tensor) != writes or not isinstance(now, Tensor) or not _is_equal(tensor, now):
+            elif tensor._version != writes or not isinstance(now, Tensor) or not _is_equal(tensor, now):
                 return f"was replaced or loaded from elsewhere ({entry!r})"
         if self._resumed and id(owned.optimizer) not in self._stepped:
             return None
         new = [entry for entry, now in state.items() if isinstance(now, Tensor) and entry not in known.tensors]
         return f"was loaded ({new[0]!r} was not there)" if new else None
-
-
-def _writes(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_equal(tensor: Tensor, other: Tensor) -> bool:
