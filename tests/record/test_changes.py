@@ -589,6 +589,39 @@ def test_a_state_that_is_loaded_after_the_recording_began(run: Path, make: Any) 
             step_on(model, optimizer)
 
 
+@pytest.mark.parametrize("loaded", ["the right one", "before record", "an earlier one", "nothing"])
+def test_a_resumed_run_needs_the_state_of_its_step(run: Path, loaded: str) -> None:
+    """A trainer may load the optimizer's checkpoint after the recording has begun."""
+    model = mlp()
+    optimizer = adam(model)
+    with dualform.record(model, optimizer, run):
+        train(model, optimizer, batches(SOUND - 1))
+        earlier = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, batches(1, seed=2))
+        right = copy.deepcopy(optimizer.state_dict())
+    optimizer = adam(model)
+    model.zero_grad()
+
+    def recording() -> None:
+        if loaded == "before record":
+            optimizer.load_state_dict(right)
+        with dualform.record(model, optimizer, run, resume=True) as recorder:
+            assert recorder.step == SOUND
+            if loaded != "nothing" and loaded != "before record":
+                optimizer.load_state_dict(right if loaded == "the right one" else earlier)
+            train(model, optimizer, batches(2, seed=3))
+
+    if loaded in ("the right one", "before record"):
+        recording()
+        assert dualform.open(run).step == SOUND + 2
+    else:
+        what = {"nothing": "is empty, though the run holds 3 updates", "an earlier one": "counts 2 updates, though"}
+        with pytest.raises(RefusedError, match=f"The state of Adam .*{what[loaded]}"):
+            recording()
+        assert dualform.open(run).step == SOUND
+    assert_exact(dualform.open(run), model)
+
+
 @pytest.mark.parametrize("meddle", [cleared, reloaded, edited], ids=lambda meddle: meddle.__name__)
 def test_keys_alone_need_no_state(run: Path, meddle: Any) -> None:
     model = mlp()

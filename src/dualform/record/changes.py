@@ -43,15 +43,21 @@ class Changes:
         self._exact = exact
         self._places = Places(model, layers)
         self._baseline = Baseline(parameters, exact)
-        self._continuity = Continuity(exact, resumed=False)
+        self._continuity = Continuity(exact)
         self._began = 0  # number of steps when the recording began
         self._unstepped = 0  # backwards in a row whose gradients were cleared without a step
         self._refused = False  # whether an error has named a change since the last step
 
-    def begin(self, optimizers: Collection[Owned], step: int) -> dict[str, Tensor]:
-        """Keep everything as it is when a recording begins after this many steps; return the parameters' samples."""
+    def begin(self, optimizers: Collection[Owned], step: int, updates: Mapping[str, int] | None) -> dict[str, Tensor]:
+        """Keep everything as it is when a recording begins; return the parameters' samples.
+
+        Args:
+            optimizers: the recorded optimizers.
+            step: how many steps the run holds already.
+            updates: how many updates of each parameter it holds, where a run is resumed.
+        """
         self._began = step
-        self._continuity = Continuity(self._exact, resumed=step > 0)
+        self._continuity = Continuity(self._exact, updates=updates)
         samples = self._baseline.note(0, self._parameters)
         for owned in optimizers:
             self._baseline.note(id(owned.optimizer), owned.parameters)

@@ -83,9 +83,10 @@ class Continuity:
     ends an exact recording, unless the tensors that were put there are equal to those that the last step left.
     """
 
-    def __init__(self, exact: Collection[str], *, resumed: bool) -> None:
+    def __init__(self, exact: Collection[str], *, updates: Mapping[str, int] | None = None) -> None:
+        """Take the names of exactly recorded parameters and, in a resumed run, the updates that each has had."""
         self._exact = exact
-        self._resumed = resumed  # whether the optimizer's checkpoint may be loaded until its first step
+        self._updates = updates  # where there are some, the optimizer's checkpoint may be loaded until its first step
         self._known: dict[int, dict[str, _State]] = {}
         self._stepped: set[int] = set()
 
@@ -108,10 +109,24 @@ class Continuity:
         """Return a sentence on the first parameter whose state is not the one that its last step left."""
         states = owned.optimizer.state
         for name, known in self._known.get(id(owned.optimizer), {}).items():
+            first = self._updates is not None and id(owned.optimizer) not in self._stepped
+            if first and name in parameters and (what := self._wrong_start(owned, name, states.get(parameters[name]))):
+                return f"The state of {owned.name} for parameter {name!r} {what}"
             if name not in parameters or known.is_same(state := states.get(parameters[name], {})):
                 continue
             if what := self._difference(owned, known, state):
                 return f"The state of {owned.name} for parameter {name!r} {what}"
+        return None
+
+    def _wrong_start(self, owned: Owned, name: str, state: Mapping[str, Any] | None) -> str | None:
+        """Say what is wrong with the state at the first step of a resumed run, judging by its count of updates."""
+        updates = 0 if self._updates is None else self._updates.get(name, 0)
+        if not updates or owned.logger is None or owned.logger.logs_restart:
+            return None
+        if not state:
+            return f"is empty, though the run holds {updates} updates of it: its checkpoint was not loaded"
+        if (count := state.get("step")) is not None and int(count) != updates:
+            return f"counts {int(count)} updates, though the run holds {updates}: it is another checkpoint's"
         return None
 
     def _difference(self, owned: Owned, known: _State, state: Mapping[str, Any]) -> str | None:
@@ -125,7 +140,7 @@ class Continuity:
                     return f"was edited in place ({entry!r})"
             elif tensor._version != writes or not isinstance(now, Tensor) or not _is_equal(tensor, now):
                 return f"was replaced or loaded from elsewhere ({entry!r})"
-        if self._resumed and id(owned.optimizer) not in self._stepped:
+        if self._updates is not None and id(owned.optimizer) not in self._stepped:
             return None
         new = [entry for entry, now in state.items() if isinstance(now, Tensor) and entry not in known.tensors]
         return f"was loaded ({new[0]!r} was not there)" if new else None

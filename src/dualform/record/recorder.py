@@ -106,7 +106,8 @@ class Recorder:
                 batch_axis=self._batch_axis,
             )
         )
-        self._samples = self._changes.begin(self._owned, self._step)
+        updates = self._sink.updates() if self._step else None
+        self._samples = self._changes.begin(self._owned, self._step, updates)
         self._find_devices()
         self._state = "recording"
         self._hooks.attach()

@@ -117,6 +117,9 @@ class Sink(Protocol):
     def open(self, start: Start) -> int:
         """Begin, and return the number of the first step to come."""
 
+    def updates(self) -> Mapping[str, int]:
+        """Return how many updates of each parameter the run holds; asked where a run is continued."""
+
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a batch's columns cannot join those of earlier batches."""
 

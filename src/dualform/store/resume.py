@@ -49,6 +49,15 @@ def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
         return None
 
 
+def count_updates(run: Run) -> dict[str, int]:
+    """Return how many updates each parameter has had, as an optimizer counts them: those before a warm start too."""
+    counts = {}
+    for name in run.manifest.parameters:
+        warm = run.initial_states.get(name, {}).get("step")
+        counts[name] = len(run.facts(name)[0].step) + (0 if warm is None else int(warm))
+    return counts
+
+
 def read_pools(run: Run) -> tuple[set[str], dict[str, Pool]]:
     """Return the layers that have patterns, and the pools of those that have one, as the run left them."""
     seen = {name for name in run.manifest.layers if run.count(name)}

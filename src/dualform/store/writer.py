@@ -52,7 +52,7 @@ from dualform.store.format import (
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.queue import ByteQueue
 from dualform.store.reader import Run
-from dualform.store.resume import find_step, read_pools, resume_at
+from dualform.store.resume import count_updates, find_step, read_pools, resume_at
 from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
 from dualform.store.tensors import write_parts
 from dualform.threads import Background, start_alone
@@ -137,6 +137,10 @@ class DiskWriter:
         self._next = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
         self._worker = start_alone(self._work, name="dualform-writer")
         return self._manifest.steps
+
+    def updates(self) -> Mapping[str, int]:
+        """Return how many updates of each parameter the run holds, those before a warm start included."""
+        return count_updates(Run(self.path))
 
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a column has changed its type."""
