@@ -15,6 +15,7 @@ from torch import nn
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import KeysOnlyError, QueryError, SelectionError
+from dualform.record.baseline import Baseline
 from reference import Pattern
 from small import batch, network, recorded, sgd, state, train
 
@@ -342,8 +343,11 @@ def test_two_wrong_ways_to_attend(pair: Pair) -> None:
         pair.memory.attend(pair.model, inputs, queries={"0": inputs})
 
 
-def test_weights_cannot_be_asked_of_parameters_that_move_outside_the_optimizer(run: Path) -> None:
-    """What the memory cannot know, `verify` says."""
+def test_weights_cannot_be_asked_of_parameters_that_move_outside_the_optimizer(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the recorder overlooks, `verify` says."""
+    monkeypatch.setattr(Baseline, "changed", lambda self, **_: [])
     model = network()
     optimizer = sgd(model)
     with dualform.record(model, optimizer, run) as recorder:

@@ -64,7 +64,7 @@ def test_a_recorder_may_be_closed_twice_and_inside_a_with_statement(run: Path) -
 # A beginning that fails halfway -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["sample", "hooks", "thread"])
+@pytest.mark.parametrize("where", ["parameters", "hooks", "thread"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_start_that_fails_leaves_neither_hooks_nor_thread_nor_lock(
     run: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
@@ -76,8 +76,8 @@ def test_a_start_that_fails_leaves_neither_hooks_nor_thread_nor_lock(
         raise error
 
     with monkeypatch.context() as patch:
-        if where == "sample":
-            patch.setattr(recorder_module, "sample", fail)
+        if where == "parameters":
+            patch.setattr(recorder_module, "Bystanders", fail)
         elif where == "hooks":
             patch.setattr(optimizer, "register_step_post_hook", fail)
         else:

@@ -50,8 +50,7 @@ def test_the_manifest_has_these_entries(whole: Path) -> None:
     assert (manifest["format"], manifest["version"], manifest["steps"], manifest["closed"]) == ("dualform", 1, 7, True)
     assert set(manifest) == {
         *("format", "version", "steps", "closed", "created", "versions", "layers", "parameters", "uncovered"),
-        *("optimizers", "batch_axis", "columns", "files", "shards", "factory", "factory_arguments"),
-        "rows",
+        *("optimizers", "batch_axis", "columns", "files", "shards", "factory", "factory_arguments", "no_final", "rows"),
     }
     assert manifest["layers"]["0"] == {
         "kind": "Linear",
@@ -146,10 +145,18 @@ def test_a_manifest_survives_its_own_text(whole: Path) -> None:
     assert Manifest.from_json(manifest.to_json(), path=whole) == manifest
 
 
+OPTIONAL = {"no_final", "rows"}  # entries that runs of earlier versions lack
+
+
+def test_entries_that_earlier_versions_did_not_write_may_be_missing(whole: Path) -> None:
+    raw = json.loads((whole / "manifest.json").read_text())
+    older = Manifest.from_json(json.dumps({k: v for k, v in raw.items() if k not in OPTIONAL}), path=whole)
+    assert older == dataclasses.replace(Manifest.read(whole), rows={})
+
+
 def test_a_manifest_without_any_one_entry_is_refused(whole: Path) -> None:
     raw = json.loads((whole / "manifest.json").read_text())
-    later = {"rows"}  # which runs of earlier versions do not have
-    for name in [field.name for field in dataclasses.fields(Manifest) if field.name not in later]:
+    for name in [field.name for field in dataclasses.fields(Manifest) if field.name not in OPTIONAL]:
         with pytest.raises(FormatError, match=name):
             Manifest.from_json(json.dumps({k: v for k, v in raw.items() if k != name}), path=whole)
 

@@ -23,11 +23,14 @@ class Info:
     uncovered: Mapping[str, int]
     optimizers: tuple[str, ...]
     bytes: int
+    no_final: str = ""  # why a closed run has no final weights
 
     def __repr__(self) -> str:
         lines = [f"{self.path}: {self.steps} steps, {size_text(self.bytes)}, trained by {', '.join(self.optimizers)}"]
         if not self.closed:
             lines.append("still being recorded, or cut off; this is what was published")
+        if self.no_final:
+            lines.append(f"no final weights were kept: {self.no_final}")
         if self.view:
             lines.append(f"view: {self.view}")
         lines += [
@@ -75,4 +78,5 @@ def describe(run: Run, view: str) -> Info:
         uncovered=manifest.uncovered,
         optimizers=manifest.optimizers,
         bytes=sum(entry.bytes for entry in run.files().values()),
+        no_final=manifest.no_final,
     )

@@ -269,8 +269,10 @@ class Memory:
         elif self._horizon == 0:
             live = self._run.initial
         else:
+            why = self._run.manifest.no_final if self._horizon == self._run.steps else ""
             raise QueryError(
-                f"Nothing to compare with after {self._horizon} steps: the recording was not closed there. "
+                f"Nothing to compare with after {self._horizon} steps: "
+                f"{why or 'the recording was not closed there'}. "
                 "Give the model or a checkpoint of that step: memory.at(step=...).verify(model)."
             )
         missing = [name for name in self._run.manifest.parameters if name not in live]

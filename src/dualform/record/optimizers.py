@@ -22,6 +22,7 @@ class FactLogger(ABC):
     """Reads the settings that one step applies to one parameter."""
 
     rounds = False  # whether the optimizer itself rounds more coarsely than the parameter's dtype
+    logs_restart = False  # whether the settings say that the state was cleared, so that the step is exact all the same
 
     @abstractmethod
     def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Setting]:
@@ -160,6 +161,8 @@ def pending_scale(optimizer: Optimizer) -> tuple[float, bool]:
 @logs(torch.optim.SGD)
 class SGD(FactLogger):
     """torch.optim.SGD in every setting."""
+
+    logs_restart = True
 
     def settings(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Setting]:
         """Return lr, momentum, dampening, weight_decay, nesterov, maximize, and whether a buffer exists."""

@@ -22,6 +22,7 @@ from dualform.record.alignment import Alignment, batch_rows
 from dualform.record.annotations import Annotator, Binding
 from dualform.record.bystanders import Bystanders
 from dualform.record.calls import Pending, bring, gather_calls
+from dualform.record.changes import Changes, many_evaluations, why_no_final
 from dualform.record.ending import end_when_dropped, remove_handles, weak_hook
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.facts import Situation, gather_facts
@@ -33,7 +34,7 @@ from dualform.record.processes import refuse_several_processes, refuse_wrapped
 from dualform.record.rowcheck import RowCheck
 from dualform.record.rows import input_tensors
 from dualform.record.saying import warn_user
-from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
+from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord
 from dualform.record.spares import Spares
 from dualform.record.steps import OpenStep, Owned, own, warm_states, with_closure
 from dualform.record.trails import Accumulation, Trail, fetched, resolve_all
@@ -91,13 +92,15 @@ class Recorder:
         self._gauge = Gauge()
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._bystanders: Bystanders | None = None
+        self._changes = Changes(model, self._layers, self._parameters, self._exact)
+        self._evaluations = 0  # of the closure, in the optimizer's step that runs now
         self._here = True  # whether all parameters are in the CPU's memory
         self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
         self._warned: set[str] = set()
         self._step = 0
         self._state: Literal["new", "recording", "closed"] = "new"
         # A method would keep this recorder alive for as long as a sink keeps the snapshot.
-        self._snapshot = partial(_copies, self._parameters)
+        self._snapshot = partial(_copies, self._parameters, self._changes)
         self._finalizer: Callable[[], object] = _nothing
         self._missed: Exception | None = None  # why a step that was made is not recorded; none can follow it
 
@@ -147,12 +150,10 @@ class Recorder:
 
     def _attach_hooks(self) -> None:
         """Look at the parameters as they are, and put every hook on."""
-        self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}
+        updates = self._sink.updates() if self._step else None
+        self._samples = self._changes.begin(self._owned, self._step, updates)
         self._bystanders = Bystanders(self._model, self._parameters, self._held)
-        devices = {parameter.device for parameter in self._parameters.values()}
-        self._here = all(device.type == "cpu" for device in devices)
-        if len(devices) == 1 and next(iter(devices)).type == "cuda":
-            self._transfer = Transfer(next(iter(devices)))
+        self._find_devices()
         self._state = "recording"
         self._hooks.attach()
         for owned in self._owned:
@@ -178,17 +179,19 @@ class Recorder:
         untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
         open_step, self._open = self._open, OpenStep()
         self._detach()
-        broken = self._in_flight is not None and any(
-            not torch.equal(sample(parameter), self._samples[name]) for name, parameter in self._parameters.items()
-        )  # the optimizer's step began and did not end: the parameters are those of no step
+        # Where the optimizer's step began and did not end, the parameters are those of no step.
+        broken = self._in_flight is not None and self._changes.is_broken_off()
         try:
             if broken or self._missed is not None:
                 self._sink.abandon()
             else:
                 self._commit(open_step)
-                self._sink.close({name: parameter.detach().cpu() for name, parameter in self._parameters.items()})
+                if (warning := self._close_sink()) and error is None:
+                    warn_user(warning)
         except BaseException as failure:
             self._sink.abandon()
+            if isinstance(failure, Warning):
+                raise
             if not isinstance(failure, DualformError) or (error is None and self._on_failure == "raise"):
                 raise
             warn_user(f"The recording could not be closed properly: {failure}")
@@ -301,6 +304,9 @@ class Recorder:
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
+        if self._changes.is_converted(name, parameter):
+            with self._guarding():
+                self._follow(name)
         if self._open.done:
             with self._guarding():
                 self._end_step()
@@ -312,6 +318,8 @@ class Recorder:
         if self._state != "recording":
             return
         if task not in self._pending.tasks and self._pending.cleared(self._parameters, name):
+            if self._pending.tasks and (warning := self._changes.unstepped()) is not None:
+                warn_user(warning)
             self._pending = Pending()  # nothing of what was pending can reach a step any more
         micro = self._pending.micro(task)
         self._annotator.late = False
@@ -359,6 +367,7 @@ class Recorder:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._evaluations = 0
         if self._state != "recording":
             return None
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
@@ -367,6 +376,7 @@ class Recorder:
     def _prepare(self, optimizer: Optimizer) -> None:
         """Resolve what is pending for the optimizer that is about to step."""
         self._in_flight = None
+        self._evaluations += 1
         with self._guarding(f"A step of {type(optimizer).__name__}"):
             if self._missed is not None:
                 raise RefusedError(
@@ -377,6 +387,7 @@ class Recorder:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
             self._look_for_joined(owned)
+            self._check_unchanged(owned)
             scale, skipped = pending_scale(optimizer)
             groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             mine = owned.parameters
@@ -462,13 +473,16 @@ class Recorder:
         self._graph_of = None
         self._hooks.forget()
         owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
-        with one_thread():
-            for name, parameter in owned.parameters.items():
-                self._pending.trails.pop(name, None)
-                self._samples[name] = sample(parameter)
+        mine = owned.parameters
+        for name in mine:
+            self._pending.trails.pop(name, None)
         if prepared is None:
             self._pending = Pending()
             return
+        self._samples |= self._changes.note(owned, mine)
+        if self._evaluations > 1 and "evaluations" not in self._warned:
+            self._warned.add("evaluations")
+            warn_user(many_evaluations(owned.name, self._evaluations))
         self._open.add(optimizer, *prepared)
         if len(self._open.done) == len(self._owned):
             self._end_step()
@@ -506,6 +520,36 @@ class Recorder:
         )
         self._sink.write(record)
         self._step += 1
+
+    # Changes that no recorded step made ---------------------------------------------------------------------------
+
+    def _check_unchanged(self, owned: Owned) -> None:
+        """Refuse a step if anything but recorded steps has changed what the recording is about."""
+        for name, parameter in self._parameters.items():
+            if self._changes.is_converted(name, parameter):
+                self._follow(name)
+        self._changes.check(owned, self._step)
+
+    def _follow(self, name: str) -> None:
+        """Go on where the model was moved to another device between two steps; refuse any other conversion."""
+        self._changes.follow(name, self._step, pending=bool(self._pending.tasks))
+        self._find_devices()
+
+    def _find_devices(self) -> None:
+        """Find out where the parameters are, and how what they leave comes to the CPU's memory."""
+        devices = {parameter.device for parameter in self._parameters.values()}
+        self._here = all(device.type == "cpu" for device in devices)
+        only = next(iter(devices)) if len(devices) == 1 else None
+        self._transfer = Transfer(only) if only is not None and only.type == "cuda" else None
+
+    def _close_sink(self) -> str:
+        """Close the sink, with final weights only if they are those after the last step; return a warning, or ""."""
+        live = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
+        if changed := self._changes.changed():
+            self._sink.close_without_final(why_no_final(changed, self._step))
+        else:
+            self._sink.close(live)
+        return self._changes.at_closing(self._step, lambda: self._sink.find_step(live))
 
     # Small things -------------------------------------------------------------------------------------------------
 
@@ -561,7 +605,7 @@ class Recorder:
         try:
             if isinstance(error, RefusedError) and not stepped:  # the parameters are those of the last step
                 self._commit(open_step)
-                self._sink.close(self._snapshot())
+                self._close_sink()
         except Exception as another:
             error.add_note(f"While the recording was closed: {another}")
         finally:
@@ -569,7 +613,10 @@ class Recorder:
         warn_user(f"Recording stopped at step {self._step} and training goes on without it: {error}")
 
 
-def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[str, Tensor]:
+    """Return copies of the parameters as the last step left them; none if they are not those any more."""
+    if changes.changed():
+        return {}
     return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
 
 

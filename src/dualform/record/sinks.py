@@ -119,6 +119,9 @@ class Sink(Protocol):
     def open(self, start: Start) -> int:
         """Begin, and return the number of the first step to come."""
 
+    def updates(self) -> Mapping[str, int]:
+        """Return how many updates of each parameter the run holds; asked where a run is continued."""
+
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a batch's columns cannot join those of earlier batches."""
 
@@ -136,6 +139,12 @@ class Sink(Protocol):
 
     def close(self, final: Mapping[str, Tensor]) -> None:
         """Publish everything, and the parameters as they are at the end."""
+
+    def close_without_final(self, reason: str) -> None:
+        """Publish everything, and why the parameters at the end are not those after the last step."""
+
+    def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
+        """Return the published step after which the parameters were these, or None; asked after closing."""
 
     def abandon(self) -> None:
         """Stop at once, keeping what is published already."""

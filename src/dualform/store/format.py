@@ -112,6 +112,7 @@ class Manifest:
     created: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     closed: bool = False
+    no_final: str = ""  # why a closed run has no final parameters; empty where it has
     columns: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     shards: tuple[ShardEntry, ...] = ()
@@ -156,6 +157,7 @@ class Manifest:
                 created=raw["created"],
                 versions=raw["versions"],
                 closed=raw["closed"],
+                no_final=raw.get("no_final", ""),
                 columns=raw["columns"],
                 files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
                 shards=tuple(_shard_entry(entry) for entry in raw["shards"]),

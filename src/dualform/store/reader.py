@@ -284,8 +284,8 @@ class Run:
 
     @cached_property
     def final(self) -> dict[str, Tensor] | None:
-        """The parameters when the recording was closed, if it was."""
-        return self._tensors(FINAL) if self.manifest.closed else None
+        """The parameters after the last step, if the recording was closed and they were still there."""
+        return self._tensors(FINAL) if self.manifest.closed and not self.manifest.no_final else None
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         with opened_tensors(self.folder / name) as file:

@@ -41,6 +41,23 @@ def resume_at(folder: Path, wanted: Manifest, start: Start, step: int | None) ->
     return manifest
 
 
+def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
+    """Return the one step whose fingerprints are those of the live parameters, or None."""
+    try:
+        return _find(run, live)
+    except ResumeError:
+        return None
+
+
+def count_updates(run: Run) -> dict[str, int]:
+    """Return how many updates each parameter has had, as an optimizer counts them: those before a warm start too."""
+    counts = {}
+    for name in run.manifest.parameters:
+        warm = run.initial_states.get(name, {}).get("step")
+        counts[name] = len(run.facts(name)[0].step) + (0 if warm is None else int(warm))
+    return counts
+
+
 def read_pools(run: Run) -> tuple[set[str], dict[str, Pool]]:
     """Return the layers that have patterns, and the pools of those that have one, as the run left them."""
     seen = {name for name in run.manifest.layers if run.count(name)}
@@ -130,7 +147,7 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
     if kept and kept[-1].stop > step:
         kept[-1] = dataclasses.replace(kept[-1], stop=step, parameters={})
     files = {name: entry for name, entry in manifest.files.items() if name != FINAL}
-    return dataclasses.replace(manifest, shards=tuple(kept), files=files, closed=False)
+    return dataclasses.replace(manifest, shards=tuple(kept), files=files, closed=False, no_final="")
 
 
 def _sweep(folder: Path, manifest: Manifest) -> None:

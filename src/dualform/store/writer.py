@@ -54,7 +54,7 @@ from dualform.store.format import (
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.queue import ByteQueue
 from dualform.store.reader import Run
-from dualform.store.resume import read_pools, resume_at
+from dualform.store.resume import count_updates, find_step, read_pools, resume_at
 from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
 from dualform.store.tensors import write_parts
 from dualform.threads import Background, start_alone
@@ -162,6 +162,10 @@ class DiskWriter:
             raise
         return self._manifest.steps
 
+    def updates(self) -> Mapping[str, int]:
+        """Return how many updates of each parameter the run holds, those before a warm start included."""
+        return count_updates(Run(self.path))
+
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a column has changed its type."""
         check_columns(self._columns, binding)
@@ -205,6 +209,20 @@ class DiskWriter:
                 self._publish(closed=True, files={**self._manifest.files, FINAL: entry})
             except OSError as error:
                 raise StoreError(f"The final parameters could not be written: {error}.") from error
+
+    def close_without_final(self, reason: str) -> None:
+        """Publish everything, then say in the manifest that the run is closed, and why it has no final parameters."""
+        with self._stack:
+            self._drain({})
+            self._check_whole()
+            try:
+                self._publish(closed=True, no_final=reason)
+            except OSError as error:
+                raise StoreError(f"The end of the recording could not be written: {error}.") from error
+
+    def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
+        """Return the published step after which the parameters were these, or None."""
+        return find_step(Run(self.path), parameters)
 
     def abandon(self) -> None:
         """Publish what was taken, and stop; the run stays open for `resume`. After the end there is nothing to do."""
