@@ -250,7 +250,7 @@ def test_parameters_that_no_optimizer_has_never_move(run: Path) -> None:
     scale = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([scale], lr=0.1)
     with pytest.warns(UserWarning, match="not recorded"):
-        recorder = dualform.record(model, optimizer, run)
+        recorder = dualform.record(model, optimizer, run, layers="*")
     with recorder:
         optimizer.zero_grad()
         functional.cross_entropy(model(batch(0)[0]) * scale, batch(0)[1]).backward()

@@ -175,7 +175,6 @@ class Recorder:
             self._detach()  # a failure in the middle of a call may have left hooks to be removed later
         if self._state != "recording":
             return
-        self._finalizer()
         untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
         open_step, self._open = self._open, OpenStep()
         self._detach()
@@ -564,6 +563,7 @@ class Recorder:
 
     def _detach(self, *, in_a_step: bool = False) -> None:
         self._state = "closed"
+        self._finalizer()
         self._hooks.detach()
         remove_handles(self._handles, running=in_a_step)
         self._pending = Pending()
@@ -599,7 +599,6 @@ class Recorder:
             raise error
         if self._state == "closed":
             return
-        self._finalizer()
         open_step, self._open = self._open, OpenStep()
         self._detach(in_a_step=True)
         try:
