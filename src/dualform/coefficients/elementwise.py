@@ -31,6 +31,7 @@ from dualform.coefficients.replayed import (
     Multiplier,
     Setting,
     Settings,
+    Spread,
     State,
     Taken,
     near,
@@ -106,6 +107,39 @@ class ElementwiseBackward(Backward[Linear]):
         return Entrywise(linear.sign * moved)
 
 
+class ElementwiseSpread(Spread[Linear]):
+    """What doubt about gradients does in this family, where a step divides a gradient by its own size.
+
+    A gradient that is known to within δ moves an element by δ (P + Q) more or less, over the steps in which its average
+    remembers it. But no gradient moves an element by much more than the learning rate: where rounding is all there is
+    of the gradient, P = lr / |g| is as uncertain as g. Doubts of several steps are independent: their squares add up,
+
+        u² ← κ² u² + (1 / (1 / (δ (n P + Q)) + 1 / lr))²        n ← α n + β
+
+    n is how much of a steady gradient the average has taken up, 1 − αᵗ, which Adam's P is corrected for.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._square = torch.zeros(*shape, dtype=torch.float64)
+        self._response: Tensor | float = 0.0
+
+    def step(self, linear: Linear, settings: Settings, doubt: Tensor) -> None:
+        """Follow one step."""
+        # RMSprop's β is the division itself and its average a sum, of which a steady gradient takes up 1 / (1 − α).
+        taken = linear.beta * (1 - linear.alpha) if isinstance(linear.beta, Tensor) else linear.beta
+        self._response = linear.alpha * self._response + taken
+        moved = doubt.double() * (linear.on_average * self._response + linear.on_gradient)
+        largest = settings["lr"]
+        if largest:
+            moved = 1 / (1 / moved + 1 / largest)
+        self._square = linear.kappa**2 * self._square + moved.square()
+
+    @property
+    def size(self) -> Tensor:
+        """The standard deviation of each element."""
+        return self._square.sqrt()
+
+
 class Elementwise(Kind[Linear]):
     """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
 
@@ -154,6 +188,10 @@ class Elementwise(Kind[Linear]):
     def backward(self, shape: Sequence[int]) -> ElementwiseBackward:
         """Return where the way back starts."""
         return ElementwiseBackward(shape)
+
+    def spread(self, shape: Sequence[int]) -> ElementwiseSpread:
+        """Return that there is no doubt yet."""
+        return ElementwiseSpread(shape)
 
 
 def reads(optimizer: type[Optimizer], *settings: str, average: str | None = None) -> Callable[[Reading], Reading]:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.layers import Report
+from dualform.record.layouts import describe, settle
 from dualform.record.probes import Prediction
 from dualform.record.spares import Spares
 from dualform.record.watch import Watched, covered
@@ -48,7 +49,8 @@ class Arrival:
     leading: Sequence[int] = ()  # the shape of the patterns
     keys: Tensor | None = None  # (T, d_in)
     values: Tensor | None = None  # (T, d_out)
-    layout: str | None = None  # of an only error in memory, where it is not row by row
+    strided: Tensor | None = None  # an only error that does not lie row by row, until its layout is settled
+    layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
     accumulated: bool = False
     predictions: dict[str, Prediction] | None = None  # what its patterns predict for each parameter's probe, by role
 
@@ -128,18 +130,24 @@ class Hooks:
         """Put the accumulation hooks on a parameter."""
         self.watching.add(name)
 
-        def before(_: Tensor) -> None:
+        def arrived(task: int) -> list[Arrival]:
+            return [
+                arrival
+                for arrival in self.arrivals.get(task, {}).values()
+                if any(used is parameter for _, used in arrival.call.layer.parameters.values())
+            ]
+
+        def before(increment: Tensor) -> None:
             if self.enabled:
                 self.listener.before_accumulation(name, parameter)
+                task = torch._C._current_graph_task_id()
+                if any(arrival.strided is not None for arrival in self.arrivals.get(task, {}).values()):
+                    settle(arrived(task), parameter, increment)
 
         def after(_: Tensor) -> None:
             if self.enabled:
                 task = torch._C._current_graph_task_id()
-                mine = [
-                    arrival
-                    for arrival in self.arrivals.get(task, {}).values()
-                    if any(used is parameter for _, used in arrival.call.layer.parameters.values())
-                ]
+                mine = arrived(task)
                 for arrival in mine:
                     if not arrival.accumulated:
                         arrival.copy(self.spares)
@@ -220,8 +228,8 @@ class Hooks:
                 # What was not accumulated by the end of this backward never will be.
                 Variable._execution_engine.queue_callback(lambda: self._end(task))
             arrival = self.arrivals[task].setdefault(id(call), Arrival(call, [None] * len(shapes)))
-            if len(shapes) == 1 and not call.layer.kind.own_order and not error.is_contiguous():
-                arrival.layout = f"{','.join(map(str, error.shape))}:{','.join(map(str, error.stride()))}"
+            if len(shapes) == 1 and not call.layer.kind.own_order and _rows_apart(call, error):
+                arrival.strided = error.detach()
             arrival.errors[output] = error.detach().reshape(shapes[output])
 
         return arrive
@@ -239,6 +247,11 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
+
+
+def _rows_apart(call: Call, error: Tensor) -> bool:
+    """Say whether the order of a bias's sum may be found: on the CPU, in full precision, of rows that lie apart."""
+    return call.coarse is None and error.device.type == "cpu" and describe(error) is not None
 
 
 def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:

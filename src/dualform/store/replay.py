@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Map, Multiplier, Replay, Share, machine
+from dualform.coefficients.replayed import Map, Multiplier, Replay, Share, Spread, machine
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
+from dualform.record.layouts import bias_gradient, laid_out
 from dualform.record.sinks import RESIDUAL
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
@@ -89,6 +90,7 @@ class _Call:
     codes: Tensor | None  # (n,)
     layout: str | None
     whole: bool  # stored without loss, and summed as autograd does
+    unit: float  # the largest relative rounding of a stored number, or of one that was added up
 
     def gradient(self, role: str, shape: Sequence[int]) -> Tensor:
         """Return its gradient of a parameter, summed as autograd summed it.
@@ -97,9 +99,19 @@ class _Call:
         projection's bias, rounding is all there is of it, and Adam makes much of that.
         """
         if role.startswith("bias") and self.layout is not None:
-            lying = _laid_out(self.values, self.layout)
-            return form(role).gradient(lying.sum(dim=tuple(range(lying.dim() - 1)))[None], self.keys[:1], shape)
+            return bias_gradient(role, laid_out(self.values, self.layout), shape)
         return form(role).gradient(self.values, self.keys, shape)
+
+    def rounding(self, role: str, shape: Sequence[int]) -> Tensor:
+        """Return how far each element of the call's gradient may be from the same sum in another order.
+
+        Half a unit in the last place of the sum over patterns of |value| |key|, for which the product of two norms
+        over the patterns stands where each element of a value meets each of a key.
+        """
+        values, keys = self.values.abs(), self.keys
+        if not form(role).constant_key:
+            values, keys = values.norm(dim=0)[None], keys.norm(dim=0)[None]
+        return self.unit * form(role).gradient(values, keys, shape)
 
     def exact(self, role: str, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
         """Return the gradient that (some of) the patterns give one of the layer's parameters, in float64."""
@@ -207,10 +219,32 @@ def maps(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str,
         yield step, found
 
 
-class _Parameter:
-    """One parameter on its way through the steps; its shares are followed where a number of groups is given."""
+def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Tensor]:
+    """Return how far each element of these parameters may be from the replay because gradients were rounded otherwise.
 
-    def __init__(self, run: Run, name: str, groups: int | None = None) -> None:
+    One standard deviation, in the parameter's shape, float64. A parameter whose optimizer does not amplify the rounding
+    of its gradients is left out.
+    """
+    parameters = {name: _Parameter(run, name, doubted=True) for name in names if run.is_replayed(name)}
+    parameters = {name: parameter for name, parameter in parameters.items() if parameter.spread is not None}
+    reader = _Reader(run, list(parameters), kept(everything), None)
+    if parameters:
+        with bar("replaying", total=min(horizon, run.steps)) as advance:
+            for step in range(min(horizon, run.steps)):
+                calls = reader.calls(step)
+                for parameter in parameters.values():
+                    parameter.step(step, calls)
+                advance(1)
+    return {name: parameter.spread.size for name, parameter in parameters.items() if parameter.spread is not None}
+
+
+class _Parameter:
+    """One parameter on its way through the steps.
+
+    Its shares are followed where a number of groups is given, and the doubt about its gradients where `doubted`.
+    """
+
+    def __init__(self, run: Run, name: str, groups: int | None = None, *, doubted: bool = False) -> None:
         facts, self._factors = run.facts(name)
         kind = kinds()[facts.optimizer]
         initial = run.initial[name]
@@ -225,6 +259,7 @@ class _Parameter:
         self._repeatable = True
         self._at = {int(step): i for i, step in enumerate(facts.step)}
         self._settings = facts.settings
+        self.spread: Spread[Any] | None = kind.spread(initial.shape) if doubted else None
 
     def step(self, step: int, calls: list[_Call]) -> Map | None:
         """Take a step, if this parameter was updated in it, and return its linear map."""
@@ -238,7 +273,10 @@ class _Parameter:
         row = self._row(step)
         before = None if self._rounding is None else self.replay.share()
         was = self.replay.parameter.detach().clone() if RESIDUAL in row else None
-        linear: Map = self.replay.step(self.replay.kind.decode(row), gradient)
+        settings = self.replay.kind.decode(row)
+        linear: Map = self.replay.step(settings, gradient)
+        if self.spread is not None:
+            self.spread.step(linear, settings, self._doubt(mine, self._factors[step], row.get(RESIDUAL, 0.0)))
         if was is not None and (size := float(gradient.double().norm())):
             moved = float((self.replay.parameter.detach() - was).double().norm())
             self._noise = math.hypot(self._noise, moved * row[RESIDUAL] / size)
@@ -279,6 +317,28 @@ class _Parameter:
         if total is not None and common is not None and common != 1.0:
             total = total * common
         return (zero if total is None else total.reshape(zero.shape)), parts, exact
+
+    def _doubt(self, mine: list[tuple[_Call, str]], factors: npt.NDArray[np.float64], residual: float) -> Tensor:
+        """Return how far each element of a step's gradient may be from the one that autograd found, at random.
+
+        Args:
+            mine: the calls that reach this parameter, each with the role in which it does.
+            factors: what the gradient of each backward was multiplied with.
+            residual: how far the gradient was from its patterns' sum, where autocast rounded it. The rounding of
+                each call's gradient is relative to that gradient, element by element.
+        """
+        shape = self.replay.parameter.shape
+        rounding = torch.zeros(shape, dtype=torch.float64)
+        coarse = torch.zeros(shape, dtype=torch.float64)
+        for call, role in mine:
+            factor = abs(float(factors[call.micro]))
+            if factor:
+                rounding += factor * call.rounding(role, shape).double().reshape(shape)
+                if residual:
+                    coarse += factor * call.gradient(role, shape).double().reshape(shape).abs()
+        if residual and (size := float(coarse.norm())):
+            rounding += residual / size * coarse
+        return rounding
 
     def _part(self, parts: list[Tensor | None], role: str, call: _Call, whole: Tensor, factor: float) -> None:
         """Add a call's gradient to its groups'."""
@@ -335,17 +395,6 @@ class _Parameter:
         )
 
 
-def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """Return values with the shape and strides that they had, as SHAPE:STRIDES."""
-    shape, strides = ([int(number) for number in part.split(",")] for part in layout.split(":"))
-    values = values.reshape(shape)
-    for axis, stride in enumerate(strides):
-        if stride == 0:  # expanded: all the same along this axis
-            values = values.narrow(axis, 0, 1)
-    lying = torch.empty_strided(values.shape, strides, dtype=values.dtype).copy_(values)
-    return lying.expand(shape)
-
-
 class _Reader:
     """The calls of any step that reach some parameters, a shard at a time."""
 
@@ -390,4 +439,8 @@ class _Reader:
                 layout=table["layout"][i],
                 whole=not sums_in_own_order(entry.kind)
                 and all(rows.dtype in (dtype, torch.int64) for rows in (keys, values)),
+                unit=max(
+                    torch.finfo(rows.dtype if rows.dtype.is_floating_point else dtype).eps for rows in (keys, values)
+                )
+                / 2,
             )
