@@ -219,23 +219,47 @@ def maps(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str,
         yield step, found
 
 
-def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Tensor]:
-    """Return how far each element of these parameters may be from the replay because gradients were rounded otherwise.
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """How far each element of a parameter may be from its rebuilt value without anything being wrong.
 
-    One standard deviation, in the parameter's shape, float64. A parameter whose optimizer does not amplify the rounding
-    of its gradients is left out.
+    Attributes:
+        spread: one standard deviation of what other roundings of the same gradients would have made of the element.
+        replayed: the parameter as torch's own steps on the rebuilt gradients left it.
+        largest: the most that rounding the element itself at every step can have added up to.
+
+    All of them are in the parameter's shape, float64.
     """
-    parameters = {name: _Parameter(run, name, doubted=True) for name in names if run.is_replayed(name)}
-    parameters = {name: parameter for name, parameter in parameters.items() if parameter.spread is not None}
-    reader = _Reader(run, list(parameters), kept(everything), None)
+
+    spread: Tensor
+    replayed: Tensor
+    largest: Tensor
+
+    def drift(self, rebuilt: Tensor) -> Tensor:
+        """Return how far rounding has carried each element from its rebuilt value, as the replay shows it.
+
+        A decay of 1 − 1e-5 and an update below half a unit in the last place are rounded to the same side at each step,
+        so that this grows with the number of steps, not with its root. No more counts than rounding can do.
+        """
+        return torch.minimum((self.replayed - rebuilt).abs(), self.largest)
+
+
+def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Doubt]:
+    """Replay these parameters, and return how far each may be from its rebuilt value.
+
+    Parameters whose optimizer is not replayed, or has rounding of its own followed as a term, are left out.
+    """
+    kinds_of = {name: run.facts(name)[0].optimizer for name in names if run.is_replayed(name)}
+    parameters = {name: _Parameter(run, name, doubted=True) for name in kinds_of if not kinds()[kinds_of[name]].rounds}
     if parameters:
+        reader = _Reader(run, list(parameters), kept(everything), None)
         with bar("replaying", total=min(horizon, run.steps)) as advance:
             for step in range(min(horizon, run.steps)):
                 calls = reader.calls(step)
                 for parameter in parameters.values():
                     parameter.step(step, calls)
                 advance(1)
-    return {name: parameter.spread.size for name, parameter in parameters.items() if parameter.spread is not None}
+    return {name: parameter.doubt() for name, parameter in parameters.items()}
 
 
 class _Parameter:
@@ -259,7 +283,8 @@ class _Parameter:
         self._repeatable = True
         self._at = {int(step): i for i, step in enumerate(facts.step)}
         self._settings = facts.settings
-        self.spread: Spread[Any] | None = kind.spread(initial.shape) if doubted else None
+        self._spread: Spread[Any] | None = kind.spread(initial.shape) if doubted else None
+        self._travelled = torch.zeros(initial.shape, dtype=torch.float64) if doubted else None  # sum of |parameter|
 
     def step(self, step: int, calls: list[_Call]) -> Map | None:
         """Take a step, if this parameter was updated in it, and return its linear map."""
@@ -275,8 +300,10 @@ class _Parameter:
         was = self.replay.parameter.detach().clone() if RESIDUAL in row else None
         settings = self.replay.kind.decode(row)
         linear: Map = self.replay.step(settings, gradient)
-        if self.spread is not None:
-            self.spread.step(linear, settings, self._doubt(mine, self._factors[step], row.get(RESIDUAL, 0.0)))
+        if self._travelled is not None:
+            self._travelled += self.replay.parameter.detach().double().abs()
+        if self._spread is not None:
+            self._spread.step(linear, settings, self._doubt(mine, self._factors[step], row.get(RESIDUAL, 0.0)))
         if was is not None and (size := float(gradient.double().norm())):
             moved = float((self.replay.parameter.detach() - was).double().norm())
             self._noise = math.hypot(self._noise, moved * row[RESIDUAL] / size)
@@ -376,6 +403,15 @@ class _Parameter:
         cells = {name: column[self._at[step]] for name, column in self._settings.items()}
         known = {name: cell for name, cell in cells.items() if cell is not None and cell == cell}
         return {name: cell.item() if isinstance(cell, np.generic) else cell for name, cell in known.items()}
+
+    def doubt(self) -> Doubt:
+        """Return how far the parameter may be from its rebuilt value."""
+        assert self._travelled is not None, "the doubt was followed"
+        replayed = self.replay.parameter.detach()
+        none = torch.zeros_like(self._travelled)
+        # A step rounds a parameter twice: its decay, and the update. Each time it loses half a unit at most.
+        largest = torch.finfo(replayed.dtype).eps * self._travelled
+        return Doubt(none if self._spread is None else self._spread.size, replayed.double(), largest)
 
     def result(self) -> Replayed:
         """Return where the parameter and its shares have come to."""
