@@ -16,6 +16,7 @@ function that reads α, β, κ, P, Q off its settings and its state after the st
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ class Linear(Map):
     on_gradient: Tensor | float = 0.0  # Q
     decay: float = 0.0
     sign: float = 1.0
+    reach: float = 1.0  # how far one gradient moves an element at most, over all steps, in learning rates
 
     def move(self, weight: Tensor, average: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return W' and m'."""
@@ -112,11 +114,13 @@ class ElementwiseSpread(Spread[Linear]):
 
     A gradient that is known to within δ moves an element by δ (P + Q) more or less, over the steps in which its average
     remembers it. But no gradient moves an element by much more than the learning rate: where rounding is all there is
-    of the gradient, P = lr / |g| is as uncertain as g. Doubts of several steps are independent: their squares add up,
+    of the gradient, P = lr / |g| is as uncertain as g, and two roundings move the element by lr in opposite directions.
+    Doubts of several steps are independent, so that their squares add up:
 
-        u² ← κ² u² + (1 / (1 / (δ (n P + Q)) + 1 / lr))²        n ← α n + β
+        u² ← κ² u² + (1 / (1 / (δ (n P + Q)) + 1 / (2 lr)))²        n ← α n + β
 
-    n is how much of a steady gradient the average has taken up, 1 − αᵗ, which Adam's P is corrected for.
+    n is what the average has taken up of a steady gradient, for Adam 1 − αᵗ, which P is corrected for. RMSprop, which
+    corrects nothing, moves further than lr in its first steps: `reach` says how far.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -125,13 +129,10 @@ class ElementwiseSpread(Spread[Linear]):
 
     def step(self, linear: Linear, settings: Settings, doubt: Tensor) -> None:
         """Follow one step."""
-        # RMSprop's β is the division itself and its average a sum, of which a steady gradient takes up 1 / (1 − α).
-        taken = linear.beta * (1 - linear.alpha) if isinstance(linear.beta, Tensor) else linear.beta
-        self._response = linear.alpha * self._response + taken
+        self._response = linear.alpha * self._response + linear.beta
         moved = doubt.double() * (linear.on_average * self._response + linear.on_gradient)
-        largest = settings["lr"]
-        if largest:
-            moved = 1 / (1 / moved + 1 / largest)
+        if reach := linear.reach * settings["lr"]:
+            moved = 1 / (1 / moved + 1 / (2 * reach))
         self._square = linear.kappa**2 * self._square + moved.square()
 
     @property
@@ -313,7 +314,9 @@ def _read_rmsprop(settings: Settings, before: State, after: State) -> Linear:
     if settings["centered"]:
         square = square - _moment(after["grad_avg"]).square()
     inverse = 1 / (square.sqrt() + settings["eps"])
-    common = {"decay": settings["weight_decay"], "sign": _sign(settings)}
+    remembered = (1 - settings["alpha"]) ** 0.5 * (1 - settings["momentum"])
+    reach = 1 / remembered if remembered else math.inf
+    common = {"decay": settings["weight_decay"], "sign": _sign(settings), "reach": reach}
     if settings["momentum"] > 0:
         return Linear(alpha=settings["momentum"], beta=inverse, on_average=settings["lr"], **common)
     return Linear(on_gradient=settings["lr"] * inverse, **common)

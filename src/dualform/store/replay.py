@@ -90,7 +90,8 @@ class _Call:
     codes: Tensor | None  # (n,)
     layout: str | None
     whole: bool  # stored without loss, and summed as autograd does
-    unit: float  # the largest relative rounding of a stored number, or of one that was added up
+    key_dtype: torch.dtype  # what its keys are stored in
+    value_dtype: torch.dtype
 
     def gradient(self, role: str, shape: Sequence[int]) -> Tensor:
         """Return its gradient of a parameter, summed as autograd summed it.
@@ -103,15 +104,24 @@ class _Call:
         return form(role).gradient(self.values, self.keys, shape)
 
     def rounding(self, role: str, shape: Sequence[int]) -> Tensor:
-        """Return how far each element of the call's gradient may be from the same sum in another order.
+        """Return how far each element of the call's gradient may be from the one that autograd found, in float64.
 
-        Half a unit in the last place of the sum over patterns of |value| |key|, for which the product of two norms
-        over the patterns stands where each element of a value meets each of a key.
+        Two things are rounded: the sum over patterns, which in another order is off by up to half a unit in the last
+        place of sum |value| |key|; and, at random, each key and value that is stored in a coarser dtype.
         """
-        values, keys = self.values.abs(), self.keys
-        if not form(role).constant_key:
-            values, keys = values.norm(dim=0)[None], keys.norm(dim=0)[None]
-        return self.unit * form(role).gradient(values, keys, shape)
+        joined = form(role)
+        values, keys = self.values.double(), self.keys
+        squares = keys  # integer keys are places, not numbers
+        if keys.is_floating_point():
+            keys = keys.double()
+            squares = keys.square()
+        found = torch.finfo(self.values.dtype).eps / 2 * joined.gradient(values.abs(), keys.abs(), shape)
+        stored = torch.zeros_like(found)
+        if self.value_dtype != self.values.dtype:
+            stored += joined.gradient(_lost(values, self.value_dtype).square(), squares, shape)
+        if self.key_dtype != self.keys.dtype and not joined.constant_key:
+            stored += joined.gradient(values.square(), _lost(keys, self.key_dtype).square(), shape)
+        return found + stored.sqrt()
 
     def exact(self, role: str, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
         """Return the gradient that (some of) the patterns give one of the layer's parameters, in float64."""
@@ -360,7 +370,7 @@ class _Parameter:
         for call, role in mine:
             factor = abs(float(factors[call.micro]))
             if factor:
-                rounding += factor * call.rounding(role, shape).double().reshape(shape)
+                rounding += factor * call.rounding(role, shape).reshape(shape)
                 if residual:
                     coarse += factor * call.gradient(role, shape).double().reshape(shape).abs()
         if residual and (size := float(coarse.norm())):
@@ -431,6 +441,18 @@ class _Parameter:
         )
 
 
+def _lost(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the most that each element of rows (T, d) can have lost when they were stored in a coarser dtype.
+
+    Half a unit in the last place; of float16, whose rows are scaled to their largest element, at least half of its
+    smallest number beside that.
+    """
+    lost = torch.finfo(dtype).eps / 2 * rows.abs()
+    if dtype == torch.float16 and rows.shape[1]:
+        lost = lost.maximum(torch.finfo(dtype).smallest_normal * 2**-10 * rows.abs().amax(dim=1, keepdim=True))
+    return lost
+
+
 class _Reader:
     """The calls of any step that reach some parameters, a shard at a time."""
 
@@ -475,8 +497,6 @@ class _Reader:
                 layout=table["layout"][i],
                 whole=not sums_in_own_order(entry.kind)
                 and all(rows.dtype in (dtype, torch.int64) for rows in (keys, values)),
-                unit=max(
-                    torch.finfo(rows.dtype if rows.dtype.is_floating_point else dtype).eps for rows in (keys, values)
-                )
-                / 2,
+                key_dtype=keys.dtype,
+                value_dtype=values.dtype,
             )
