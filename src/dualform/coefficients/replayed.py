@@ -62,7 +62,7 @@ class Multiplier(ABC):
         """
 
 
-M = TypeVar("M", bound=Map)
+M = TypeVar("M", bound=Map | None)
 
 
 class Backward(ABC, Generic[M]):

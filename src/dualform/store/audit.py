@@ -231,11 +231,12 @@ def _excused(
     found = dict(checks)
     outside = [name for name, check in checks.items() if not check.error <= check.bound]
     for name, doubt in doubts(run, outside, horizon=horizon).items():
-        check, whole = checks[name], rebuilt[name].whole
-        allowed = DOUBTS * doubt.spread + doubt.drift(whole)
-        apart = (whole - live[name].detach().cpu().double()).abs()
-        unexplained = float((apart - allowed).clamp(min=0.0).norm())
-        explained = float(allowed.norm()) if unexplained <= check.bound else check.error - unexplained
+        check, whole, now = checks[name], rebuilt[name].whole, live[name].detach().cpu().double()
+        unexplained = float((doubt.apart(whole, now) - DOUBTS * doubt.spread).clamp(min=0.0).norm())
+        if unexplained <= check.bound:
+            explained = float((DOUBTS * doubt.spread + doubt.drift(whole).abs()).norm())
+        else:
+            explained = check.error - unexplained
         found[name] = dataclasses.replace(check, bound=check.bound + explained)
     return found
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Map, Multiplier, Replay, Share, Spread, machine
+from dualform.coefficients.replayed import Kind, Map, Multiplier, Replay, Share, Spread, machine
+from dualform.coefficients.scalar import Descent
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
@@ -246,21 +247,27 @@ class Doubt:
     largest: Tensor
 
     def drift(self, rebuilt: Tensor) -> Tensor:
-        """Return how far rounding has carried each element from its rebuilt value, as the replay shows it.
+        """Return where rounding has carried each element from its rebuilt value, as the replay shows it.
 
         A decay of 1 − 1e-5 and an update below half a unit in the last place are rounded to the same side at each step,
         so that this grows with the number of steps, not with its root. No more counts than rounding can do.
         """
-        return torch.minimum((self.replayed - rebuilt).abs(), self.largest)
+        return (self.replayed - rebuilt).clamp(-self.largest, self.largest)
+
+    def apart(self, rebuilt: Tensor, live: Tensor) -> Tensor:
+        """Return how far each live element is from all that lies between its rebuilt value and the drift from it."""
+        drift = self.drift(rebuilt)
+        nearest = live.clamp(rebuilt + drift.clamp(max=0.0), rebuilt + drift.clamp(min=0.0))
+        return (live - nearest).abs()
 
 
 def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Doubt]:
     """Replay these parameters, and return how far each may be from its rebuilt value.
 
-    Parameters whose optimizer is not replayed, or has rounding of its own followed as a term, are left out.
+    Parameters that no step touched, or whose optimizer's own rounding is followed as a term, are left out.
     """
-    kinds_of = {name: run.facts(name)[0].optimizer for name in names if run.is_replayed(name)}
-    parameters = {name: _Parameter(run, name, doubted=True) for name in kinds_of if not kinds()[kinds_of[name]].rounds}
+    wanted = [name for name in names if len(run.facts(name)[0].step) and not _kind(run, name).rounds]
+    parameters = {name: _Parameter(run, name, doubted=True) for name in wanted}
     if parameters:
         reader = _Reader(run, list(parameters), kept(everything), None)
         with bar("replaying", total=min(horizon, run.steps)) as advance:
@@ -272,6 +279,11 @@ def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Doubt
     return {name: parameter.doubt() for name, parameter in parameters.items()}
 
 
+def _kind(run: Run, name: str) -> Kind[Any]:
+    """Return how a parameter's steps are taken again; those of an optimizer that has coefficients by torch's SGD."""
+    return kinds().get(run.facts(name)[0].optimizer, Descent())
+
+
 class _Parameter:
     """One parameter on its way through the steps.
 
@@ -280,7 +292,7 @@ class _Parameter:
 
     def __init__(self, run: Run, name: str, groups: int | None = None, *, doubted: bool = False) -> None:
         facts, self._factors = run.facts(name)
-        kind = kinds()[facts.optimizer]
+        kind = _kind(run, name)
         initial = run.initial[name]
         self._name = name
         self.replay = Replay(kind, initial, run.initial_states.get(name, {}))
@@ -309,11 +321,13 @@ class _Parameter:
         before = None if self._rounding is None else self.replay.share()
         was = self.replay.parameter.detach().clone() if RESIDUAL in row else None
         settings = self.replay.kind.decode(row)
-        linear: Map = self.replay.step(settings, gradient)
+        linear: Map | None = self.replay.step(settings, gradient)
         if self._travelled is not None:
             self._travelled += self.replay.parameter.detach().double().abs()
         if self._spread is not None:
             self._spread.step(linear, settings, self._doubt(mine, self._factors[step], row.get(RESIDUAL, 0.0)))
+        if linear is None:  # an optimizer with coefficients, of which nothing is followed step by step
+            return None
         if was is not None and (size := float(gradient.double().norm())):
             moved = float((self.replay.parameter.detach() - was).double().norm())
             self._noise = math.hypot(self._noise, moved * row[RESIDUAL] / size)
