@@ -5,6 +5,10 @@ rounding of the patterns' products, the second that of S additions to the live w
 change is tiny. Patterns stored as float16 carry a third, their own rounding, 2⁻¹⁰ · sqrt(sum_t (c_t ‖e_t‖ ‖x_t‖)²),
 which dominates where large contributions cancel.
 
+A parameter that does not pass is replayed once more, to see what of its error is rounding that this bound leaves out
+(docs/math.md, "What rounding may do"): gradients that are nothing but rounding, and steps that are all rounded to the
+same side. It passes when the rest of the error, element by element, is within the bound.
+
 An optimizer that rounds more coarsely than the parameter's dtype (Muon) leaves a third term, rounding, and then
 `rebuilt = start + shares + rounding`. Rounding absorbs whatever the linear maps of the steps do not say, so its size is
 part of the proof: `‖start + shares − live‖` may be 5e-2 · ‖change‖ and four times what bfloat16 does at random.
