@@ -250,8 +250,9 @@ class _Hook:
 
 
 def _rows_apart(call: Call, error: Tensor) -> bool:
-    """Say whether the order of a bias's sum may be found: on the CPU, in full precision, of rows that lie apart."""
-    return call.coarse is None and error.device.type == "cpu" and describe(error) is not None
+    """Say whether a bias is trained whose order of summing is to be found: on the CPU and in full precision."""
+    trained = any(role.startswith("bias") and used.requires_grad for role, (_, used) in call.layer.parameters.items())
+    return trained and call.coarse is None and error.device.type == "cpu" and describe(error) is not None
 
 
 def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:
