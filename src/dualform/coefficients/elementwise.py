@@ -16,6 +16,7 @@ function that reads α, β, κ, P, Q off its settings and its state after the st
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from dualform.coefficients.replayed import (
     Multiplier,
     Setting,
     Settings,
+    Spread,
     State,
     Taken,
     near,
@@ -50,6 +52,7 @@ class Linear(Map):
     on_gradient: Tensor | float = 0.0  # Q
     decay: float = 0.0
     sign: float = 1.0
+    reach: float = 1.0  # how far one gradient moves an element at most, over all steps, in learning rates
 
     def move(self, weight: Tensor, average: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return W' and m'."""
@@ -106,6 +109,38 @@ class ElementwiseBackward(Backward[Linear]):
         return Entrywise(linear.sign * moved)
 
 
+class ElementwiseSpread(Spread[Linear]):
+    """What doubt about gradients does in this family, where a step divides a gradient by its own size.
+
+    A gradient that is known to within δ moves an element by δ (P + Q) more or less, over the steps in which its average
+    remembers it. But no gradient moves an element by much more than the learning rate: where rounding is all there is
+    of the gradient, P = lr / |g| is as uncertain as g, and two roundings move the element by lr in opposite directions.
+    Doubts of several steps are independent, so that their squares add up:
+
+        u² ← κ² u² + (1 / (1 / (δ (n P + Q)) + 1 / (2 lr)))²        n ← α n + β
+
+    n is what the average has taken up of a steady gradient, for Adam 1 − αᵗ, which P is corrected for. RMSprop, which
+    corrects nothing, moves further than lr in its first steps: `reach` says how far.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._square = torch.zeros(*shape, dtype=torch.float64)
+        self._response: Tensor | float = 0.0
+
+    def step(self, linear: Linear, settings: Settings, doubt: Tensor) -> None:
+        """Follow one step."""
+        self._response = linear.alpha * self._response + linear.beta
+        moved = doubt.double() * (linear.on_average * self._response + linear.on_gradient)
+        if reach := linear.reach * settings["lr"]:
+            moved = 1 / (1 / moved + 1 / (2 * reach))
+        self._square = linear.kappa**2 * self._square + moved.square()
+
+    @property
+    def size(self) -> Tensor:
+        """The standard deviation of each element."""
+        return self._square.sqrt()
+
+
 class Elementwise(Kind[Linear]):
     """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
 
@@ -154,6 +189,10 @@ class Elementwise(Kind[Linear]):
     def backward(self, shape: Sequence[int]) -> ElementwiseBackward:
         """Return where the way back starts."""
         return ElementwiseBackward(shape)
+
+    def spread(self, shape: Sequence[int]) -> ElementwiseSpread:
+        """Return that there is no doubt yet."""
+        return ElementwiseSpread(shape)
 
 
 def reads(optimizer: type[Optimizer], *settings: str, average: str | None = None) -> Callable[[Reading], Reading]:
@@ -275,7 +314,9 @@ def _read_rmsprop(settings: Settings, before: State, after: State) -> Linear:
     if settings["centered"]:
         square = square - _moment(after["grad_avg"]).square()
     inverse = 1 / (square.sqrt() + settings["eps"])
-    common = {"decay": settings["weight_decay"], "sign": _sign(settings)}
+    remembered = (1 - settings["alpha"]) ** 0.5 * (1 - settings["momentum"])
+    reach = 1 / remembered if remembered else math.inf
+    common = {"decay": settings["weight_decay"], "sign": _sign(settings), "reach": reach}
     if settings["momentum"] > 0:
         return Linear(alpha=settings["momentum"], beta=inverse, on_average=settings["lr"], **common)
     return Linear(on_gradient=settings["lr"] * inverse, **common)

@@ -62,7 +62,7 @@ class Multiplier(ABC):
         """
 
 
-M = TypeVar("M", bound=Map)
+M = TypeVar("M", bound=Map | None)
 
 
 class Backward(ABC, Generic[M]):
@@ -81,6 +81,19 @@ class Taken:
     gradient: Tensor
     before: State
     after: State
+
+
+class Spread(ABC, Generic[M]):
+    """How far doubt about the gradients of all steps so far may have carried each element of a parameter."""
+
+    @abstractmethod
+    def step(self, linear: M, settings: Settings, doubt: Tensor) -> None:
+        """Follow one step, whose gradient is known to within `doubt`, at random, in the parameter's shape."""
+
+    @property
+    @abstractmethod
+    def size(self) -> Tensor:
+        """The standard deviation of each element, in the parameter's shape, float64."""
 
 
 class Kind(ABC, Generic[M]):
@@ -115,6 +128,10 @@ class Kind(ABC, Generic[M]):
     @abstractmethod
     def backward(self, shape: Sequence[int]) -> Backward[M]:
         """Return where the way back starts for a parameter of this shape."""
+
+    def spread(self, shape: Sequence[int]) -> Spread[M] | None:
+        """Return where doubt about gradients starts from, or None if the optimizer's steps do not amplify it."""
+        return None
 
 
 _KINDS: dict[str, Kind[Any]] = {}

@@ -11,9 +11,16 @@ so (W', B') = (W, B) A_s + g b_s with a 2×2 matrix A_s and a pair b_s per step.
 times the product of all later matrices: one backward loop, O(S), in float64.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
 import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from dualform.coefficients.family import Coefficients, Facts, Of, derives
+from dualform.coefficients.replayed import Kind, Setting, Settings, Taken
 
 
 @derives("SGD")
@@ -50,3 +57,35 @@ def derive_scalar(facts: Facts, horizon: int, of: Of) -> Coefficients:
             v_weight * (-rate * through * m) + v_buffer * m,
         )
     return Coefficients(step=step, start=v_weight, buffer=v_buffer)
+
+
+_SETTINGS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+
+class Descent(Kind[None]):
+    """SGD as torch takes its steps, replayed only to see how they are rounded: it is not registered as replayed."""
+
+    family = "scalar: one number per step"
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.SGD, "momentum_buffer")
+
+    def make(self, parameter: Tensor) -> Optimizer:
+        """Return torch's own optimizer, with its plain loop over parameters."""
+        make: Callable[..., Optimizer] = self.optimizer
+        return make([parameter], lr=0.0, foreach=False)
+
+    def encode(self, group: Mapping[str, Any]) -> dict[str, Setting]:
+        """Return the settings."""
+        return {name: group[name] for name in _SETTINGS}
+
+    def decode(self, row: Mapping[str, Any]) -> Settings:
+        """Return the settings."""
+        return {name: row[name] for name in _SETTINGS}
+
+    def read(self, taken: Taken) -> None:
+        """Return nothing: the step's coefficient says all of it."""
+
+    def backward(self, shape: Sequence[int]) -> NoReturn:
+        """Raise: the way back over these steps is `derive_scalar`."""
+        raise AssertionError("SGD has coefficients")

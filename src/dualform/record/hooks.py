@@ -22,6 +22,7 @@ from dualform.errors import RefusedError
 from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.layers import Report
+from dualform.record.layouts import describe, settle
 from dualform.record.module_hooks import ModuleHandle, hook_before_forward, hook_forward
 from dualform.record.probes import Prediction
 from dualform.record.spares import Spares
@@ -51,7 +52,8 @@ class Arrival:
     leading: Sequence[int] = ()  # the shape of the patterns
     keys: Tensor | None = None  # (T, d_in)
     values: Tensor | None = None  # (T, d_out)
-    layout: str | None = None  # of an only error in memory, where it is not row by row
+    strided: Tensor | None = None  # an only error that does not lie row by row, until its layout is settled
+    layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
     accumulated: bool = False
     predictions: dict[str, Prediction] | None = None  # what its patterns predict for each parameter's probe, by role
 
@@ -153,16 +155,22 @@ class Hooks:
         """Put the accumulation hooks on a parameter."""
         self.watching.add(name)
 
-        def before(listener: Listener, _: Tensor) -> None:
-            listener.before_accumulation(name, parameter)
-
-        def after(listener: Listener, _: Tensor) -> None:
-            task = torch._C._current_graph_task_id()
-            mine = [
+        def arrived(task: int) -> list[Arrival]:
+            return [
                 arrival
                 for arrival in self.arrivals.get(task, {}).values()
                 if any(used is parameter for _, used in arrival.call.layer.parameters.values())
             ]
+
+        def before(listener: Listener, increment: Tensor) -> None:
+            listener.before_accumulation(name, parameter)
+            task = torch._C._current_graph_task_id()
+            if any(arrival.strided is not None for arrival in self.arrivals.get(task, {}).values()):
+                settle(arrived(task), parameter, increment)
+
+        def after(listener: Listener, _: Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            mine = arrived(task)
             for arrival in mine:
                 if not arrival.accumulated:
                     arrival.copy(self.spares)
@@ -319,11 +327,17 @@ class Hooks:
                 # What was not accumulated by the end of this backward never will be.
                 Variable._execution_engine.queue_callback(lambda: self._end(task))
             arrival = self.arrivals[task].setdefault(id(call), Arrival(call, [None] * len(shapes)))
-            if len(shapes) == 1 and not call.layer.kind.own_order and not error.is_contiguous():
-                arrival.layout = f"{','.join(map(str, error.shape))}:{','.join(map(str, error.stride()))}"
+            if len(shapes) == 1 and not call.layer.kind.own_order and _rows_apart(call, error):
+                arrival.strided = error.detach()
             arrival.errors[output] = error.detach().reshape(shapes[output])
 
         return self._guarded(f"Layer {call.layer.name!r}", arrive)
+
+
+def _rows_apart(call: Call, error: Tensor) -> bool:
+    """Say whether a bias is trained whose order of summing is to be found: on the CPU and in full precision."""
+    trained = any(role.startswith("bias") and used.requires_grad for role, (_, used) in call.layer.parameters.items())
+    return trained and call.coarse is None and error.device.type == "cpu" and describe(error) is not None
 
 
 def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:

@@ -62,7 +62,7 @@ class CallRecord:
     values: Tensor | None  # (rows × positions, d_out)
     binding: Binding | None
     raw: bool = False  # whether its keys owe nothing to the parameters, so that the same may come again
-    layout: str | None = None  # how its errors lay in memory, SHAPE:STRIDES; nothing where row by row
+    layout: str | None = None  # in which autograd added up its errors, SHAPE:STRIDES; nothing where row by row
 
     @property
     def nbytes(self) -> int:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Map, Multiplier, Replay, Share, machine
+from dualform.coefficients.replayed import Kind, Map, Multiplier, Replay, Share, Spread, machine
+from dualform.coefficients.scalar import Descent
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
+from dualform.record.layouts import bias_gradient, laid_out
 from dualform.record.sinks import RESIDUAL
 from dualform.store.encoding import decode
 from dualform.store.format import LayerEntry
@@ -89,6 +91,8 @@ class _Call:
     codes: Tensor | None  # (n,)
     layout: str | None
     whole: bool  # stored without loss, and summed as autograd does
+    key_dtype: torch.dtype  # what its keys are stored in
+    value_dtype: torch.dtype
 
     def gradient(self, role: str, shape: Sequence[int]) -> Tensor:
         """Return its gradient of a parameter, summed as autograd summed it.
@@ -97,9 +101,28 @@ class _Call:
         projection's bias, rounding is all there is of it, and Adam makes much of that.
         """
         if role.startswith("bias") and self.layout is not None:
-            lying = _laid_out(self.values, self.layout)
-            return form(role).gradient(lying.sum(dim=tuple(range(lying.dim() - 1)))[None], self.keys[:1], shape)
+            return bias_gradient(role, laid_out(self.values, self.layout), shape)
         return form(role).gradient(self.values, self.keys, shape)
+
+    def rounding(self, role: str, shape: Sequence[int]) -> Tensor:
+        """Return how far each element of the call's gradient may be from the one that autograd found, in float64.
+
+        Two things are rounded: the sum over patterns, which in another order is off by up to half a unit in the last
+        place of sum |value| |key|; and, at random, each key and value that is stored in a coarser dtype.
+        """
+        joined = form(role)
+        values, keys = self.values.double(), self.keys
+        squares = keys  # integer keys are places, not numbers
+        if keys.is_floating_point():
+            keys = keys.double()
+            squares = keys.square()
+        found = torch.finfo(self.values.dtype).eps / 2 * joined.gradient(values.abs(), keys.abs(), shape)
+        stored = torch.zeros_like(found)
+        if self.value_dtype != self.values.dtype:
+            stored += joined.gradient(_lost(values, self.value_dtype).square(), squares, shape)
+        if self.key_dtype != self.keys.dtype and not joined.constant_key:
+            stored += joined.gradient(values.square(), _lost(keys, self.key_dtype).square(), shape)
+        return found + stored.sqrt()
 
     def exact(self, role: str, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
         """Return the gradient that (some of) the patterns give one of the layer's parameters, in float64."""
@@ -207,12 +230,69 @@ def maps(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str,
         yield step, found
 
 
-class _Parameter:
-    """One parameter on its way through the steps; its shares are followed where a number of groups is given."""
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """How far each element of a parameter may be from its rebuilt value without anything being wrong.
 
-    def __init__(self, run: Run, name: str, groups: int | None = None) -> None:
+    Attributes:
+        spread: one standard deviation of what other roundings of the same gradients would have made of the element.
+        replayed: the parameter as torch's own steps on the rebuilt gradients left it.
+        largest: the most that rounding the element itself at every step can have added up to.
+
+    All of them are in the parameter's shape, float64.
+    """
+
+    spread: Tensor
+    replayed: Tensor
+    largest: Tensor
+
+    def drift(self, rebuilt: Tensor) -> Tensor:
+        """Return where rounding has carried each element from its rebuilt value, as the replay shows it.
+
+        A decay of 1 − 1e-5 and an update below half a unit in the last place are rounded to the same side at each step,
+        so that this grows with the number of steps, not with its root. No more counts than rounding can do.
+        """
+        return (self.replayed - rebuilt).clamp(-self.largest, self.largest)
+
+    def apart(self, rebuilt: Tensor, live: Tensor) -> Tensor:
+        """Return how far each live element is from all that lies between its rebuilt value and the drift from it."""
+        drift = self.drift(rebuilt)
+        nearest = live.clamp(rebuilt + drift.clamp(max=0.0), rebuilt + drift.clamp(min=0.0))
+        return (live - nearest).abs()
+
+
+def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Doubt]:
+    """Replay these parameters, and return how far each may be from its rebuilt value.
+
+    Parameters that no step touched, or whose optimizer's own rounding is followed as a term, are left out.
+    """
+    wanted = [name for name in names if len(run.facts(name)[0].step) and not _kind(run, name).rounds]
+    parameters = {name: _Parameter(run, name, doubted=True) for name in wanted}
+    if parameters:
+        reader = _Reader(run, list(parameters), kept(everything), None)
+        with bar("replaying", total=min(horizon, run.steps)) as advance:
+            for step in range(min(horizon, run.steps)):
+                calls = reader.calls(step)
+                for parameter in parameters.values():
+                    parameter.step(step, calls)
+                advance(1)
+    return {name: parameter.doubt() for name, parameter in parameters.items()}
+
+
+def _kind(run: Run, name: str) -> Kind[Any]:
+    """Return how a parameter's steps are taken again; those of an optimizer that has coefficients by torch's SGD."""
+    return kinds().get(run.facts(name)[0].optimizer, Descent())
+
+
+class _Parameter:
+    """One parameter on its way through the steps.
+
+    Its shares are followed where a number of groups is given, and the doubt about its gradients where `doubted`.
+    """
+
+    def __init__(self, run: Run, name: str, groups: int | None = None, *, doubted: bool = False) -> None:
         facts, self._factors = run.facts(name)
-        kind = kinds()[facts.optimizer]
+        kind = _kind(run, name)
         initial = run.initial[name]
         self._name = name
         self.replay = Replay(kind, initial, run.initial_states.get(name, {}))
@@ -225,6 +305,8 @@ class _Parameter:
         self._repeatable = True
         self._at = {int(step): i for i, step in enumerate(facts.step)}
         self._settings = facts.settings
+        self._spread: Spread[Any] | None = kind.spread(initial.shape) if doubted else None
+        self._travelled = torch.zeros(initial.shape, dtype=torch.float64) if doubted else None  # sum of |parameter|
 
     def step(self, step: int, calls: list[_Call]) -> Map | None:
         """Take a step, if this parameter was updated in it, and return its linear map."""
@@ -238,7 +320,14 @@ class _Parameter:
         row = self._row(step)
         before = None if self._rounding is None else self.replay.share()
         was = self.replay.parameter.detach().clone() if RESIDUAL in row else None
-        linear: Map = self.replay.step(self.replay.kind.decode(row), gradient)
+        settings = self.replay.kind.decode(row)
+        linear: Map | None = self.replay.step(settings, gradient)
+        if self._travelled is not None:
+            self._travelled += self.replay.parameter.detach().double().abs()
+        if self._spread is not None:
+            self._spread.step(linear, settings, self._doubt(mine, self._factors[step], row.get(RESIDUAL, 0.0)))
+        if linear is None:  # an optimizer with coefficients, of which nothing is followed step by step
+            return None
         if was is not None and (size := float(gradient.double().norm())):
             moved = float((self.replay.parameter.detach() - was).double().norm())
             self._noise = math.hypot(self._noise, moved * row[RESIDUAL] / size)
@@ -280,6 +369,28 @@ class _Parameter:
             total = total * common
         return (zero if total is None else total.reshape(zero.shape)), parts, exact
 
+    def _doubt(self, mine: list[tuple[_Call, str]], factors: npt.NDArray[np.float64], residual: float) -> Tensor:
+        """Return how far each element of a step's gradient may be from the one that autograd found, at random.
+
+        Args:
+            mine: the calls that reach this parameter, each with the role in which it does.
+            factors: what the gradient of each backward was multiplied with.
+            residual: how far the gradient was from its patterns' sum, where autocast rounded it. The rounding of
+                each call's gradient is relative to that gradient, element by element.
+        """
+        shape = self.replay.parameter.shape
+        rounding = torch.zeros(shape, dtype=torch.float64)
+        coarse = torch.zeros(shape, dtype=torch.float64)
+        for call, role in mine:
+            factor = abs(float(factors[call.micro]))
+            if factor:
+                rounding += factor * call.rounding(role, shape).reshape(shape)
+                if residual:
+                    coarse += factor * call.gradient(role, shape).double().reshape(shape).abs()
+        if residual and (size := float(coarse.norm())):
+            rounding += residual / size * coarse
+        return rounding
+
     def _part(self, parts: list[Tensor | None], role: str, call: _Call, whole: Tensor, factor: float) -> None:
         """Add a call's gradient to its groups'."""
         if call.codes is None:
@@ -317,6 +428,15 @@ class _Parameter:
         known = {name: cell for name, cell in cells.items() if cell is not None and cell == cell}
         return {name: cell.item() if isinstance(cell, np.generic) else cell for name, cell in known.items()}
 
+    def doubt(self) -> Doubt:
+        """Return how far the parameter may be from its rebuilt value."""
+        assert self._travelled is not None, "the doubt was followed"
+        replayed = self.replay.parameter.detach()
+        none = torch.zeros_like(self._travelled)
+        # A step rounds a parameter twice: its decay, and the update. Each time it loses half a unit at most.
+        largest = torch.finfo(replayed.dtype).eps * self._travelled
+        return Doubt(none if self._spread is None else self._spread.size, replayed.double(), largest)
+
     def result(self) -> Replayed:
         """Return where the parameter and its shares have come to."""
         assert self._start is not None, "the shares were followed"
@@ -335,15 +455,16 @@ class _Parameter:
         )
 
 
-def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """Return values with the shape and strides that they had, as SHAPE:STRIDES."""
-    shape, strides = ([int(number) for number in part.split(",")] for part in layout.split(":"))
-    values = values.reshape(shape)
-    for axis, stride in enumerate(strides):
-        if stride == 0:  # expanded: all the same along this axis
-            values = values.narrow(axis, 0, 1)
-    lying = torch.empty_strided(values.shape, strides, dtype=values.dtype).copy_(values)
-    return lying.expand(shape)
+def _lost(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the most that each element of rows (T, d) can have lost when they were stored in a coarser dtype.
+
+    Half a unit in the last place; of float16, whose rows are scaled to their largest element, at least half of its
+    smallest number beside that.
+    """
+    lost = torch.finfo(dtype).eps / 2 * rows.abs()
+    if dtype == torch.float16 and rows.shape[1]:
+        lost = lost.maximum(torch.finfo(dtype).smallest_normal * 2**-10 * rows.abs().amax(dim=1, keepdim=True))
+    return lost
 
 
 class _Reader:
@@ -390,4 +511,6 @@ class _Reader:
                 layout=table["layout"][i],
                 whole=not sums_in_own_order(entry.kind)
                 and all(rows.dtype in (dtype, torch.int64) for rows in (keys, values)),
+                key_dtype=keys.dtype,
+                value_dtype=values.dtype,
             )

@@ -31,7 +31,7 @@ CALLS = pa.schema(
         ("annotation_offset", pa.int64()),  # of its first row in this shard's annotation table; null: none
         ("annotation_rows", pa.int64()),  # 0: constants only
         ("annotation_positions", pa.int64()),  # 0: no column has positions
-        ("layout", pa.string()),  # SHAPE:STRIDES of its errors in memory; null: row by row
+        ("layout", pa.string()),  # SHAPE:STRIDES in which its errors were added up; null: row by row
     ]
 )
 
