@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualform.modes import evaluating
 from dualform.record.layers import find_kind
 from dualform.record.watch import plain_name
 
@@ -39,17 +40,14 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
         if (name := plain_name(path)) in calls:
             hook = lambda m, a, k, o, name=name: keep(m, a, k, o, name)  # noqa: E731
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
-    training = model.training
-    model.eval()
     try:
-        with torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             target = output_rows(model(inputs))[-1, unit]
             kept = [output for found in calls.values() for _, _, output in found if output.requires_grad]
             gradients = torch.autograd.grad(target, kept, allow_unused=True) if kept else ()
     finally:
         for handle in handles:
             handle.remove()
-        model.train(training)
     by_output = {id(output): gradient for output, gradient in zip(kept, gradients, strict=True)}
     found = {}
     for name, rows in calls.items():

@@ -20,6 +20,7 @@ from dualform.attend.slopes import output_rows, slopes
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.weights import GroupWeights
 from dualform.errors import DualformError, QueryError
+from dualform.modes import evaluation_copy
 from dualform.record.estimate import forward
 from dualform.record.watch import plain_name
 from dualform.show.passages import column_name
@@ -55,7 +56,7 @@ class Session:
 
     def __init__(self, memory: Memory, model: nn.Module, *, budget: int) -> None:
         self.memory = memory
-        self.model = model.eval()
+        self.model = evaluation_copy(model)
         self._watched = copy.deepcopy(self.model)  # hooks go on this one, and only under the lock
         self.budget = budget
         self.media = memory.media
