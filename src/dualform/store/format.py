@@ -238,7 +238,9 @@ def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
     return write_partial(path, write).publish()
 
 
-def publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def publish_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> FileEntry:
     """Publish tensors as a safetensors file; failing to write is an `OSError`, whoever reports it."""
     # A tensor that is a part of a larger storage is copied: the format has no views.
     whole = {
@@ -248,7 +250,7 @@ def publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
 
     def write(partial: Path) -> None:
         try:
-            safetensors.torch.save_file(whole, partial)
+            safetensors.torch.save_file(whole, partial, dict(metadata or {}) or None)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from error
 
