@@ -12,10 +12,22 @@ from torch.nn import functional
 
 import dualform
 from dualform.show import cli
+from dualform.show.viewer.routes.badge import rebuild_badge
+from dualform.show.viewer.session import Session
 
 MODELS = """
 import torch
 from torch import nn
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(20, 64)
+        self.scale = nn.Parameter(torch.randn(64))
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.last((self.first(x) * self.scale).relu())
 
 def drop():
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4))
@@ -71,3 +83,30 @@ def test_a_mask_that_removes_nothing_changes_no_prediction_of_a_model_with_dropo
     found = json.loads(out)
     assert (status, found["changed"]) == (0, 0)
     assert found["accuracy_before"] == found["accuracy_after"] == pytest.approx(accuracy)
+
+
+@pytest.mark.filterwarnings("ignore:.*are not recorded:UserWarning")
+def test_verify_names_what_is_not_recorded_in_text_json_and_report(
+    run: Path, models: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    learn(models.Half(), run, factory="small_factories:Half", steps=20, layers=["last"])
+    status, out, _ = call(monkeypatch, capsys, "verify", run)
+    words = "3 parameters, 84.4 % of the trained elements: scale, first.weight, first.bias"
+    assert status == 0
+    assert f"not recorded: {words}" in out
+    assert "passed for what is recorded (15.6 % of the trained elements)" in out
+    status, out, _ = call(monkeypatch, capsys, "verify", run, "--json")
+    found = json.loads(out)
+    assert found["uncovered"] == {"first.weight": 1280, "first.bias": 64, "scale": 64}
+    assert found["uncovered_share"] == pytest.approx(1408 / 1668)
+    assert found["verdict"].startswith("passed for what is recorded")
+    status, _, _ = call(monkeypatch, capsys, "report", run, "-o", tmp_path / "r.html", "-t", 0)
+    page = (tmp_path / "r.html").read_text()
+    assert words in page
+    assert "passed for what is recorded (15.6 %" in page
+    assert "is rounding" in page
+    session = Session(dualform.open(run), models.Half(), budget=1 << 20)
+    badge = rebuild_badge(session, ("label",), wait=True)
+    assert (badge["state"], badge["uncovered"]) == ("passed", found["uncovered"])
+    assert words in badge["not_recorded"]
+    assert all(row["relative_error"] <= row["bound"] for row in badge["layers"])

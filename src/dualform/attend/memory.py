@@ -5,8 +5,10 @@ as it was; it does not retrain.
 """
 
 import copy
+import dataclasses
 import os
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,9 +35,11 @@ from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
 from dualform.store import audit, media, rebuild
 from dualform.store.attach import attach
+from dualform.store.coverage import Coverage, coverage
 from dualform.store.corpus import Corpus, add_corpus, read_corpus
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
+from dualform.store.resume import matching_steps
 from dualform.threads import in_own_dtype
 
 
@@ -94,6 +98,11 @@ class Memory:
     def versions(self) -> Mapping[str, str]:
         """The versions of what recorded it."""
         return MappingProxyType(self._run.manifest.versions)
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """How much of what was trained the recorded layers cover."""
+        return coverage(self._run)
 
     def info(self) -> Info:
         """Describe the memory."""
@@ -262,7 +271,11 @@ class Memory:
                 raise QueryError(
                     f"Parameter {name!r} is {entry.shape} in the memory, but {tuple(live[name].shape)} in this model."
                 )
-        return audit.verify(self._run, live, horizon=self._horizon)
+        outcome = audit.verify(self._run, live, horizon=self._horizon)
+        if outcome.passed or model is None:
+            return outcome
+        recorded = {name: live[name] for name in self._run.manifest.parameters}
+        return dataclasses.replace(outcome, hint=_other_step(matching_steps(self._run, recorded) - {self._horizon}))
 
     # Attention ----------------------------------------------------------------------------------------------------
 
@@ -376,6 +389,15 @@ class Memory:
 
 def _names(layers: str | Collection[str]) -> list[str]:
     return [layers] if isinstance(layers, str) else list(layers)
+
+
+def _other_step(steps: Collection[int]) -> str:
+    """Say which recorded steps the weights that did not pass belong to."""
+    if not steps:
+        return "These are the weights of no recorded step."
+    step = max(steps)
+    when = f"after step {step}" if step else "before the first step"
+    return f"These are the weights {when}: memory.at(step={step}).verify(model), or dualform verify --at {step}."
 
 
 def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -36,6 +36,12 @@ Without = Annotated[Optional[str], typer.Option("--without", help="SQL: leave th
 At = Annotated[Optional[int], typer.Option("--at", help="Look back from after this many steps.")]  # noqa: UP045
 
 
+FACTORY_HINT = (
+    "The weights that {} makes are not the trained ones. Leave --model out to compare with what the run keeps, or let "
+    "the factory load your checkpoint."
+)
+
+
 def main() -> None:
     """Run the command line; a failure is one line on stderr."""
     try:
@@ -127,6 +133,8 @@ def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> 
 
     memory = _open(run, at=at)
     outcome = memory.verify(None if model is None else make_model(model))
+    factory_hint = "" if outcome.passed or model is None else FACTORY_HINT.format(model)
+    hint = " ".join(filter(None, (outcome.hint, factory_hint)))
     if json:
         rows = [
             {
@@ -134,14 +142,36 @@ def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> 
                 "patterns": layer.patterns,
                 "bytes": layer.bytes,
                 "relative_error": layer.error,
+                "bound": layer.bound,
                 **({} if layer.rounding is None else {"rounding": layer.rounding, "replay_equal": layer.replayed}),
                 "passed": layer.passed,
+                "parameters": [
+                    {
+                        "parameter": check.parameter,
+                        "error": check.error,
+                        "change": check.change,
+                        "bound": check.bound,
+                        "passed": check.passed,
+                    }
+                    for check in layer.parameters
+                ],
             }
             for layer in outcome.layers
         ]
-        print_json({"step": outcome.step, "files": outcome.files, "passed": outcome.passed, "layers": rows})
+        print_json(
+            {
+                "step": outcome.step,
+                "files": outcome.files,
+                "passed": outcome.passed,
+                "verdict": outcome.verdict,
+                "uncovered": outcome.uncovered,
+                "uncovered_share": outcome.uncovered_share,
+                "hint": hint,
+                "layers": rows,
+            }
+        )
     else:
-        sys.stdout.write(f"{outcome!r}\n")
+        sys.stdout.write(f"{outcome!r}\n" + (f"{factory_hint}\n" if factory_hint else ""))
     if not outcome.passed:
         raise typer.Exit(1)
 

@@ -69,9 +69,9 @@ def _difference(before: object, now: object) -> str:
     return f"was {before}, is {now}"
 
 
-def _find(run: Run, live: Mapping[str, Tensor]) -> int:
-    """Return the one step whose fingerprints are those of the live parameters."""
-    wanted = {name: fingerprint(sample(tensor)) for name, tensor in live.items()}
+def matching_steps(run: Run, live: Mapping[str, Tensor]) -> set[int]:
+    """Return the steps after which the logged fingerprints are those of the live parameters; 0 is the start."""
+    wanted = {name: fingerprint(sample(tensor.detach().cpu())) for name, tensor in live.items()}
     candidates: set[int] = set()
     if all(fingerprint(sample(tensor)) == wanted[name] for name, tensor in run.initial.items()):
         candidates.add(0)
@@ -85,6 +85,12 @@ def _find(run: Run, live: Mapping[str, Tensor]) -> int:
                 steps = {step + 1 for step in rows["step"].to_pylist()}
                 matching = steps if matching is None else matching & steps
         candidates |= matching or set()
+    return candidates
+
+
+def _find(run: Run, live: Mapping[str, Tensor]) -> int:
+    """Return the one step whose fingerprints are those of the live parameters."""
+    candidates = matching_steps(run, live)
     if not candidates:
         raise ResumeError(
             f"The model's weights are those of no recorded step (0 to {run.steps}) of {run.folder}. "

@@ -169,10 +169,13 @@ def _summary(session: Session, badge: Mapping[str, Any]) -> str:
     if session.targets is not None and len(session.tests):
         right = float((session.predictions() == session.targets).double().mean())
         rows.append(("accuracy", f"{100 * right:.2f} % of {len(session.tests):,} tests"))
-    rows.append(("exactness", str(badge["state"])))
+    rows.append(("exactness", badge["verdict"] or str(badge["state"])))
+    if badge["not_recorded"]:
+        rows.append(("not recorded", badge["not_recorded"].removeprefix("not recorded: ")))
     for layer in badge["layers"]:
-        error = layer["relative_error"]
-        rows.append((f"rebuild error, {layer['layer']}", "keys only" if error is None else f"{error:.1e}"))
+        error, bound = layer["relative_error"], layer["bound"]
+        text = "keys only" if error is None else f"{error:.1e} of the change; at most {bound:.1e} is rounding"
+        rows.append((f"rebuild error, {layer['layer']}", text))
     rows += [
         (name, f"{layer['kind']} {layer['d_in']} → {layer['d_out']}, {layer['patterns']:,} patterns")
         for name, layer in info.layers.items()
