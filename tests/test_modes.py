@@ -79,9 +79,16 @@ def test_a_question_sees_no_dropout_and_leaves_every_mode(run: Path, unruly: Unr
 def test_modes_come_back_when_the_model_fails() -> None:
     model = Unruly()
     before = modes(model)
-    with pytest.raises(RuntimeError, match="halfway"), evaluating(model):
-        assert not any(modes(model).values())
-        raise RuntimeError("halfway")
+    seen: list[dict[str, bool]] = []
+
+    def fail() -> None:
+        with evaluating(model):
+            seen.append(modes(model))
+            raise RuntimeError("halfway")
+
+    with pytest.raises(RuntimeError, match="halfway"):
+        fail()
+    assert not any(seen[0].values())
     assert modes(model) == before
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,16 @@ from torch import nn
 from torch.nn import functional
 
 import dualform
+from dualform.attend.text_answers import TextSpotlight
+from dualform.errors import QueryError
 from dualform.show import cli
+from dualform.show.models import Loaded
+from dualform.show.viewer.ask import Ask
+from dualform.show.viewer.opened import Opened
 from dualform.show.viewer.routes.badge import rebuild_badge
+from dualform.show.viewer.routes.run import run as describe_run
 from dualform.show.viewer.session import Session
+from dualform.store import kept_state
 
 MODELS = """
 import torch
@@ -28,6 +36,22 @@ class Half(nn.Module):
 
     def forward(self, x):
         return self.last((self.first(x) * self.scale).relu())
+
+class Normed(nn.Module):
+    # Batch normalisation, a trained parameter of its own, and a frozen part that the seed decides.
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first = nn.Parameter(torch.randn(20, 64, generator=generator), requires_grad=False)
+        self.norm = nn.BatchNorm1d(64, momentum=0.3)
+        self.scale = nn.Parameter(torch.randn(64))
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.last((self.norm(x @ self.first) * self.scale).relu())
+
+def other():
+    return Normed(seed=9)
 
 def drop():
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4))
@@ -110,3 +134,84 @@ def test_verify_names_what_is_not_recorded_in_text_json_and_report(
     assert (badge["state"], badge["uncovered"]) == ("passed", found["uncovered"])
     assert words in badge["not_recorded"]
     assert all(row["relative_error"] <= row["bound"] for row in badge["layers"])
+
+
+@pytest.fixture
+def normed(run: Path, models: Any, monkeypatch: pytest.MonkeyPatch) -> float:
+    """A run of `Normed` that keeps a checksum of its frozen part only; returns the accuracy of the trained network."""
+    monkeypatch.setattr(kept_state, "FROZEN_BYTES", 10)
+    torch.manual_seed(0)
+    return learn(models.Normed(), run, factory="small_factories:Normed")
+
+
+NOT_RECORDED = pytest.mark.filterwarnings("ignore:.*are not recorded:UserWarning")
+
+
+@NOT_RECORDED
+def test_mask_and_report_are_about_the_trained_network(
+    run: Path, normed: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, out, err = call(monkeypatch, capsys, "mask", run, "--without", "step < 0", "--json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert normed > 0.6
+    assert found["accuracy_before"] == pytest.approx(normed)
+    assert found["warnings"] == []
+    status, out, err = call(monkeypatch, capsys, "report", run, "-o", tmp_path / "r.html", "-t", 0)
+    assert (status, err) == (0, "")
+    page = (tmp_path / "r.html").read_text()
+    assert f"{100 * normed:.2f} % of 500 tests" in page
+    assert "WARNING" not in page
+
+
+@NOT_RECORDED
+@pytest.mark.parametrize("command", ["attend", "mask", "report"])
+def test_a_factory_with_another_frozen_part_is_refused(
+    run: Path, normed: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(run.parent)
+    more = {"attend": [], "mask": ["--without", "step < 9"], "report": []}[command]
+    status, out, err = call(monkeypatch, capsys, command, run, *more, "--model", "small_factories:other")
+    assert (status, out) == (1, "")
+    assert "'first' differs from the checksum that the run keeps" in err
+    assert "--accept-untrained" in err
+
+
+@NOT_RECORDED
+def test_an_accepted_doubt_is_in_the_output_itself(
+    run: Path, normed: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    accept = ("--model", "small_factories:other", "--accept-untrained")
+    words = "WARNING: The run does not know 1 part of the trained model: 'first' differs"
+    for more in ((), ("--json",)):
+        status, out, _ = call(monkeypatch, capsys, "attend", run, *accept, *more)
+        assert status == 0
+        assert words in " ".join(out.split())
+        status, out, _ = call(monkeypatch, capsys, "mask", run, "--without", "step < 9", *accept, *more)
+        assert status == 0
+        assert words in " ".join(out.split())
+        status, out, _ = call(monkeypatch, capsys, "report", run, "-o", tmp_path / "r.html", "-t", 0, *accept, *more)
+        assert status == 0
+        assert words in " ".join(out.split())
+    status, out, _ = call(monkeypatch, capsys, "attend", run, *accept, "--json")
+    assert all(words in answer["note"] for answer in json.loads(out))
+    page = (tmp_path / "r.html").read_text()
+    shown = words.replace("'", "&#x27;")
+    assert page.count(shown) == 2, "at the top, and in the summary"
+    assert f'<p class="warning" role="note">{shown}' in page
+    opened = Opened(run, model="small_factories:other", accept_untrained=True)
+    assert words in describe_run(opened.session(), Ask([]))["warnings"][0]
+    with pytest.raises(QueryError, match="'first' differs"):
+        Opened(run, model="small_factories:other").session()
+
+
+@NOT_RECORDED
+def test_a_warning_stands_in_a_text_answer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = Loaded(nn.Linear(2, 2), ("WARNING: another network.",))
+    monkeypatch.setattr("dualform.show.models.load_model", lambda *_, **__: loaded)
+    answer = TextSpotlight("the", ("a note",), (), "fox", "words", {})
+    memory = SimpleNamespace(attend_text=lambda *_, **__: answer)
+    shown: list[TextSpotlight] = []
+    monkeypatch.setattr("dualform.show.language.show_text", shown.append)
+    cli._attend_text(memory, "the", model=None, layers=[], top=1, accept_untrained=True, json=False)  # type: ignore[arg-type]
+    assert shown[0].notes == ("WARNING: another network.", "a note")

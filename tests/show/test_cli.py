@@ -318,7 +318,7 @@ def test_report_writes_one_file(trained, monkeypatch, capsys, tmp_path):
     path = tmp_path / "out" / "report.html"
     status, out, err = call(monkeypatch, capsys, "report", trained[0], "-o", path, "-t", 2, "-t", 7, "--json")
     assert (status, err) == (0, "")
-    assert json.loads(out) == {"path": str(path), "tests": 2, "bytes": path.stat().st_size}
+    assert json.loads(out) == {"path": str(path), "tests": 2, "bytes": path.stat().st_size, "warnings": []}
     status, out, _ = call(monkeypatch, capsys, "report", trained[0], "-o", path, "--tests", 3, "--no-media")
     assert status == 0
     assert "3 tests" in out

@@ -130,7 +130,9 @@ def generate(run: Path, **options: Any) -> Generator:
     torch.manual_seed(0)
     model = Generator()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with pytest.warns(UserWarning, match="not recorded"), dualform.record(model, optimizer, run, **options):
+    with pytest.warns(UserWarning, match="not recorded"):
+        recorder = dualform.record(model, optimizer, run, **options)
+    with recorder:
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(5, 4, 1, 1)).square().mean().backward()

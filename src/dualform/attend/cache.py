@@ -99,7 +99,7 @@ def _marks(answer: Mapping[str, Tensor]) -> dict[str, str]:
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(answer.items()):
         digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        digest.update(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     return {"sums": str(SUMS_VERSION), "dualform": __version__, "digest": digest.hexdigest()}
 
 

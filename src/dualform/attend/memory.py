@@ -33,10 +33,10 @@ from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
-from dualform.store import audit, media, rebuild
+from dualform.store import audit, kept_state, media, rebuild
 from dualform.store.attach import attach
-from dualform.store.coverage import Coverage, coverage
 from dualform.store.corpus import Corpus, add_corpus, read_corpus
+from dualform.store.coverage import Coverage, coverage
 from dualform.store.format import LayerEntry
 from dualform.store.reader import Run
 from dualform.store.resume import matching_steps
@@ -232,12 +232,34 @@ class Memory:
         weights = self.weights()
         return _with_parameters(model, {name: weights[name] for name in wanted})
 
-    def trained(self, model: nn.Module) -> nn.Module:
-        """Return a copy of the model with its recorded parameters as the recording left them, to the bit.
+    def trained(self, model: nn.Module, *, accept_unknown: bool = False) -> nn.Module:
+        """Return a copy of the model as the recording left it, to the bit: recorded parameters and all other state.
 
-        A recording that was cut off kept no final parameters; they are rebuilt then.
+        A recording that was cut off kept no final parameters; they are rebuilt then. Uncovered parameters and buffers
+        are those that the run keeps. Where it keeps only a checksum, the model's own values must agree with it.
+
+        Args:
+            model: a model of the same structure, as its factory makes it.
+            accept_unknown: take the model's own values for what the run neither keeps nor can compare, instead of
+                raising `QueryError`.
         """
-        return _with_parameters(model, self._run.final or self.weights())
+        trained, doubts = self.restored(model)
+        if doubts and not accept_unknown:
+            raise QueryError(
+                f"{unknown_text(doubts)} Give a model with your checkpoint loaded, or pass accept_unknown=True to take "
+                "this model's own values for them."
+            )
+        return trained
+
+    def restored(self, model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
+        """Return a copy of the model as the recording left it, and the parts of its state that are not, with reasons.
+
+        The parts that are not are parameters and buffers that no recorded layer covers: the run does not keep their
+        values, or keeps a checksum that the model's own values do not have.
+        """
+        parameters = self._run.final if self._run.final is not None else Memory(self._run, cache=self._cache).weights()
+        trained = _with_parameters(model, parameters)
+        return trained, kept_state.restore(self._run, trained)
 
     @in_own_dtype
     def verify(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> audit.Verification:
@@ -398,6 +420,14 @@ def _other_step(steps: Collection[int]) -> str:
     step = max(steps)
     when = f"after step {step}" if step else "before the first step"
     return f"These are the weights {when}: memory.at(step={step}).verify(model), or dualform verify --at {step}."
+
+
+def unknown_text(doubts: Mapping[str, str], *, most: int = 4) -> str:
+    """Say which parts of a model's state are not known to be those of the recording, the first few by name."""
+    named = [f"{name!r} {reason}" for name, reason in list(doubts.items())[:most]]
+    more = f"; and {len(doubts) - most} more" if len(doubts) > most else ""
+    parts = "1 part" if len(doubts) == 1 else f"{len(doubts)} parts"
+    return f"The run does not know {parts} of the trained model: {'; '.join(named)}{more}."
 
 
 def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -23,6 +23,7 @@ from dualform.record.facts import Situation, gather_facts
 from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
+from dualform.record.model_state import UncoveredState
 from dualform.record.optimizers import pending_scale
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord, sample
 from dualform.record.spares import Spares
@@ -60,6 +61,7 @@ class Recorder:
         self._owned = own(optimizers, self._parameters, keys_only=keys_only)
         self._exact = {name for layer in self._layers if not layer.keys_only for name, _ in layer.parameters.values()}
         self._uncovered = {name: p.numel() for name, p in uncovered(model, optimizers, self._layers).items()}
+        self._uncovered_state = UncoveredState(model, optimizers, self._parameters)
         if self._uncovered:
             report_uncovered(self._uncovered, self._parameters, strict=strict)
 
@@ -101,6 +103,7 @@ class Recorder:
                 optimizers=tuple(owned.name for owned in self._owned),
                 uncovered=self._uncovered,
                 batch_axis=self._batch_axis,
+                state=self._uncovered_state.parts,
             )
         )
         self._samples = {name: sample(parameter) for name, parameter in self._parameters.items()}

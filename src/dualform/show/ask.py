@@ -1,5 +1,6 @@
 """What `dualform attend` and `dualform mask` ask of a memory, and how their answers look."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class MaskOutcome:
     accuracy_after: float | None
     flips: list[dict[str, int]]  # test, before, after (and target, where it is known)
     note: str = MASK_NOTE
+    warnings: tuple[str, ...] = ()  # which parts of the model are not those of the recording
 
 
 def ask(
@@ -62,13 +64,15 @@ def ask(
     per: str,
     largest: bool,
     quantity: str = "margin",
+    accept_untrained: bool = False,
 ) -> list[LayerAnswer]:
     """Ask for totals and top patterns of the chosen inputs, per layer; of effects also over all layers together."""
     rows, targets = load_inputs(memory, inputs)
     outside = [test for test in tests if not 0 <= test < len(rows)]
     if outside:
         raise QueryError(f"There is no input {outside[0]}; there are 0 to {len(rows) - 1}.")
-    net = load_model(memory, model)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    net = loaded.model
     answers = []
     for test in tests:
         if of == "effect":
@@ -93,7 +97,12 @@ def ask(
             found = [] if best is None else best.to_arrow().to_pylist()
             note = EFFECT_NOTE if of == "effect" else ""
             answers.append(LayerAnswer(test, name, layer.count(), of, totals, found, note))
-    return answers
+    return [_noted(answer, loaded.warnings) for answer in answers]
+
+
+def _noted(answer: LayerAnswer, warnings: Sequence[str]) -> LayerAnswer:
+    """Return an answer whose note begins with these warnings."""
+    return dataclasses.replace(answer, note=" ".join(filter(None, (*warnings, answer.note)))) if warnings else answer
 
 
 def _all_layers(spotlight: Spotlight, test: int, by: By | None, top: int, *, largest: bool) -> LayerAnswer:
@@ -126,11 +135,18 @@ def show_answers(answers: Sequence[LayerAnswer]) -> None:
 
 @torch.no_grad()
 def compare_mask(
-    memory: Memory, masked: Memory, model: str | None, inputs: Path | None, layers: Sequence[str]
+    memory: Memory,
+    masked: Memory,
+    model: str | None,
+    inputs: Path | None,
+    layers: Sequence[str],
+    *,
+    accept_untrained: bool = False,
 ) -> MaskOutcome:
     """Compare the model's predictions with and without the masked patterns."""
     rows, targets = load_inputs(memory, inputs)
-    net = load_model(memory, model)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    net = loaded.model
     before = predict(net, rows)
     after = predict(masked.apply(net, layers=list(layers) or None), rows)
     flips = []
@@ -138,12 +154,17 @@ def compare_mask(
         flip = {"test": test, "before": int(before[test]), "after": int(after[test])}
         flips.append(flip if targets is None else {**flip, "target": int(targets[test])})
     accuracies = [None if targets is None else float((said == targets).double().mean()) for said in (before, after)]
-    return MaskOutcome(masked.info().view, len(rows), len(flips), accuracies[0], accuracies[1], flips)
+    view = masked.info().view
+    return MaskOutcome(
+        view, len(rows), len(flips), accuracies[0], accuracies[1], flips, warnings=tuple(loaded.warnings)
+    )
 
 
 def show_mask(outcome: MaskOutcome) -> None:
     """Print the outcome of a mask."""
     screen = console()
+    for warning in outcome.warnings:
+        screen.print(warning, markup=False)
     screen.print(f"{outcome.view}: {outcome.changed} of {outcome.tests} predictions change")
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
         screen.print(f"accuracy {percent(outcome.accuracy_before)} -> {percent(outcome.accuracy_after)}")

@@ -33,6 +33,12 @@ Model = Annotated[Optional[str], typer.Option("--model", help="package.module:fa
 Inputs = Annotated[Optional[Path], typer.Option("--inputs", help=".npy or .safetensors; default: the run's tests.")]  # noqa: UP045
 Where = Annotated[Optional[str], typer.Option("--where", help="SQL: keep only these patterns.")]  # noqa: UP045
 Without = Annotated[Optional[str], typer.Option("--without", help="SQL: leave these patterns out.")]  # noqa: UP045
+Accept = Annotated[
+    bool,
+    typer.Option(
+        "--accept-untrained", help="Answer with the factory's own values for what the run does not keep, and say so."
+    ),
+]
 At = Annotated[Optional[int], typer.Option("--at", help="Look back from after this many steps.")]  # noqa: UP045
 
 
@@ -193,6 +199,7 @@ def attend(
     where: Where = None,
     without: Without = None,
     at: At = None,
+    accept_untrained: Accept = False,
     json: Json = False,
 ) -> None:
     """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
@@ -201,7 +208,7 @@ def attend(
 
     memory = _open(run, where=where, without=without, at=at)
     if text is not None:
-        _attend_text(memory, text, model=model, layers=layer, top=top, json=json)
+        _attend_text(memory, text, model=model, layers=layer, top=top, accept_untrained=accept_untrained, json=json)
         return
     answers = ask(
         memory,
@@ -215,6 +222,7 @@ def attend(
         top=top,
         per=per,
         largest=not smallest,
+        accept_untrained=accept_untrained,
     )
     if json:
         print_json(answers)
@@ -244,6 +252,7 @@ def mask(
     model: Model = None,
     inputs: Inputs = None,
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Mask only these layers; repeatable.")] = [],  # noqa: B006
+    accept_untrained: Accept = False,
     json: Json = False,
 ) -> None:
     """Say what changes without some patterns: removes recorded updates; the model is not retrained."""
@@ -252,7 +261,8 @@ def mask(
 
     if where is None and without is None and at is None:
         raise QueryError('Nothing is masked. Give --where, --without or --at, for example --without "label = 3".')
-    outcome = compare_mask(_open(run), _open(run, where=where, without=without, at=at), model, inputs, layer)
+    masked = _open(run, where=where, without=without, at=at)
+    outcome = compare_mask(_open(run), masked, model, inputs, layer, accept_untrained=accept_untrained)
     if json:
         print_json(outcome)
     else:
@@ -269,6 +279,7 @@ def report(
     no_media: Annotated[bool, typer.Option("--no-media", help="Leave training samples and test images out.")] = False,
     max_mb: Annotated[float, typer.Option("--max-mb", help="The size of the file at most.", min=0.01)] = 3.0,
     model: Model = None,
+    accept_untrained: Accept = False,
     json: Json = False,
 ) -> None:
     """Write one self-contained HTML file about some test examples."""
@@ -277,12 +288,20 @@ def report(
 
     columns = None if by is None else tuple(_columns(by))
     written = write_report(
-        _open(run), output, tests=test or tests, by=columns, media=not no_media, most_mb=max_mb, model=model
+        _open(run),
+        output,
+        tests=test or tests,
+        by=columns,
+        media=not no_media,
+        most_mb=max_mb,
+        model=model,
+        accept_untrained=accept_untrained,
     )
     if json:
         print_json(written)
     else:
-        sys.stdout.write(f"{written.path}: {written.tests} tests, {written.bytes / 1e6:.2f} MB\n")
+        lines = [f"{written.path}: {written.tests} tests, {written.bytes / 1e6:.2f} MB", *written.warnings]
+        sys.stdout.write("\n".join(lines) + "\n")
 
 
 @app.command()
@@ -293,11 +312,20 @@ def view(
     host: Annotated[str, typer.Option(help="Where to listen; anything but this machine needs --expose.")] = "127.0.0.1",
     expose: Annotated[bool, typer.Option("--expose", help="Let other machines ask.")] = False,
     memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory for live masks.", min=1)] = 512,
+    accept_untrained: Accept = False,
 ) -> None:
     """Look at a run in the browser, with live masks."""
     from dualform.show.viewer.serve import serve
 
-    serve(run, model=model, host=host, port=port, budget=memory_mb * 1_000_000, expose=expose)
+    serve(
+        run,
+        model=model,
+        host=host,
+        port=port,
+        budget=memory_mb * 1_000_000,
+        expose=expose,
+        accept_untrained=accept_untrained,
+    )
 
 
 @app.command()
@@ -346,12 +374,25 @@ def _open(run: Path, *, where: str | None = None, without: str | None = None, at
     return memory if without is None else memory.without(without)
 
 
-def _attend_text(memory: "Memory", text: str, *, model: str | None, layers: list[str], top: int, json: bool) -> None:
+def _attend_text(
+    memory: "Memory",
+    text: str,
+    *,
+    model: str | None,
+    layers: list[str],
+    top: int,
+    accept_untrained: bool,
+    json: bool,
+) -> None:
+    import dataclasses
+
     from dualform.show.language import show_text
     from dualform.show.models import load_model
     from dualform.show.tables import print_json
 
-    found = memory.attend_text(load_model(memory, model), text, layers=layers or None, top=top)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    found = memory.attend_text(loaded.model, text, layers=layers or None, top=top)
+    found = dataclasses.replace(found, notes=(*loaded.warnings, *found.notes))
     if json:
         print_json(found)
     else:

@@ -140,7 +140,7 @@ class Verification:
     step: int
     files: int
     layers: tuple[LayerCheck, ...]
-    coverage: Coverage = Coverage({}, 0)
+    coverage: Coverage
     hint: str = ""  # why it failed and what to do, where that is known
 
     @property
@@ -174,7 +174,9 @@ class Verification:
         width = max([len(layer.layer) for layer in self.layers] + [5])
         rounded = any(layer.rounding is not None for layer in self.layers)
         more = f"  {'rounding':>8}  {'replay':>7}" if rounded else ""
-        lines = [f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}  {'bound':>9}{more}  result"]
+        lines = [
+            f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}  {'bound':>9}{more}  result"
+        ]
         for layer in self.layers:
             error = "keys only" if layer.error is None else f"{layer.error:.1e}"
             result = "passed" if layer.passed else "FAILED"
@@ -202,8 +204,8 @@ def _failure(check: ParameterCheck) -> str:
         return f"{check.parameter!r} is off by {check.error:.1e}; at most {check.bound:.1e} is rounding"
     if check.rounding.error > check.rounding.bound:
         return (
-            f"{check.parameter!r} is off by {check.rounding.error:.1e} before its optimizer's rounding is added; at most "
-            f"{check.rounding.bound:.1e} is rounding"
+            f"{check.parameter!r} is off by {check.rounding.error:.1e} before its optimizer's rounding is added; "
+            f"at most {check.rounding.bound:.1e} is rounding"
         )
     return f"{check.parameter!r}: the replayed steps differ by {check.rounding.replay:.1e}, and should be equal"
 

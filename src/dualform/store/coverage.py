@@ -62,7 +62,7 @@ def share_text(share: float) -> str:
 
 
 def coverage(run: Run) -> Coverage:
-    """Return what of a run's trained parameters is recorded; a covered parameter that no optimizer held is not trained."""
+    """Return how much of a run's trained elements is recorded; a parameter that no optimizer held is not trained."""
     parameters = run.manifest.parameters
     table = run.steps_table
     known = set(pc.unique(table["parameter"]).to_pylist()) if table.num_rows else set()

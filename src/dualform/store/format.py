@@ -29,6 +29,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
+FROZEN = "frozen.safetensors"
+UNCOVERED = "uncovered.safetensors"
 PARTIAL = ".partial-"
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
@@ -37,12 +39,13 @@ Stored = Literal["keys+values", "keys"]
 
 
 def shard_files(index: int) -> dict[str, str]:
-    """Return the relative path of each file of a shard, by what it holds."""
+    """Return the relative path of each file of a shard, by what it holds; the last is there where it is needed."""
     return {
         "patterns": f"shards/{index:06d}.safetensors",
         "calls": f"calls/{index:06d}.parquet",
         "annotations": f"annotations/{index:06d}.parquet",
         "steps": f"steps/{index:06d}.parquet",
+        "uncovered": f"uncovered/{index:06d}.safetensors",
     }
 
 
@@ -76,6 +79,17 @@ class ParameterEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class StateEntry:
+    """A part of the model's state that no recorded layer covers."""
+
+    kind: str  # trained, frozen, buffer or extra
+    shape: tuple[int, ...]
+    dtype: str
+    xxh3: str  # of its bytes: a frozen parameter's at the start, everything's at the end; empty where not taken
+    reason: str = ""  # why it can be neither kept nor compared
+
+
+@dataclass(frozen=True, slots=True)
 class ShardEntry:
     """A published range of steps, `start <= step < stop`.
 
@@ -89,6 +103,8 @@ class ShardEntry:
     key_range: dict[str, tuple[float, float]]  # layer -> (least, greatest) key element
     parameters: dict[str, str]  # parameter -> xxh3 of its bytes after the last step
     pools: dict[str, tuple[int, int]] = field(default_factory=dict)  # layer with a pool -> (first number, keys here)
+    state_after: int | None = None  # the number of steps after which `stale` and the file of uncovered state hold
+    stale: tuple[str, ...] = ()  # uncovered state that had changed by then and is not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,7 @@ class Manifest:
     shards: tuple[ShardEntry, ...] = ()
     factory: str | None = None
     factory_arguments: dict[str, Any] = field(default_factory=dict)
+    uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
 
     @property
     def steps(self) -> int:
@@ -151,6 +168,7 @@ class Manifest:
                 shards=tuple(_shard_entry(entry) for entry in raw["shards"]),
                 factory=raw["factory"],
                 factory_arguments=raw["factory_arguments"],
+                uncovered_state=_state_entries(raw.get("uncovered_state")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -174,6 +192,12 @@ class Manifest:
         publish(folder / MANIFEST, lambda partial: partial.write_text(self.to_json()))
 
 
+def _state_entries(raw: dict[str, Any] | None) -> dict[str, StateEntry] | None:
+    if raw is None:
+        return None
+    return {name: StateEntry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in raw.items()}
+
+
 def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
     return ShardEntry(
         index=raw["index"],
@@ -183,6 +207,8 @@ def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
         key_range={layer: (low, high) for layer, (low, high) in raw["key_range"].items()},
         parameters=raw["parameters"],
         pools={layer: (base, count) for layer, (base, count) in raw.get("pools", {}).items()},
+        state_after=raw.get("state_after"),
+        stale=tuple(raw.get("stale", ())),
     )
 
 
@@ -290,7 +316,9 @@ def is_foreign(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     if not names or MANIFEST in names:
         return False
-    return LOCK not in names or any(name not in (LOCK, INITIAL) and not name.startswith(PARTIAL) for name in names)
+    return LOCK not in names or any(
+        name not in (LOCK, INITIAL, FROZEN) and not name.startswith(PARTIAL) for name in names
+    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from dualform.errors import ResumeError
 from dualform.lazy import compute as pc
 from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
-from dualform.store.format import FINAL, Manifest, remove_partial, shard_files
+from dualform.store.format import FINAL, FROZEN, UNCOVERED, Manifest, remove_partial, shard_files
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 from dualform.store.rebuild import parts, states
@@ -135,8 +135,8 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
     kept = [shard for shard in manifest.shards if shard.start < step]
     if kept and kept[-1].stop > step:
         kept[-1] = dataclasses.replace(kept[-1], stop=step, parameters={})
-    files = {name: entry for name, entry in manifest.files.items() if name != FINAL}
-    return dataclasses.replace(manifest, shards=tuple(kept), files=files, closed=False)
+    files = {name: entry for name, entry in manifest.files.items() if name not in (FINAL, FROZEN, UNCOVERED)}
+    return dataclasses.replace(manifest, shards=tuple(kept), files=files, closed=False, uncovered_state=None)
 
 
 def _sweep(folder: Path, manifest: Manifest) -> None:
@@ -147,6 +147,7 @@ def _sweep(folder: Path, manifest: Manifest) -> None:
         for path in (folder / kind).parent.glob("*"):
             if path.relative_to(folder).as_posix() not in listed:
                 path.unlink()
-    (folder / FINAL).unlink(missing_ok=True)
+    for name in (FINAL, FROZEN, UNCOVERED):
+        (folder / name).unlink(missing_ok=True)
     for path in (folder / "cache").glob("*"):
         path.unlink()

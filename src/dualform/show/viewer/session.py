@@ -54,8 +54,9 @@ class Mask:
 class Session:
     """One run, opened at its last published step."""
 
-    def __init__(self, memory: Memory, model: nn.Module, *, budget: int) -> None:
+    def __init__(self, memory: Memory, model: nn.Module, *, budget: int, warnings: Sequence[str] = ()) -> None:
         self.memory = memory
+        self.warnings = tuple(warnings)  # which parts of the model are not those of the recording
         self.model = evaluation_copy(model)
         self._watched = copy.deepcopy(self.model)  # hooks go on this one, and only under the lock
         self.budget = budget

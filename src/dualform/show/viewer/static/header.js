@@ -29,6 +29,7 @@ export function create(app, element) {
       h("div", { class: "muted facts" }, `${model}${widths} · ${count(run.patterns)} patterns · ${count(run.steps)} steps of ${run.optimizers.join(", ")}`,
         run.closed ? "" : h("strong", { class: "amber" }, " · still being recorded, or cut off: shown up to its last published step ", button("Look again", () => location.reload(), { class: "small" }))),
       badge,
+      ...(run.warnings ?? []).map((text) => h("p", { class: "warning amber-box", role: "note" }, text)),
       h("div", { class: "header-tools" },
         choice("group by", run.groupings.map(({ by, groups }) => [by, `${by} (${count(groups)})`]), now.by, (by) => app.regroup(by)),
         button("Tests", () => document.body.classList.toggle("drawer"), { class: "drawer-button", "aria-controls": "tests" }),
