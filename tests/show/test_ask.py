@@ -12,15 +12,18 @@ from torch import nn
 from torch.nn import functional
 
 import dualform
+from dualform.attend.removal import Removal
 from dualform.attend.text_answers import TextSpotlight
 from dualform.errors import QueryError
 from dualform.show import cli
-from dualform.show.models import Loaded
+from dualform.show.models import Loaded, make_model
+from dualform.show.report.write import write_report
 from dualform.show.viewer.ask import Ask
 from dualform.show.viewer.opened import Opened
 from dualform.show.viewer.routes.badge import rebuild_badge
+from dualform.show.viewer.routes.mask import outcome as mask_outcome
 from dualform.show.viewer.routes.run import run as describe_run
-from dualform.show.viewer.session import Session
+from dualform.show.viewer.session import Mask, Session
 from dualform.store import kept_state
 
 MODELS = """
@@ -205,13 +208,91 @@ def test_an_accepted_doubt_is_in_the_output_itself(
         Opened(run, model="small_factories:other").session()
 
 
-@NOT_RECORDED
+def mock_memory(answer: TextSpotlight) -> Any:
+    """A memory that gives this answer to every question about a text."""
+    memory = SimpleNamespace(step=5, attend_text=lambda *_, **__: answer, unknown_text=lambda *_: "3 patterns unknown")
+    memory.info = lambda: SimpleNamespace(steps=9)
+    memory.unwarned = lambda: memory
+    return memory
+
+
 def test_a_warning_stands_in_a_text_answer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded(nn.Linear(2, 2), ("WARNING: another network.",))
     monkeypatch.setattr("dualform.show.models.load_model", lambda *_, **__: loaded)
     answer = TextSpotlight("the", ("a note",), (), "fox", "words", {})
-    memory = SimpleNamespace(attend_text=lambda *_, **__: answer)
+    memory = mock_memory(answer)
     shown: list[TextSpotlight] = []
     monkeypatch.setattr("dualform.show.language.show_text", shown.append)
     cli._attend_text(memory, "the", model=None, layers=[], top=1, accept_untrained=True, json=False)  # type: ignore[arg-type]
-    assert shown[0].notes == ("WARNING: another network.", "a note")
+    late = "The queries are those of the model at the end, after step 9."
+    assert shown[0].notes == ("WARNING: another network.", "3 patterns unknown", late, "a note")
+
+
+@pytest.fixture
+def partly(run: Path, models: Any) -> Path:
+    """A run of which every second step has no labels."""
+    torch.manual_seed(0)
+    model = models.drop()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, run, factory="small_factories:drop") as recorder:
+        for step in range(6):
+            inputs = torch.randn(8, 20)
+            labels = inputs[:, :4].argmax(1)
+            if step % 2:
+                recorder.annotate(label=labels)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    dualform.open(run).add_tests(torch.randn(9, 20), torch.zeros(9, dtype=torch.int64))
+    return run
+
+
+def test_a_mask_says_what_it_cannot_decide(
+    partly: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "48 patterns have no value in the mask's columns (24 in layer '0', 24 in layer '3')"
+    status, out, err = call(monkeypatch, capsys, "mask", partly, "--without", "label = 3", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["unknown"] == {"0": 24, "3": 24}
+    status, out, err = call(monkeypatch, capsys, "mask", partly, "--without", "label = 3")
+    assert (status, err) == (0, "")
+    assert words in " ".join(out.split())
+    status, out, err = call(monkeypatch, capsys, "mask", partly, "--without", "step = 3")
+    assert "no value" not in out
+    status, out, err = call(monkeypatch, capsys, "attend", partly, "--without", "label = 3", "--json")
+    assert (status, err) == (0, "")
+    assert all("24 patterns have no value" in answer["note"] for answer in json.loads(out))
+    session = Session(dualform.open(partly), dualform.open(partly).trained(network(partly)), budget=1 << 20)
+    found = mask_outcome(session, Mask(Removal(by=("label",), groups=(3,))))
+    assert found["unknown"] == {"0": 24, "3": 24}
+    assert words in found["undecided"]
+    found = mask_outcome(session, Mask(Removal(by=("label",), groups=(3,)), layers=("3",)))
+    assert found["unknown"] == {"3": 24}
+    found = mask_outcome(session, Mask(Removal(by=("label",), steps=((0, 3),))))
+    assert (found["unknown"], found["undecided"]) == ({}, "")
+
+
+def network(run: Path) -> nn.Module:
+    """Make the model that a run remembers."""
+    spec = dualform.open(run).factory
+    assert spec is not None
+    return make_model(spec[0])
+
+
+def test_an_answer_says_that_its_queries_are_those_of_the_end(
+    partly: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = call(monkeypatch, capsys, "attend", partly, "--at", 2, "--json")
+    assert (status, err) == (0, "")
+    assert all("model at the end, after step 6" in answer["note"] for answer in json.loads(out))
+    status, out, _ = call(monkeypatch, capsys, "attend", partly, "--json")
+    assert all(answer["note"] == "" for answer in json.loads(out))
+
+
+def test_a_report_of_another_model_says_so(partly: Path, tmp_path: Path) -> None:
+    memory = dualform.open(partly)
+    outcome = write_report(memory, tmp_path / "r.html", tests=[0], model=network(partly))
+    assert "not the recorded one after step 6" in outcome.warnings[0]
+    assert "not the recorded one after step 6" in (tmp_path / "r.html").read_text()
+    outcome = write_report(memory, tmp_path / "r.html", tests=[0], model=memory.trained(network(partly)))
+    assert outcome.warnings == ()

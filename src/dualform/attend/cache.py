@@ -18,12 +18,11 @@ from pathlib import Path
 
 import safetensors
 import safetensors.torch
-import torch
 import xxhash
 from torch import Tensor
 
 from dualform._version import __version__
-from dualform.store.format import INITIAL, PARTIAL, publish_tensors
+from dualform.store.format import INITIAL, PARTIAL, publish_tensors, tensor_bytes
 from dualform.store.reader import Run
 
 BUDGET = 256 << 20  # bytes of one answer; a larger one is computed each time
@@ -99,7 +98,7 @@ def _marks(answer: Mapping[str, Tensor]) -> dict[str, str]:
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(answer.items()):
         digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor_bytes(tensor))
     return {"sums": str(SUMS_VERSION), "dualform": __version__, "digest": digest.hexdigest()}
 
 

@@ -26,8 +26,10 @@ from dualform.attend.groups import Bins, By, Condition, Table, condition
 from dualform.attend.info import Info, describe
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.queries import batches, capture_queries, given_queries
+from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight
+from dualform.attend.warn import MaskWarning, OtherModelWarning, warn_caller
 from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
@@ -52,10 +54,11 @@ class Memory:
         *,
         conditions: tuple[Condition, ...] = (),
         horizon: int | None = None,
-        cache: Cache | None = None,
+        shared: "_Shared | None" = None,
     ) -> None:
         self._run = run
-        self._cache = cache or Cache(run)
+        self._shared = shared or _Shared(Cache(run))
+        self._cache = self._shared.cache
         self._conditions = conditions
         self._horizon = run.steps if horizon is None else horizon
         self._table = Table(run, conditions, self._horizon)
@@ -176,15 +179,33 @@ class Memory:
         """Look at the memory as it was after `step` steps."""
         if not 0 <= step <= self._run.steps:
             raise SelectionError(f"Step {step} is outside the memory, which has steps 0 to {self._run.steps}.")
-        return Memory(self._run, conditions=self._conditions, horizon=step, cache=self._cache)
+        return Memory(self._run, conditions=self._conditions, horizon=step, shared=self._shared)
 
     def _view(self, more: Condition) -> "Memory":
         self._table.require(name for name, _ in more.equal)
-        view = Memory(self._run, conditions=(*self._conditions, more), horizon=self._horizon, cache=self._cache)
+        view = Memory(self._run, conditions=(*self._conditions, more), horizon=self._horizon, shared=self._shared)
         if more.sql is not None and self._run.shards:
             # One shard is enough to find a malformed condition now rather than at the first question.
             view._table.keep()(self._run.shards[0], next(iter(self.layers)))
         return view
+
+    def unknown(self, layers: str | Collection[str] | None = None) -> dict[str, int]:
+        """Return how many patterns of each layer this view's mask cannot decide, for want of a value in its columns.
+
+        `without` keeps such a pattern and `where` leaves it out. Layers that have none are left out.
+        """
+        names = list(self.layers) if layers is None else _names(layers)
+        counts = {name: self._table.unknown(name) for name in names}
+        return {name: count for name, count in counts.items() if count}
+
+    def unwarned(self) -> "Memory":
+        """Return this view, which will not warn of patterns that its mask cannot decide: the caller says it."""
+        self._shared.said.add(self._conditions)
+        return self
+
+    def unknown_text(self, layers: str | Collection[str] | None = None) -> str:
+        """Say how many patterns this view's mask cannot decide, and what to do; nothing where it decides all."""
+        return undecided_text(self.unknown(layers)) if self._conditions else ""
 
     # Weights ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +278,9 @@ class Memory:
         The parts that are not are parameters and buffers that no recorded layer covers: the run does not keep their
         values, or keeps a checksum that the model's own values do not have.
         """
-        parameters = self._run.final if self._run.final is not None else Memory(self._run, cache=self._cache).weights()
+        parameters = (
+            self._run.final if self._run.final is not None else Memory(self._run, shared=self._shared).weights()
+        )
         trained = _with_parameters(model, parameters)
         return trained, kept_state.restore(self._run, trained)
 
@@ -311,6 +334,7 @@ class Memory:
         queries: Mapping[str, Tensor] | None = None,
         layers: str | Collection[str] | None = None,
         chunk_size: int | None = None,
+        other_model: bool = False,
     ) -> Spotlight:
         """Ask what inputs attend to.
 
@@ -324,6 +348,8 @@ class Memory:
             queries: query tensors (..., d_in) by layer, instead of a model and inputs.
             layers: the layers to look at; by default all that were recorded.
             chunk_size: patterns per chunk of a pass; chosen by default, and no answer depends on it.
+            other_model: whether the model is meant to be another than the recorded one at this view's step, such as one
+                that a masked view's `apply` returned; otherwise a warning says where it differs.
         """
         if (model is None or inputs is None) == (queries is None):
             raise QueryError("Give either a model and inputs, or queries={layer: tensor}.")
@@ -344,6 +370,9 @@ class Memory:
             linear = {name: entry for name, entry in entries.items() if outside(self._run, name) is None}
             axis = self._run.manifest.batch_axis
             asked = ask(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
+        if model is not None and not other_model:
+            self._say_other_model(model)
+        self._say_unknown(names)
         return Spotlight(
             {
                 name: LayerSpotlight(self._table, self._cache, name, rows, asked=asked.get(name), chunk_size=chunk_size)
@@ -361,6 +390,7 @@ class Memory:
         top: int = 5,
         around: int = 20,
         goes_on: int | None = None,
+        other_model: bool = False,
     ) -> TextSpotlight:
         """Ask which passages of the training text the last token of a prompt attends to.
 
@@ -371,11 +401,16 @@ class Memory:
             top: how many passages, documents, tokens and guesses.
             around: how many tokens of a passage to show on either side of the attended one.
             goes_on: how many tokens the model goes on with; by default ten words, or forty characters.
+            other_model: whether the model is meant to be another than the recorded one; see `attend`.
         """
         chosen = text.check_layers(self.layers if layers is None else _names(layers), self.layers)
-        return text.attend_text(
+        found = text.attend_text(
             self._table, chosen, self.corpus(), model, prompt, top=top, around=around, goes_on=goes_on
         )
+        if not other_model:
+            self._say_other_model(model)
+        self._say_unknown(list(chosen))
+        return found
 
     @in_own_dtype
     def place_totals(self, layer: str, queries: Tensor) -> Tensor:
@@ -389,7 +424,9 @@ class Memory:
 
     def __repr__(self) -> str:
         view = self._describe()
-        return f"Memory({str(self.path)!r}, {self._run.steps} steps{', ' + view if view else ''})"
+        unknown = sum(self.unknown().values()) if self._conditions else 0
+        more = f"; {unknown:,} patterns have no value in the mask's columns" if unknown else ""
+        return f"Memory({str(self.path)!r}, {self._run.steps} steps{', ' + view if view else ''}{more})"
 
     def _describe(self) -> str:
         parts = [str(one) for one in self._conditions]
@@ -397,16 +434,81 @@ class Memory:
             parts.append(f"at step {self._horizon}")
         return "; ".join(parts)
 
+    def differing(self, model: nn.Module) -> list[str]:
+        """Return the names of a model's parts that are not those of the recording at this view's step.
+
+        A few hundred elements of each recorded parameter are compared with what was logged; and at the end of a closed
+        run the other parameters and the buffers with the values that the run keeps.
+        """
+        if self._horizon not in self._shared.marks:
+            self._shared.marks[self._horizon] = logged_marks(self._run, self._horizon)
+        state = None
+        if self._run.manifest.closed and self._horizon == self._run.steps:
+            if self._shared.state is None:
+                self._shared.state = kept_state.known_state(self._run) or kept_state.KnownState()
+            state = self._shared.state
+        return differing_parts(self._run, model, self._shared.marks[self._horizon], state)
+
+    def other_model_text(self, model: nn.Module) -> str:
+        """Say that a model is not the recorded one at this view's step, and where; nothing where it is."""
+        names = self.differing(model)
+        return other_model_text(self._run, model, names, self._horizon) if names else ""
+
+    def _say_other_model(self, model: nn.Module) -> None:
+        """Warn once of a model that is not the recorded one at this view's step."""
+        message = self.other_model_text(model)
+        if message and message not in self._shared.said:
+            self._shared.said.add(message)
+            warn_caller(message, OtherModelWarning)
+
+    def _say_unknown(self, layers: Collection[str] | None = None) -> None:
+        """Warn once for each mask of the patterns that it cannot decide."""
+        if not self._conditions or self._conditions in self._shared.said:
+            return
+        message = self.unknown_text(layers)
+        if message:
+            self._shared.said.add(self._conditions)
+            warn_caller(f"The mask {self._describe()}: {message}", MaskWarning)
+
     def _exact_parts(self) -> dict[str, rebuild.Parts]:
         if self._parts is None:
             if not self._run.exact_parameters():
                 self._run.require_values(next(iter(self.layers)))
+            self._say_unknown()
             self._parts = rebuild.parts(self._run, horizon=self._horizon, keep=self._table.keep())
         return self._parts
 
     def _dtype(self, parameter: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[parameter].dtype)
         return dtype
+
+
+@dataclasses.dataclass(slots=True)
+class _Shared:
+    """What all views of one opened run share.
+
+    Attributes:
+        cache: derived sums.
+        said: masks and messages that the user was warned of already.
+        marks: horizon -> the fingerprints of the recorded parameters there.
+        state: what the run knows of uncovered state at its end, once it was asked for.
+    """
+
+    cache: Cache
+    said: set[object] = dataclasses.field(default_factory=set)
+    marks: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
+    state: kept_state.KnownState | None = None
+
+
+def undecided_text(unknown: Mapping[str, int]) -> str:
+    """Say how many patterns a mask cannot decide, given their number by layer; nothing where there are none."""
+    if not unknown:
+        return ""
+    layers = ", ".join(f"{count:,} in layer {name!r}" for name, count in unknown.items())
+    return (
+        f"{sum(unknown.values()):,} patterns have no value in the mask's columns ({layers}). `without` keeps them and "
+        '`where` leaves them out; name them to decide otherwise, for example without("label = 3 or label is null").'
+    )
 
 
 def _names(layers: str | Collection[str]) -> list[str]:

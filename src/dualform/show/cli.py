@@ -386,13 +386,15 @@ def _attend_text(
 ) -> None:
     import dataclasses
 
+    from dualform.show.ask import late
     from dualform.show.language import show_text
     from dualform.show.models import load_model
     from dualform.show.tables import print_json
 
     loaded = load_model(memory, model, accept_untrained=accept_untrained)
-    found = memory.attend_text(loaded.model, text, layers=layers or None, top=top)
-    found = dataclasses.replace(found, notes=(*loaded.warnings, *found.notes))
+    found = memory.unwarned().attend_text(loaded.model, text, layers=layers or None, top=top, other_model=True)
+    doubts = [*loaded.warnings, memory.unknown_text(list(found.layers)), late(memory)]
+    found = dataclasses.replace(found, notes=(*filter(None, doubts), *found.notes))
     if json:
         print_json(found)
     else:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
+import torch
 import xxhash
 from torch import Tensor
 
@@ -291,6 +292,14 @@ def opened_tensors(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, safetensors.SafetensorError) as error:
         raise CorruptError(f"{path} cannot be read: {error}. Restore the file from a copy of the run.") from error
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements in their order, whatever its device and strides."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    if plain.stride(0) != 1:  # torch calls a single element contiguous whatever its stride, and views it only by 1
+        plain = torch.empty_like(plain, memory_format=torch.contiguous_format).copy_(plain)
+    return plain.view(torch.uint8).numpy().data
 
 
 def checksum(path: Path) -> str:

@@ -18,7 +18,16 @@ from dualform.errors import QueryError
 from dualform.record.model_state import StatePart, live_state
 from dualform.record.sinks import sample
 from dualform.record.watch import plain_name
-from dualform.store.format import FROZEN, UNCOVERED, FileEntry, StateEntry, opened_tensors, publish_tensors, shard_files
+from dualform.store.format import (
+    FROZEN,
+    UNCOVERED,
+    FileEntry,
+    StateEntry,
+    opened_tensors,
+    publish_tensors,
+    shard_files,
+    tensor_bytes,
+)
 from dualform.store.reader import Run
 
 FROZEN_BYTES = 64 << 20  # of all frozen parameters together, up to which they are kept by value
@@ -38,8 +47,7 @@ Parts = Mapping[str, StatePart]
 
 def digest(tensor: Tensor) -> str:
     """Return the xxh3 checksum of a tensor's bytes, as hexadecimal."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return xxhash.xxh3_64_hexdigest(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))
 
 
 def _entry(part: StatePart, *, checked: bool) -> StateEntry:

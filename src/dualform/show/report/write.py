@@ -37,7 +37,8 @@ def write_report(
 ) -> Written:
     """Write a report on so many tests, or on these."""
     if isinstance(model, nn.Module):
-        loaded = Loaded(model)
+        differs = memory.other_model_text(model)
+        loaded = Loaded(model, (f"WARNING: {differs}",) if differs else ())
     else:
         loaded = load_model(memory, model, accept_untrained=accept_untrained)
     session = Session(memory, loaded.model, budget=budget, warnings=loaded.warnings)

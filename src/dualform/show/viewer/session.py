@@ -52,7 +52,10 @@ class Mask:
 
 
 class Session:
-    """One run, opened at its last published step."""
+    """One run, opened at its last published step.
+
+    The model is the caller's affair: `warnings` say where it is not the recorded one, and stand in every answer.
+    """
 
     def __init__(self, memory: Memory, model: nn.Module, *, budget: int, warnings: Sequence[str] = ()) -> None:
         self.memory = memory
@@ -127,7 +130,7 @@ class Session:
 
     def _look(self, subject: Subject, row: int | None) -> dict[str, Any]:
         with self._watched_lock:
-            whole = self.memory.attend(self._watched, subject.inputs)
+            whole = self.memory.attend(self._watched, subject.inputs, other_model=True)
         tokens = not subject.inputs.is_floating_point()
         rows: dict[str, tuple[int, int]] = {}
         queries = {}
@@ -150,7 +153,10 @@ class Session:
         def compute() -> dict[str, Any]:
             with self._watched_lock:
                 targets = torch.tensor([unit])
-                return {"whole": self.memory.attend(self._watched, subject.inputs, targets=targets, quantity="margin")}
+                whole = self.memory.attend(
+                    self._watched, subject.inputs, targets=targets, quantity="margin", other_model=True
+                )
+                return {"whole": whole}
 
         found: Spotlight = self._spotlights.get((subject.key, f"margin of {unit}"), compute)["whole"]
         return found
