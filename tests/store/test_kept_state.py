@@ -409,3 +409,41 @@ def test_the_recording_does_not_hold_the_model_alive(run: Path) -> None:
     assert state.parts()
     del model
     assert state.parts() is None
+
+
+def test_a_model_that_cannot_hold_the_values_is_refused(run: Path) -> None:
+    model = learn(run)
+    with pytest.raises(QueryError, match="is bfloat16 in this model, which cannot hold the recorded float32 values"):
+        dualform.open(run).trained(Mixed().bfloat16())
+    wide = dualform.open(run).trained(Mixed().double())
+    torch.testing.assert_close(wide.scale.float(), model.scale, rtol=0, atol=0)
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    recorded_on = run.parent / "plain"
+    learn_plain = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(learn_plain.parameters(), lr=0.1)
+    with dualform.record(learn_plain, optimizer, recorded_on):
+        learn_plain(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    with pytest.raises(QueryError, match="meta device"):
+        dualform.open(recorded_on).trained(empty)
+
+
+def test_extra_state_is_asked_for_at_both_ends_only(run: Path) -> None:
+    asked = []
+
+    class Telling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            found: Tensor = self.head(inputs)
+            return found
+
+        def get_extra_state(self) -> Any:
+            asked.append(1)
+
+    learn(run, Telling(), shard_bytes=100)
+    assert len(asked) == 2
+    assert Manifest.read(run).uncovered_state == {}

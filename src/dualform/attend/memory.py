@@ -282,7 +282,9 @@ class Memory:
             self._run.final if self._run.final is not None else Memory(self._run, shared=self._shared).weights()
         )
         trained = _with_parameters(model, parameters)
-        return trained, kept_state.restore(self._run, trained)
+        found = {plain_name(name): parameter for name, parameter in trained.named_parameters()}
+        lossy = {name: kept_state.lossy_text(found[name], tensor) for name, tensor in parameters.items()}
+        return trained, {name: why for name, why in lossy.items() if why} | kept_state.restore(self._run, trained)
 
     @in_own_dtype
     def verify(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> audit.Verification:
@@ -542,6 +544,8 @@ def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Modu
                 raise QueryError(
                     f"Parameter {name!r} is {tuple(tensor.shape)} in the memory, but {shape} in this model."
                 )
+            if found[name].is_meta:
+                raise QueryError(f"Parameter {name!r} of this model is on the meta device. Give it memory first.")
             found[name].copy_(tensor)
     return changed
 

@@ -43,8 +43,11 @@ class UncoveredState:
         self._covered = frozenset(covered)
         self._ever_trained: set[str] = set()  # a parameter may be trained for a while and frozen afterwards
 
-    def parts(self) -> dict[str, StatePart] | None:
-        """Return every uncovered part by its plain name, each tensor once; None where the model is gone."""
+    def parts(self, *, extra: bool = True) -> dict[str, StatePart] | None:
+        """Return every uncovered part by its plain name, each tensor once; None where the model is gone.
+
+        With `extra` modules are asked whether they have extra state, which runs the user's code.
+        """
         model = self._model()
         if model is None:
             return None
@@ -61,7 +64,7 @@ class UncoveredState:
             found[plain_name(path)] = _part("buffer", buffer)
         for name in held.values():  # a layer that is not registered, or a parameter of something else
             found[name] = StatePart("trained", None, "is held by the optimizer but is no part of the model")
-        return found | _extra_states(model)
+        return found | _extra_states(model) if extra else found
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter that an optimizer trains, with a name that says where it is held."""

@@ -43,8 +43,8 @@ class Start:
     optimizers: tuple[str, ...]
     uncovered: Mapping[str, int]
     batch_axis: int
-    state: Callable[[], Mapping[str, StatePart] | None] | None = None
-    """Returns the model's uncovered state as it is when called, on the training thread only."""
+    state: Callable[..., Mapping[str, StatePart] | None] | None = None
+    """`UncoveredState.parts`: the model's uncovered state as it is when called, on the training thread only."""
 
 
 @dataclass(frozen=True, slots=True)

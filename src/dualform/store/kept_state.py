@@ -92,7 +92,7 @@ class ShardState:
 class StateKeeper:
     """Publishes the uncovered state of one recording. Its methods are called on the training thread."""
 
-    def __init__(self, parts: Callable[[], Parts | None] | None) -> None:
+    def __init__(self, parts: Callable[..., Parts | None] | None) -> None:
         self._parts = parts
         self._samples: dict[str, Tensor] = {}  # of frozen parameters at the start, to see whether they stay frozen
 
@@ -111,7 +111,7 @@ class StateKeeper:
 
     def after_step(self) -> ShardState | None:
         """Return what has changed since the start, copied; None where nothing is known of the model."""
-        parts = self._now()
+        parts = self._now(extra=False)
         if parts is None:
             return None
         changing = {name: part for name, part in parts.items() if part.tensor is not None and self._changed(name, part)}
@@ -145,8 +145,8 @@ class StateKeeper:
         values = {name: tensor for name, tensor in values.items() if not entries[name].reason}
         return entries, {UNCOVERED: publish_tensors(folder / UNCOVERED, _copied(values))} if values else {}
 
-    def _now(self) -> Parts | None:
-        return None if self._parts is None else self._parts()
+    def _now(self, *, extra: bool = True) -> Parts | None:
+        return None if self._parts is None else self._parts(extra=extra)
 
     def _changed(self, name: str, part: StatePart) -> bool:
         """Say whether a part may differ from its start; frozen parameters are recognised by a sample of elements."""
@@ -225,6 +225,14 @@ def differing(run: Run, model: nn.Module) -> dict[str, str]:
     return _Restoring(run, model).doubts(put=False)
 
 
+def lossy_text(live: Tensor, value: Tensor) -> str:
+    """Say that a tensor's dtype cannot hold the value that was copied into it; nothing where it can."""
+    if live.dtype == value.dtype or torch.equal(live.detach().cpu().to(value.dtype), value.cpu()):
+        return ""
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (live, value)]
+    return f"is {names[0]} in this model, which cannot hold the recorded {names[1]} values"
+
+
 class _Restoring:
     """The uncovered state of a run beside that of a model."""
 
@@ -268,7 +276,7 @@ class _Restoring:
             # A buffer whose elements share memory cannot be written to; it is replaced below.
             with torch.no_grad(), contextlib.suppress(RuntimeError):
                 live.tensor.copy_(value)
-                return ""
+                return lossy_text(live.tensor, value)
         if live is not None and live.kind != "buffer":
             shape = "not readable" if live.tensor is None else tuple(live.tensor.shape)
             raise QueryError(f"Parameter {name!r} is {tuple(value.shape)} in the memory, but {shape} in this model.")
