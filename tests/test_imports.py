@@ -11,13 +11,14 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-PURE = {"algebra", "coefficients", "errors", "forms", "lazy", "progress", "threads", "tokens", "_version"}
+PURE = {"algebra", "coefficients", "errors", "forms", "lazy", "modes", "progress", "threads", "tokens", "_version"}
 STAGES = ("record", "store", "attend", "show", "experiments")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "algebra": set(),
     "forms": {"errors"},
     "errors": set(),
     "lazy": set(),
+    "modes": set(),
     "progress": set(),
     "threads": set(),
     "tokens": set(),

@@ -263,7 +263,7 @@ def test_verify_reports_the_rounding(run: Path, dtype: torch.dtype) -> None:
         assert check.rounding.replay == 0.0
         assert check.rounding.repeatable
     head = repr(found).splitlines()[0].split()
-    assert head == ["layer", "patterns", "stored", "relative", "error", "rounding", "replay", "result"]
+    assert head == ["layer", "patterns", "stored", "relative", "error", "bound", "rounding", "replay", "result"]
     assert all(line.split()[-2:] == ["equal", "passed"] for line in repr(found).splitlines()[1:-1])
     assert all(0 < (layer.rounding or 0) < 5e-2 for layer in found.layers)
 

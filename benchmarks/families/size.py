@@ -47,8 +47,8 @@ def size(bench: Bench) -> Measured:
 def size_error(bench: Bench) -> Measured:
     compact, exact, model, inputs, part, _, _ = bench.once("recordings", lambda: _recordings(bench))
     tests = inputs[:64]
-    ours = dualform.open(compact).at(step=part).attend(model, tests)
-    theirs = dualform.open(exact).attend(model, tests)
+    ours = dualform.open(compact).at(step=part).attend(model, tests, other_model=True)
+    theirs = dualform.open(exact).attend(model, tests, other_model=True)
     errors = {}
     for name in ours:
         for of in ("attention", "magnitude", "contribution"):

@@ -1,5 +1,7 @@
 """The cache: used, harmless when gone, unwritable, broken or out of date."""
 
+import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,9 @@ from dualform.attend import cache
 from dualform.attend import sums as sums_module
 from dualform.store import format as run_format
 from small import batch, files, network, recorded, sgd, state, train
+
+# Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
+pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")
 
 QUESTIONS: dict[str, Callable[[Any], Tensor]] = {
     "attention": lambda layer: layer.totals(by="label").values,
@@ -38,7 +43,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def ask(path: Path, model: nn.Module, question: str, look: Callable[[Any], Any] = lambda memory: memory) -> Tensor:
-    return QUESTIONS[question](look(dualform.open(path)).attend(model, batch(99)[0])["0"])
+    return QUESTIONS[question](look(dualform.open(path)).attend(model, batch(99)[0], other_model=True)["0"])
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -127,7 +132,7 @@ def test_every_view_has_its_own_sums(run: Path) -> None:
     memory = dualform.open(run)
     for name, look in VIEWS.items():
         for question in QUESTIONS:
-            found = QUESTIONS[question](look(memory).attend(model, batch(99)[0])["0"])
+            found = QUESTIONS[question](look(memory).attend(model, batch(99)[0], other_model=True)["0"])
             torch.testing.assert_close(found, alone[name, question], rtol=0, atol=0)
     assert not torch.equal(alone["long", "output"], alone["long but one", "output"]), "or this shows nothing"
 
@@ -188,3 +193,111 @@ def test_the_cache_of_a_run_that_grows_is_not_used(run: Path) -> None:
     assert first.shape != second.shape or not torch.equal(first, second)
     shutil.rmtree(run / "cache")
     torch.testing.assert_close(second, ask(run, model, "attention"), rtol=0, atol=0)
+
+
+def edit(path: Path, at: int) -> None:
+    """Change one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x40
+    path.write_bytes(bytes(content))
+
+
+def test_a_cached_file_with_other_bytes_is_made_again(run: Path, sums: list[str]) -> None:
+    model = recorded(run, 6)
+    first = ask(run, model, "attention")
+    (file,) = (run / "cache").iterdir()
+    for at in (-1, -9, file.stat().st_size // 2):
+        edit(file, at)
+        torch.testing.assert_close(ask(run, model, "attention"), first, rtol=0, atol=0)
+    assert sums == ["0"] * 4
+    ask(run, model, "attention")
+    assert sums == ["0"] * 4, "what was made again is kept"
+
+
+@pytest.mark.parametrize("what", ["SUMS_VERSION", "__version__"])
+def test_a_cached_file_of_another_version_is_made_again(
+    run: Path, sums: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    model = recorded(run, 6)
+    ask(run, model, "attention")
+    monkeypatch.setattr(cache, what, "9.9")
+    ask(run, model, "attention")
+    assert sums == ["0", "0"]
+    ask(run, model, "attention")
+    assert sums == ["0", "0"], "and is kept from then on"
+
+
+def test_a_cached_file_without_version_and_digest_is_made_again(run: Path, sums: list[str]) -> None:
+    model = recorded(run, 6)
+    first = ask(run, model, "attention")
+    (file,) = (run / "cache").iterdir()
+    old = {name: 2 * tensor for name, tensor in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(old, file)
+    torch.testing.assert_close(ask(run, model, "attention"), first, rtol=0, atol=0)
+    assert sums == ["0", "0"]
+
+
+def test_another_start_or_another_description_has_its_own_sums(run: Path) -> None:
+    """The name of a cached sum depends on initial.safetensors and on what the manifest says of layers and columns."""
+    recorded(run, 3)
+    memory = dualform.open(run)
+    names = {cache._describe(memory._run)}
+    manifest = memory._run.manifest
+    for changes in (
+        {"files": manifest.files | {"initial.safetensors": run_format.FileEntry(1, "0")}},
+        {"batch_axis": 1},
+        {"columns": manifest.columns | {"label": "int32"}},
+        {"optimizers": ("Adam",)},
+    ):
+        memory._run.manifest = dataclasses.replace(manifest, **changes)
+        names.add(cache._describe(memory._run))
+    assert len(names) == 5
+
+
+def answer(value: float) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {"sums": torch.full((100,), float(value))}  # 400 bytes, and a header on disk
+
+
+def test_the_folder_is_bounded_and_the_least_recently_used_goes_first(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(run, 3)
+    monkeypatch.setattr(cache, "DISK_BYTES", 2500)  # four files
+    monkeypatch.setattr(cache, "BUDGET", 1000)
+    names = {}
+    for i in range(7):
+        before = set((run / "cache").glob("*")) if i else set()
+        cache.Cache(dualform.open(run)._run).get(i, answer(i))
+        (names[i],) = set((run / "cache").glob("*")) - before
+        os.utime(names[i], ns=(i * 10**9, i * 10**9))
+        if i == 3:
+            cache.Cache(dualform.open(run)._run).get(0, answer(-1))  # used again, now
+    kept = {i for i, path in names.items() if path.exists()}
+    assert sum(path.stat().st_size for path in (run / "cache").iterdir()) <= 2500
+    assert {0, 6} <= kept
+    assert not {1, 2} & kept
+
+
+def test_what_a_killed_writer_left_in_the_cache_goes(run: Path) -> None:
+    recorded(run, 3)
+    left = run / "cache" / ".partial-old"
+    left.mkdir(parents=True)
+    os.utime(left, (0, 0))
+    fresh = run / "cache" / ".partial-new"
+    fresh.mkdir()
+    cache.Cache(dualform.open(run)._run).get("x", answer(1.0))
+    assert not left.exists()
+    assert fresh.exists(), "somebody may be writing it"
+
+
+def test_the_memory_of_the_cache_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(run, 3)
+    (run / "cache").write_text("in the way, so that nothing is kept on disk")
+    monkeypatch.setattr(cache, "MEMORY_BYTES", 1000)
+    kept = cache.Cache(dualform.open(run)._run)
+    for i in (0, 1, 0, 2):
+        kept.get(i, answer(i))
+    computed = []
+    for i in (0, 2, 1):
+        kept.get(i, lambda i=i: computed.append(i) or answer(i)())
+    assert computed == [1]

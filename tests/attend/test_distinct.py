@@ -71,7 +71,7 @@ def test_the_answers_are_the_same(
         monkeypatch.setattr(scoring, "KEPT", 0)
 
     def ask() -> Any:
-        return QUESTIONS[question](VIEWS[view](dualform.open(folder)).attend(model, inputs)["0"])
+        return QUESTIONS[question](VIEWS[view](dualform.open(folder)).attend(model, inputs, other_model=True)["0"])
 
     found = outcome(ask)
     monkeypatch.setattr(distinct, "WORTH", 0.0)
@@ -112,7 +112,7 @@ def test_keys_are_read_as_often_as_there_are_different_ones(
     memory.where(label=2).attend(model, queries)["0"].totals(by="step", of="magnitude")
     assert sum(read) == sum(number % 4 == 2 for number in range(SAMPLES))
     read.clear()
-    memory.at(step=SAMPLES // BATCH).attend(model, queries)["0"].attention()  # all of them are different
+    memory.at(step=SAMPLES // BATCH).attend(model, queries, other_model=True)["0"].attention()  # all are different
     memory.attend(model, queries)["2"].attention()  # and here too
     assert read == []
 

@@ -85,7 +85,7 @@ def test_layers_add_up_and_views_keep_the_filter(run: Path) -> None:
     inputs, labels = questions()
 
     def ask(view: Memory) -> Any:
-        return view.attend(model, inputs, targets=labels)
+        return view.attend(model, inputs, targets=labels, other_model=True)
 
     whole = ask(memory)
     both = whole.effects(by="label")
@@ -223,7 +223,7 @@ def test_an_untrained_layer_has_no_effects(run: Path) -> None:
     for view, layers in ((memory.at(step=0), ["2"]), (memory, [n for n in memory.layers if n == "0"])):
         for name in layers:
             with pytest.raises(QueryError, match="not trained within"):
-                view.attend(model, inputs, targets=labels, layers=name)[name].effects(per="pattern")
+                view.attend(model, inputs, targets=labels, layers=name, other_model=True)[name].effects(per="pattern")
 
 
 def test_what_is_not_finite_is_named(run: Path) -> None:

@@ -201,10 +201,10 @@ def test_attending_in_the_middle_of_a_recording_records_nothing(run: Path, tmp_p
     with dualform.record(model, optimizer, run) as recorder:
         for step in range(3):
             recorder.annotate(label=batch(step)[1])
-            dualform.open(earlier).attend(model, batch(99)[0])["2"].top(1)
+            dualform.open(earlier).attend(model, batch(99)[0], other_model=True)["2"].top(1)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
-            dualform.open(earlier).attend(model, batch(99)[0])["2"].top(1)
+            dualform.open(earlier).attend(model, batch(99)[0], other_model=True)["2"].top(1)
             optimizer.step()
     memory = dualform.open(run)
     assert memory.patterns("0").num_rows == 18
@@ -230,7 +230,7 @@ def test_a_layer_that_the_forward_pass_does_not_call_is_named(pair: Pair) -> Non
     with pytest.raises(QueryError, match=r"Layer '2' was not called in the forward pass"):
         pair.memory.attend(model, pair.queries("0"))
     assert hooks(model) == 0
-    assert set(pair.memory.attend(model, pair.queries("0"), layers=["0"])) == {"0"}
+    assert set(pair.memory.attend(model, pair.queries("0"), layers=["0"], other_model=True)) == {"0"}
 
 
 def test_inputs_of_no_known_kind(pair: Pair) -> None:

@@ -269,7 +269,7 @@ def test_all_patterns_carry_the_whole_logit(found, monkeypatch):
     from dualform.experiments.language import measure
     from dualform.show.models import load_model
 
-    model = load_model(memory, None).eval()
+    model = load_model(memory, None).model.eval()
     total = memory.attend(queries={"softmax": torch.zeros(1, memory.layers["softmax"].d_in)})["softmax"].count()
     monkeypatch.setattr(measure, "CARRIED", (1, total))
     prompts = ask_held_out(model, memory.corpus(), count=4, context=10)

@@ -73,6 +73,9 @@ def test_verify_passes_and_says_so(trained, monkeypatch, capsys):
     assert status == 0
     assert found["passed"] is True
     assert all(layer["relative_error"] < 1e-5 for layer in found["layers"])
+    assert all(layer["relative_error"] <= layer["bound"] < 1e-4 for layer in found["layers"])
+    assert all(one["error"] <= one["bound"] for layer in found["layers"] for one in layer["parameters"])
+    assert (found["uncovered"], found["uncovered_share"], found["verdict"]) == ({}, 0.0, "passed")
     status, out, _ = call(monkeypatch, capsys, "verify", folder)
     assert "passed" in out
 
@@ -104,6 +107,29 @@ def test_verify_fails_with_status_1_on_another_model(trained, monkeypatch, capsy
     status, out, _ = call(monkeypatch, capsys, "verify", folder, "--model", "other_model:make")
     assert status == 1
     assert "FAILED" in out
+    assert "other_model:make makes are not the trained ones. Leave --model out" in " ".join(out.split())
+    status, out, _ = call(monkeypatch, capsys, "verify", folder, "--model", "other_model:make", "--json")
+    assert status == 1
+    assert "let the factory load your checkpoint" in json.loads(out)["hint"]
+
+
+def test_verify_says_of_which_step_a_checkpoint_is(trained, monkeypatch, capsys, tmp_path):
+    folder, _, _ = trained
+    weights = dualform.open(folder)._run.initial
+    safetensors.torch.save_file(weights, tmp_path / "checkpoint.safetensors")
+    (tmp_path / "early_model.py").write_text(
+        "from safetensors.torch import load_file\nfrom dualform.experiments.models import mlp\n"
+        "def make():\n    model = mlp([64, 16, 10])\n"
+        f"    model.load_state_dict(load_file({str(tmp_path / 'checkpoint.safetensors')!r}))\n    return model\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = call(monkeypatch, capsys, "verify", folder, "--model", "early_model:make")
+    assert status == 1
+    assert "the weights before the first step" in out
+    assert "dualform verify --at 0" in out
+    status, out, _ = call(monkeypatch, capsys, "verify", folder, "--model", "early_model:make", "--at", 0)
+    assert status == 0
+    assert "not the trained ones" not in out
 
 
 def test_attend_equals_the_library(trained, monkeypatch, capsys):
@@ -292,7 +318,7 @@ def test_report_writes_one_file(trained, monkeypatch, capsys, tmp_path):
     path = tmp_path / "out" / "report.html"
     status, out, err = call(monkeypatch, capsys, "report", trained[0], "-o", path, "-t", 2, "-t", 7, "--json")
     assert (status, err) == (0, "")
-    assert json.loads(out) == {"path": str(path), "tests": 2, "bytes": path.stat().st_size}
+    assert json.loads(out) == {"path": str(path), "tests": 2, "bytes": path.stat().st_size, "warnings": []}
     status, out, _ = call(monkeypatch, capsys, "report", trained[0], "-o", path, "--tests", 3, "--no-media")
     assert status == 0
     assert "3 tests" in out

@@ -33,7 +33,7 @@ def test_attend_text_equals_the_library(run, monkeypatch, capsys):
     assert (status, err) == (0, "")
     found = json.loads(out)
     memory = dualform.open(run)
-    expected = memory.attend_text(load_model(memory, None), "the wolf sees", top=2)
+    expected = memory.attend_text(load_model(memory, None).model, "the wolf sees", top=2)
     assert set(found["layers"]) == {"embedding", "lstm.l0", "softmax"}
     for name, layer in found["layers"].items():
         for ranking in ("by_pattern", "by_total"):

@@ -1,13 +1,17 @@
 """`verify`: what it passes, what it fails, and what it says."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
 from dualform.errors import QueryError, SelectionError
+from dualform.store.audit import LayerCheck, ParameterCheck, Verification
+from dualform.store.coverage import Coverage
 from small import batch, network, recorded, sgd, state, train
 
 
@@ -101,7 +105,85 @@ def test_the_report_says_what_was_checked(run: Path) -> None:
     check = dualform.open(run).verify(model)
     assert (check.step, check.files) == (7, 14)
     text = repr(check)
-    assert text.splitlines()[0].split() == ["layer", "patterns", "stored", "relative", "error", "result"]
+    assert text.splitlines()[0].split() == ["layer", "patterns", "stored", "relative", "error", "bound", "result"]
     assert text.splitlines()[-1] == "after 7 steps, 14 files: passed"
     assert [layer.patterns for layer in check.layers] == [42, 42]
     assert [layer.bytes for layer in check.layers] == [42 * 4 * 9, 42 * 4 * 7]
+
+
+class Generator(nn.Module):
+    """A network of which only a normalisation can be recorded: the rest is a transposed convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 16, 4, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        self.out = nn.ConvTranspose2d(16, 1, 4, bias=False)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        found: Tensor = self.out(self.norm(self.up(noise)).relu())
+        return found
+
+
+def generate(run: Path, **options: Any) -> Generator:
+    """Record three steps of a generator; of 1,312 trained elements 32 can be recorded."""
+    torch.manual_seed(0)
+    model = Generator()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with pytest.warns(UserWarning, match="not recorded"):
+        recorder = dualform.record(model, optimizer, run, **options)
+    with recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4, 1, 1)).square().mean().backward()
+            optimizer.step()
+    return model
+
+
+def test_what_is_not_covered_is_named_with_its_share(run: Path) -> None:
+    model = generate(run)
+    check = dualform.open(run).verify(model)
+    assert check.passed
+    assert dict(check.uncovered) == {"up.weight": 1024, "out.weight": 256}
+    assert check.uncovered_share == pytest.approx(1280 / 1312)
+    lines = repr(check).splitlines()
+    assert lines[-2] == "not recorded: 2 parameters, 97.6 % of the trained elements: up.weight, out.weight"
+    assert lines[-1].endswith("passed for what is recorded (2.4 % of the trained elements)")
+
+
+def test_a_run_that_records_nothing_that_was_trained_does_not_pass() -> None:
+    """As of a run whose recorded layers are frozen, and whose trained parameters no layer covers."""
+    frozen = LayerCheck("0", 12, 400, (ParameterCheck("0.weight", error=0.0, change=0.0, bound=1e-6),))
+    check = Verification(2, 6, (frozen,), Coverage({"scale": 2}, 0))
+    assert "passed" not in repr(check).splitlines()[-1]
+    assert "nothing to compare: no trained parameter is recorded" in check.verdict
+
+
+def test_keys_only_is_no_plain_pass(run: Path) -> None:
+    recorded(run, 2, layers={"*": "keys"})
+    check = dualform.open(run).verify()
+    assert check.verdict == "files whole; nothing to compare: keys only"
+
+
+def test_the_bound_stands_beside_the_error(run: Path) -> None:
+    model = recorded(run, 7)
+    check = dualform.open(run).verify(model)
+    for line, layer in zip(repr(check).splitlines()[1:], check.layers, strict=False):
+        assert layer.error <= layer.bound < 1e-4
+        assert line.split()[-3:] == [f"{layer.error:.1e}", f"{layer.bound:.1e}", "passed"]
+
+
+def test_a_failure_names_the_parameter_and_the_step_that_the_weights_are_of(run: Path) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run, shard_bytes=1000) as recorder:
+        states = [state(model), *train(model, optimizer, range(8), recorder)]
+    memory = dualform.open(run)
+    check = memory.verify(states[5])
+    assert not check.passed
+    assert "'0.weight' is off by" in repr(check)
+    assert "after step 5" in check.hint
+    assert "--at 5" in repr(check)
+    assert "before the first step" in memory.verify(states[0]).hint
+    assert "no recorded step" in memory.verify(network(seed=9)).hint
+    assert memory.verify(states[8]).hint == ""

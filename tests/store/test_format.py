@@ -51,6 +51,7 @@ def test_the_manifest_has_these_entries(whole: Path) -> None:
     assert set(manifest) == {
         *("format", "version", "steps", "closed", "created", "versions", "layers", "parameters", "uncovered"),
         *("optimizers", "batch_axis", "columns", "files", "shards", "factory", "factory_arguments", "no_final", "rows"),
+        "uncovered_state",
     }
     assert manifest["layers"]["0"] == {
         "kind": "Linear",
@@ -69,7 +70,17 @@ def test_the_manifest_has_these_entries(whole: Path) -> None:
         (2, 6, 7),
     ]
     for shard in manifest["shards"]:
-        assert set(shard) == {"index", "start", "stop", "files", "key_range", "parameters", "pools"}
+        assert set(shard) == {
+            "index",
+            "start",
+            "stop",
+            "files",
+            "key_range",
+            "parameters",
+            "pools",
+            "state_after",
+            "stale",
+        }
         assert set(shard["parameters"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
         assert shard["key_range"]["2"][0] == 0.0  # behind a ReLU
     for name in files(whole) - {"manifest.json"}:
@@ -145,13 +156,13 @@ def test_a_manifest_survives_its_own_text(whole: Path) -> None:
     assert Manifest.from_json(manifest.to_json(), path=whole) == manifest
 
 
-OPTIONAL = {"no_final", "rows"}  # entries that runs of earlier versions lack
+OPTIONAL = {"no_final", "rows", "uncovered_state"}  # entries that runs of earlier versions lack
 
 
 def test_entries_that_earlier_versions_did_not_write_may_be_missing(whole: Path) -> None:
     raw = json.loads((whole / "manifest.json").read_text())
     older = Manifest.from_json(json.dumps({k: v for k, v in raw.items() if k not in OPTIONAL}), path=whole)
-    assert older == dataclasses.replace(Manifest.read(whole), rows={})
+    assert older == dataclasses.replace(Manifest.read(whole), rows={}, uncovered_state=None)
 
 
 def test_a_manifest_without_any_one_entry_is_refused(whole: Path) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from dualform.attend.outputs import logits_of
 from dualform.attend.queries import find_watched, move
 from dualform.errors import QueryError
+from dualform.modes import evaluating
 from dualform.record.listening import ListenedCall, listen
 from dualform.record.watch import Watched
 from dualform.store.format import LayerEntry
@@ -147,16 +148,14 @@ def _backward(
 ) -> tuple[dict[str, list[ListenedCall]], int]:
     """Return every call of the watched layers with the errors that came to its outputs, and the number of inputs."""
     calls: dict[str, list[ListenedCall]] = {name: [] for name in watched}
-    modes = {module: module.training for module in model.modules()}
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     fast = torch.backends.mha.get_fastpath_enabled()
     handles = listen(watched, calls)
-    model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         for parameter in frozen:
             parameter.requires_grad_(parameter.is_floating_point())
-        with torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             if isinstance(batch, Mapping):
                 outputs = model(**batch)
             else:
@@ -173,8 +172,6 @@ def _backward(
             handle.remove()
         for parameter in frozen:
             parameter.requires_grad_(False)
-        for module, mode in modes.items():
-            module.training = mode
     return calls, len(found)
 
 

@@ -123,6 +123,7 @@ class Table:
     masks: dict[tuple[str, int], npt.NDArray[np.bool_] | None] = field(default_factory=dict)
     groupings: dict[tuple[str, tuple[str | Bins, ...]], Grouping] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    unknown_counts: dict[str, int] = field(default_factory=dict)
     distinct_keys: dict[str, Distinct | None] = field(default_factory=dict)
 
     def count(self, layer: str) -> int:
@@ -130,6 +131,17 @@ class Table:
         if layer not in self.counts:
             self.counts[layer] = count_kept(self.run, layer, horizon=self.horizon, keep=self._mask)
         return self.counts[layer]
+
+    def unknown(self, layer: str) -> int:
+        """Return how many patterns of a layer the conditions cannot decide, for want of a value in their columns.
+
+        A pattern that another condition leaves out in any case does not count. `without` keeps such a pattern and
+        `where` leaves it out.
+        """
+        if layer not in self.unknown_counts:
+            found = sum(self._undecided(shard, layer) for shard in self.run.shards) if self.conditions else 0
+            self.unknown_counts[layer] = found
+        return self.unknown_counts[layer]
 
     def kept(self, layer: str) -> npt.NDArray[np.int64]:
         """Return the number of each kept pattern of a layer, counted over all shards."""
@@ -176,11 +188,56 @@ class Table:
             self.require([name])
             holds &= _equals(name, self.column(shard, layer, name), value)
         if one.sql is not None:
-            named = one.sql.casefold()
-            used = [name for name in self.names if name == "pattern" or '"' in name or name.casefold() in named]
-            table = pa.table({name: self.column(shard, layer, name) for name in used})
-            holds &= sql_mask(table, one.sql, self.names)
+            holds &= sql_mask(self._sql_table(one.sql, shard, layer), one.sql, self.names)
         return holds
+
+    def _undecided(self, shard: Shard, layer: str) -> int:
+        """Return how many patterns of a layer in one shard the conditions cannot decide."""
+        if not any(self._has_nulls(shard, layer, name) for one in self.conditions for name in self._columns_of(one)):
+            return 0
+        count = shard.count(layer)
+        unknown, out = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+        for one in self.conditions:
+            missing = self._is_null(one, shard, layer)
+            unknown |= missing
+            out |= ~missing & ~(self._holds(one, shard, layer) ^ one.negated)
+        return int((unknown & ~out & (shard.addresses(layer)["step"] < self.horizon)).sum())
+
+    def _columns_of(self, one: Condition) -> list[str]:
+        """Return the user's columns that a condition may depend on."""
+        named = "" if one.sql is None else one.sql.casefold()
+        columns = [name for name in self.run.manifest.columns if '"' in name or name.casefold() in named]
+        return [*(columns if one.sql is not None else ()), *(name for name, _ in one.equal if name not in ADDRESS)]
+
+    def _has_nulls(self, shard: Shard, layer: str, name: str) -> bool:
+        """Say whether some pattern of a layer may have no value in a column; reads no addresses."""
+        if bool((shard.calls(layer)["annotation_offset"] < 0).any()):
+            return True
+        column = shard.annotations[name] if name in shard.annotations.column_names else None
+        return column is None or column.null_count > 0
+
+    def _is_null(self, one: Condition, shard: Shard, layer: str) -> npt.NDArray[np.bool_]:
+        """Return for which patterns a condition is neither true nor false, as in SQL, where null AND false is false."""
+        null = np.zeros(shard.count(layer), dtype=bool)
+        refuted = np.zeros(shard.count(layer), dtype=bool)
+        for name, value in one.equal:
+            column = self.column(shard, layer, name)
+            named = value is None or (isinstance(value, tuple) and None in value)  # a missing value is asked for
+            missing = np.zeros(len(column), dtype=bool) if named else np.asarray(column.is_null())
+            null |= missing
+            refuted |= ~missing & ~_equals(name, column, value)
+        if one.sql is not None:
+            table = self._sql_table(one.sql, shard, layer)
+            missing = sql_mask(table, f"({one.sql}\n) IS NULL", self.names)
+            null |= missing
+            refuted |= ~missing & ~sql_mask(table, one.sql, self.names)
+        return null & ~refuted
+
+    def _sql_table(self, sql: str, shard: Shard, layer: str) -> pa.Table:
+        """Return the columns that a condition may name, for all of a layer's patterns in a shard."""
+        named = sql.casefold()
+        used = [name for name in self.names if name == "pattern" or '"' in name or name.casefold() in named]
+        return pa.table({name: self.column(shard, layer, name) for name in used})
 
     def column(self, shard: Shard, layer: str, name: str) -> pa.Array:
         """Return one column for all of a layer's patterns in a shard."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from dualform.record.estimate import size_text
 from dualform.store import audit
+from dualform.store.kept_state import known_state
 from dualform.store.reader import Run
 
 
@@ -24,6 +25,7 @@ class Info:
     optimizers: tuple[str, ...]
     bytes: int
     no_final: str = ""  # why a closed run has no final weights
+    not_kept: Mapping[str, str] | None = None  # uncovered state whose final values are not kept, and why; None: no word
 
     def __repr__(self) -> str:
         lines = [f"{self.path}: {self.steps} steps, {size_text(self.bytes)}, trained by {', '.join(self.optimizers)}"]
@@ -41,6 +43,10 @@ class Info:
         lines.append(f"columns: {', '.join(self.columns) or 'none'}")
         if self.uncovered:
             lines.append(f"not recorded: {', '.join(self.uncovered)}")
+        if self.not_kept is None:
+            lines.append("the values of what is not recorded, buffers included, are not known")
+        elif self.not_kept:
+            lines.append("values not kept: " + "; ".join(f"{name} {why}" for name, why in self.not_kept.items()))
         return "\n".join(lines)
 
 
@@ -79,4 +85,13 @@ def describe(run: Run, view: str) -> Info:
         optimizers=manifest.optimizers,
         bytes=sum(entry.bytes for entry in run.files().values()),
         no_final=manifest.no_final,
+        not_kept=_not_kept(run),
     )
+
+
+def _not_kept(run: Run) -> dict[str, str] | None:
+    """Return the uncovered state whose values the run does not keep, with the reason; None where it says nothing."""
+    state = known_state(run)
+    if state is None:
+        return None
+    return dict(state.unknown) | dict.fromkeys(state.marks, "is known by its checksum alone")

@@ -5,8 +5,10 @@ as it was; it does not retrain.
 """
 
 import copy
+import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,20 +26,24 @@ from dualform.attend.groups import Bins, By, Condition, Table, condition
 from dualform.attend.info import Info, describe
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.queries import batches, capture_queries, given_queries
+from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight
+from dualform.attend.warn import MaskWarning, OtherModelWarning, warn_caller
 from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.record.media import example_files, media_files
 from dualform.record.watch import plain_name
-from dualform.store import audit, media, rebuild
+from dualform.store import audit, kept_state, media, rebuild
 from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
 from dualform.store.corpus_fit import check_fit
+from dualform.store.coverage import Coverage, coverage
 from dualform.store.format import CORPUS, LayerEntry, RowsEntry
 from dualform.store.pieces import Tokenizer
 from dualform.store.reader import Run
+from dualform.store.resume import matching_steps
 from dualform.threads import in_own_dtype
 
 
@@ -50,10 +56,11 @@ class Memory:
         *,
         conditions: tuple[Condition, ...] = (),
         horizon: int | None = None,
-        cache: Cache | None = None,
+        shared: "_Shared | None" = None,
     ) -> None:
         self._run = run
-        self._cache = cache or Cache(run)
+        self._shared = shared or _Shared(Cache(run))
+        self._cache = self._shared.cache
         self._conditions = conditions
         self._horizon = run.steps if horizon is None else horizon
         self._table = Table(run, conditions, self._horizon)
@@ -106,6 +113,11 @@ class Memory:
     def versions(self) -> Mapping[str, str]:
         """The versions of what recorded it."""
         return MappingProxyType(self._run.manifest.versions)
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """How much of what was trained the recorded layers cover."""
+        return coverage(self._run)
 
     def info(self) -> Info:
         """Describe the memory."""
@@ -186,15 +198,33 @@ class Memory:
         """Look at the memory as it was after `step` steps."""
         if not 0 <= step <= self._run.steps:
             raise SelectionError(f"Step {step} is outside the memory, which has steps 0 to {self._run.steps}.")
-        return Memory(self._run, conditions=self._conditions, horizon=step, cache=self._cache)
+        return Memory(self._run, conditions=self._conditions, horizon=step, shared=self._shared)
 
     def _view(self, more: Condition) -> "Memory":
         self._table.require(name for name, _ in more.equal)
-        view = Memory(self._run, conditions=(*self._conditions, more), horizon=self._horizon, cache=self._cache)
+        view = Memory(self._run, conditions=(*self._conditions, more), horizon=self._horizon, shared=self._shared)
         if more.sql is not None and self._run.shards:
             # One shard is enough to find a malformed condition now rather than at the first question.
             view._table.keep()(self._run.shards[0], next(iter(self.layers)))
         return view
+
+    def unknown(self, layers: str | Collection[str] | None = None) -> dict[str, int]:
+        """Return how many patterns of each layer this view's mask cannot decide, for want of a value in its columns.
+
+        `without` keeps such a pattern and `where` leaves it out. Layers that have none are left out.
+        """
+        names = list(self.layers) if layers is None else _names(layers)
+        counts = {name: self._table.unknown(name) for name in names}
+        return {name: count for name, count in counts.items() if count}
+
+    def unwarned(self) -> "Memory":
+        """Return this view, which will not warn of patterns that its mask cannot decide: the caller says it."""
+        self._shared.said.add(self._conditions)
+        return self
+
+    def unknown_text(self, layers: str | Collection[str] | None = None) -> str:
+        """Say how many patterns this view's mask cannot decide, and what to do; nothing where it decides all."""
+        return undecided_text(self.unknown(layers)) if self._conditions else ""
 
     # Weights ------------------------------------------------------------------------------------------------------
 
@@ -242,12 +272,38 @@ class Memory:
         weights = self.weights()
         return _with_parameters(model, {name: weights[name] for name in wanted})
 
-    def trained(self, model: nn.Module) -> nn.Module:
-        """Return a copy of the model with its recorded parameters as the recording left them, to the bit.
+    def trained(self, model: nn.Module, *, accept_unknown: bool = False) -> nn.Module:
+        """Return a copy of the model as the recording left it, to the bit: recorded parameters and all other state.
 
-        A recording that was cut off kept no final parameters; they are rebuilt then.
+        A recording that was cut off kept no final parameters; they are rebuilt then. Uncovered parameters and buffers
+        are those that the run keeps. Where it keeps only a checksum, the model's own values must agree with it.
+
+        Args:
+            model: a model of the same structure, as its factory makes it.
+            accept_unknown: take the model's own values for what the run neither keeps nor can compare, instead of
+                raising `QueryError`.
         """
-        return _with_parameters(model, self._run.final or self.weights())
+        trained, doubts = self.restored(model)
+        if doubts and not accept_unknown:
+            raise QueryError(
+                f"{unknown_text(doubts)} Give a model with your checkpoint loaded, or pass accept_unknown=True to take "
+                "this model's own values for them."
+            )
+        return trained
+
+    def restored(self, model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
+        """Return a copy of the model as the recording left it, and the parts of its state that are not, with reasons.
+
+        The parts that are not are parameters and buffers that no recorded layer covers: the run does not keep their
+        values, or keeps a checksum that the model's own values do not have.
+        """
+        parameters = (
+            self._run.final if self._run.final is not None else Memory(self._run, shared=self._shared).weights()
+        )
+        trained = _with_parameters(model, parameters)
+        found = {plain_name(name): parameter for name, parameter in trained.named_parameters()}
+        lossy = {name: kept_state.lossy_text(found[name], tensor) for name, tensor in parameters.items()}
+        return trained, {name: why for name, why in lossy.items() if why} | kept_state.restore(self._run, trained)
 
     @in_own_dtype
     def verify(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> audit.Verification:
@@ -289,7 +345,11 @@ class Memory:
                 raise QueryError(
                     f"Parameter {name!r} is {entry.shape} in the memory, but {tuple(live[name].shape)} in this model."
                 )
-        return audit.verify(self._run, live, horizon=self._horizon)
+        outcome = audit.verify(self._run, live, horizon=self._horizon)
+        if outcome.passed or model is None:
+            return outcome
+        recorded = {name: live[name] for name in self._run.manifest.parameters}
+        return dataclasses.replace(outcome, hint=_other_step(matching_steps(self._run, recorded) - {self._horizon}))
 
     # Attention ----------------------------------------------------------------------------------------------------
 
@@ -303,6 +363,7 @@ class Memory:
         queries: Mapping[str, Tensor] | None = None,
         layers: str | Collection[str] | None = None,
         chunk_size: int | None = None,
+        other_model: bool = False,
     ) -> Spotlight:
         """Ask what inputs attend to.
 
@@ -316,6 +377,8 @@ class Memory:
             queries: query tensors (..., d_in) by layer, instead of a model and inputs.
             layers: the layers to look at; by default all that were recorded.
             chunk_size: patterns per chunk of a pass; chosen by default, and no answer depends on it.
+            other_model: whether the model is meant to be another than the recorded one at this view's step, such as one
+                that a masked view's `apply` returned; otherwise a warning says where it differs.
         """
         if (model is None or inputs is None) == (queries is None):
             raise QueryError("Give either a model and inputs, or queries={layer: tensor}.")
@@ -336,6 +399,9 @@ class Memory:
             linear = {name: entry for name, entry in entries.items() if outside(self._run, name) is None}
             axis = self._run.manifest.batch_axis
             asked = ask(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
+        if model is not None and not other_model:
+            self._say_other_model(model)
+        self._say_unknown(names)
         return Spotlight(
             {
                 name: LayerSpotlight(self._table, self._cache, name, rows, asked=asked.get(name), chunk_size=chunk_size)
@@ -355,6 +421,7 @@ class Memory:
         goes_on: int | None = None,
         context: int | None = None,
         tokenizer: Tokenizer | None = None,
+        other_model: bool = False,
     ) -> TextSpotlight:
         """Ask which passages of the training text the last token of a prompt attends to.
 
@@ -370,9 +437,10 @@ class Memory:
             context: how many tokens the model takes at most; by default read from the model or its configuration.
             tokenizer: turns the prompt into tokens where the text is in a tokenizer's pieces: an object with
                 `encode` and `decode`.
+            other_model: whether the model is meant to be another than the recorded one; see `attend`.
         """
         chosen = text.check_layers(self.layers if layers is None else _names(layers), self.layers)
-        return text.attend_text(
+        found = text.attend_text(
             self._table,
             chosen,
             fitting_corpus(self._run),
@@ -385,6 +453,10 @@ class Memory:
             context=context,
             tokenizer=tokenizer,
         )
+        if not other_model:
+            self._say_other_model(model)
+        self._say_unknown(list(chosen))
+        return found
 
     @in_own_dtype
     def place_totals(self, layer: str, queries: Tensor) -> Tensor:
@@ -398,7 +470,9 @@ class Memory:
 
     def __repr__(self) -> str:
         view = self._describe()
-        return f"Memory({str(self.path)!r}, {self._run.steps} steps{', ' + view if view else ''})"
+        unknown = sum(self.unknown().values()) if self._conditions else 0
+        more = f"; {unknown:,} patterns have no value in the mask's columns" if unknown else ""
+        return f"Memory({str(self.path)!r}, {self._run.steps} steps{', ' + view if view else ''}{more})"
 
     def _describe(self) -> str:
         parts = [str(one) for one in self._conditions]
@@ -406,10 +480,47 @@ class Memory:
             parts.append(f"at step {self._horizon}")
         return "; ".join(parts)
 
+    def differing(self, model: nn.Module) -> list[str]:
+        """Return the names of a model's parts that are not those of the recording at this view's step.
+
+        A few hundred elements of each recorded parameter are compared with what was logged; and at the end of a closed
+        run the other parameters and the buffers with the values that the run keeps.
+        """
+        if self._horizon not in self._shared.marks:
+            self._shared.marks[self._horizon] = logged_marks(self._run, self._horizon)
+        state = None
+        if self._run.manifest.closed and self._horizon == self._run.steps:
+            if self._shared.state is None:
+                self._shared.state = kept_state.known_state(self._run) or kept_state.KnownState()
+            state = self._shared.state
+        return differing_parts(self._run, model, self._shared.marks[self._horizon], state)
+
+    def other_model_text(self, model: nn.Module) -> str:
+        """Say that a model is not the recorded one at this view's step, and where; nothing where it is."""
+        names = self.differing(model)
+        return other_model_text(self._run, model, names, self._horizon) if names else ""
+
+    def _say_other_model(self, model: nn.Module) -> None:
+        """Warn once of a model that is not the recorded one at this view's step."""
+        message = self.other_model_text(model)
+        if message and message not in self._shared.said:
+            self._shared.said.add(message)
+            warn_caller(message, OtherModelWarning)
+
+    def _say_unknown(self, layers: Collection[str] | None = None) -> None:
+        """Warn once for each mask of the patterns that it cannot decide."""
+        if not self._conditions or self._conditions in self._shared.said:
+            return
+        message = self.unknown_text(layers)
+        if message:
+            self._shared.said.add(self._conditions)
+            warn_caller(f"The mask {self._describe()}: {message}", MaskWarning)
+
     def _exact_parts(self) -> dict[str, rebuild.Parts]:
         if self._parts is None:
             if not self._run.exact_parameters():
                 self._run.require_values(next(iter(self.layers)))
+            self._say_unknown()
             self._parts = rebuild.parts(self._run, horizon=self._horizon, keep=self._table.keep())
         return self._parts
 
@@ -418,8 +529,53 @@ class Memory:
         return dtype
 
 
+@dataclasses.dataclass(slots=True)
+class _Shared:
+    """What all views of one opened run share.
+
+    Attributes:
+        cache: derived sums.
+        said: masks and messages that the user was warned of already.
+        marks: horizon -> the fingerprints of the recorded parameters there.
+        state: what the run knows of uncovered state at its end, once it was asked for.
+    """
+
+    cache: Cache
+    said: set[object] = dataclasses.field(default_factory=set)
+    marks: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
+    state: kept_state.KnownState | None = None
+
+
+def undecided_text(unknown: Mapping[str, int]) -> str:
+    """Say how many patterns a mask cannot decide, given their number by layer; nothing where there are none."""
+    if not unknown:
+        return ""
+    layers = ", ".join(f"{count:,} in layer {name!r}" for name, count in unknown.items())
+    return (
+        f"{sum(unknown.values()):,} patterns have no value in the mask's columns ({layers}). `without` keeps them and "
+        '`where` leaves them out; name them to decide otherwise, for example without("label = 3 or label is null").'
+    )
+
+
 def _names(layers: str | Collection[str]) -> list[str]:
     return [layers] if isinstance(layers, str) else list(layers)
+
+
+def _other_step(steps: Collection[int]) -> str:
+    """Say which recorded steps the weights that did not pass belong to."""
+    if not steps:
+        return "These are the weights of no recorded step."
+    step = max(steps)
+    when = f"after step {step}" if step else "before the first step"
+    return f"These are the weights {when}: memory.at(step={step}).verify(model), or dualform verify --at {step}."
+
+
+def unknown_text(doubts: Mapping[str, str], *, most: int = 4) -> str:
+    """Say which parts of a model's state are not known to be those of the recording, the first few by name."""
+    named = [f"{name!r} {reason}" for name, reason in list(doubts.items())[:most]]
+    more = f"; and {len(doubts) - most} more" if len(doubts) > most else ""
+    parts = "1 part" if len(doubts) == 1 else f"{len(doubts)} parts"
+    return f"The run does not know {parts} of the trained model: {'; '.join(named)}{more}."
 
 
 def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -432,6 +588,8 @@ def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Modu
                 raise QueryError(
                     f"Parameter {name!r} is {tuple(tensor.shape)} in the memory, but {shape} in this model."
                 )
+            if found[name].is_meta:
+                raise QueryError(f"Parameter {name!r} of this model is on the meta device. Give it memory first.")
             found[name].copy_(tensor)
     return changed
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend.outputs import logits_of
+from dualform.modes import evaluating
 from dualform.record.layers import find_kind
 from dualform.record.watch import plain_name
 
@@ -41,17 +42,14 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
             hook = lambda m, a, k, o, name=name: keep(m, a, k, o, name)  # noqa: E731
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
     device = next((parameter.device for parameter in model.parameters()), inputs.device)
-    training = model.training
-    model.eval()
     try:
-        with torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             target = output_rows(model(inputs.to(device)))[-1, unit]
             kept = [output for found in calls.values() for _, _, output in found if output.requires_grad]
             gradients = torch.autograd.grad(target, kept, allow_unused=True) if kept else ()
     finally:
         for handle in handles:
             handle.remove()
-        model.train(training)
     by_output = {id(output): gradient for output, gradient in zip(kept, gradients, strict=True)}
     found = {}
     for name, rows in calls.items():

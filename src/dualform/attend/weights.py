@@ -157,6 +157,14 @@ class GroupWeights:
         view = Table(self._table.run, (*self._table.conditions, *_selected(removal)), self._table.horizon)
         return sum(len(selected(s, layer, view.horizon, view.keep())) for s in self._table.run.shards)
 
+    def unknown(self, removal: Removal) -> dict[str, int]:
+        """Return how many patterns of each layer have no value by which the removal could select them, where any."""
+        if removal.empty:
+            return {}
+        view = Table(self._table.run, (*self._table.conditions, *_selected(removal)), self._table.horizon)
+        counts = {layer: view.unknown(layer) for layer in self._table.run.layers}
+        return {layer: count for layer, count in counts.items() if count}
+
     @cached_property
     def _starts(self) -> dict[str, Tensor]:
         run = self._table.run

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualform.modes import evaluating
 from dualform.record.hooks import capture
 from dualform.record.processes import refuse_wrapped
 from dualform.record.watch import Dtype, Layers, What, stored_dtype, watch
@@ -74,18 +75,12 @@ def row_bytes(d_in: int, d_out: int, dtype: str, what: What, *, integer: bool) -
 
 def forward(model: nn.Module, inputs: Any) -> Any:
     """Run the model once in eval mode without gradients; a tuple is its arguments, a mapping its keywords."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            if isinstance(inputs, Mapping):
-                return model(**inputs)
-            if isinstance(inputs, tuple):
-                return model(*inputs)
-            return model(inputs)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(model), torch.no_grad():
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        if isinstance(inputs, tuple):
+            return model(*inputs)
+        return model(inputs)
 
 
 def size_text(size: float) -> str:

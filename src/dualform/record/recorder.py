@@ -29,6 +29,7 @@ from dualform.record.facts import Situation, gather_facts
 from dualform.record.gauge import Gauge
 from dualform.record.hooks import Arrival, Hooks
 from dualform.record.media import Files, example_files, media_files
+from dualform.record.model_state import UncoveredState
 from dualform.record.optimizers import pending_scale
 from dualform.record.processes import refuse_several_processes, refuse_wrapped
 from dualform.record.rowcheck import RowCheck
@@ -78,6 +79,7 @@ class Recorder:
         self._held = held(optimizers)  # ids of parameters
         missing = uncovered(model, optimizers, self._layers)
         self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}
+        self._uncovered_state = UncoveredState(model, optimizers, self._parameters)
         if missing:
             report_uncovered(model, missing, self._parameters, strict=strict)
 
@@ -137,6 +139,7 @@ class Recorder:
                 optimizers=tuple(owned.name for owned in self._owned),
                 uncovered=self._uncovered,
                 batch_axis=self._batch_axis,
+                state=self._uncovered_state.parts,
             )
         )
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dualform.record.annotations import Binding
 from dualform.record.layers import Role
 from dualform.record.media import Files
+from dualform.record.model_state import StatePart
 from dualform.record.rowcheck import RowCheck
 from dualform.record.spares import Spares
 from dualform.record.transfer import Brought
@@ -43,6 +44,8 @@ class Start:
     optimizers: tuple[str, ...]
     uncovered: Mapping[str, int]
     batch_axis: int
+    state: Callable[..., Mapping[str, StatePart] | None] | None = None
+    """`UncoveredState.parts`: the model's uncovered state as it is when called, on the training thread only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """What `dualform attend` and `dualform mask` ask of a memory, and how their answers look."""
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from dualform.attend.effects_asked import Quantity
 from dualform.attend.engine import Of
 from dualform.attend.groups import By
 from dualform.attend.layer import Per
-from dualform.attend.memory import Memory
+from dualform.attend.memory import Memory, undecided_text
 from dualform.attend.spotlight import Spotlight
 from dualform.errors import QueryError
 from dualform.experiments.training import predict
@@ -47,6 +48,8 @@ class MaskOutcome:
     accuracy_after: float | None
     flips: list[dict[str, int]]  # test, before, after (and target, where it is known)
     note: str = MASK_NOTE
+    warnings: tuple[str, ...] = ()  # which parts of the model are not those of the recording
+    unknown: dict[str, int] = field(default_factory=dict)  # layer -> patterns that the mask cannot decide
 
 
 def ask(
@@ -62,13 +65,16 @@ def ask(
     per: str,
     largest: bool,
     quantity: str = "margin",
+    accept_untrained: bool = False,
 ) -> list[LayerAnswer]:
     """Ask for totals and top patterns of the chosen inputs, per layer; of effects also over all layers together."""
     rows, targets = load_inputs(memory, inputs)
     outside = [test for test in tests if not 0 <= test < len(rows)]
     if outside:
         raise QueryError(f"There is no input {outside[0]}; there are 0 to {len(rows) - 1}.")
-    net = load_model(memory, model)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    net = loaded.model
+    memory = memory.unwarned()
     answers = []
     for test in tests:
         if of == "effect":
@@ -79,10 +85,11 @@ def ask(
                 targets=wanted,
                 quantity=cast("Quantity", quantity),
                 layers=list(layers) or None,
+                other_model=True,  # it is what the run keeps, or a warning in the answer says where it is not
             )
             answers.append(_all_layers(spotlight, test, by, top, largest=largest))
         else:
-            spotlight = memory.attend(net, rows[test : test + 1], layers=list(layers) or None)
+            spotlight = memory.attend(net, rows[test : test + 1], layers=list(layers) or None, other_model=True)
         left = spotlight.outside() if of == "effect" else {}
         for name, layer in spotlight.layers.items():
             if name in left:
@@ -93,7 +100,19 @@ def ask(
             found = [] if best is None else best.to_arrow().to_pylist()
             note = EFFECT_NOTE if of == "effect" else ""
             answers.append(LayerAnswer(test, name, layer.count(), of, totals, found, note))
-    return answers
+    return [_noted(memory, answer, loaded.warnings) for answer in answers]
+
+
+def _noted(memory: Memory, answer: LayerAnswer, warnings: Sequence[str]) -> LayerAnswer:
+    """Return an answer whose note also says what is doubtful about the model, and what the mask cannot decide."""
+    unknown = memory.unknown_text(None if answer.layer == ALL else answer.layer)
+    return dataclasses.replace(answer, note=" ".join(filter(None, (*warnings, answer.note, unknown, late(memory)))))
+
+
+def late(memory: Memory) -> str:
+    """Say that the model is that of the end of the recording, where the view looks back from an earlier step."""
+    last = memory.info().steps
+    return "" if memory.step == last else f"The queries are those of the model at the end, after step {last}."
 
 
 def _all_layers(spotlight: Spotlight, test: int, by: By | None, top: int, *, largest: bool) -> LayerAnswer:
@@ -126,24 +145,43 @@ def show_answers(answers: Sequence[LayerAnswer]) -> None:
 
 @torch.no_grad()
 def compare_mask(
-    memory: Memory, masked: Memory, model: str | None, inputs: Path | None, layers: Sequence[str]
+    memory: Memory,
+    masked: Memory,
+    model: str | None,
+    inputs: Path | None,
+    layers: Sequence[str],
+    *,
+    accept_untrained: bool = False,
 ) -> MaskOutcome:
     """Compare the model's predictions with and without the masked patterns."""
     rows, targets = load_inputs(memory, inputs)
-    net = load_model(memory, model)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    net = loaded.model
     before = predict(net, rows)
-    after = predict(masked.apply(net, layers=list(layers) or None), rows)
+    after = predict(masked.unwarned().apply(net, layers=list(layers) or None), rows)
     flips = []
     for test in (before != after).nonzero()[:, 0].tolist():
         flip = {"test": test, "before": int(before[test]), "after": int(after[test])}
         flips.append(flip if targets is None else {**flip, "target": int(targets[test])})
     accuracies = [None if targets is None else float((said == targets).double().mean()) for said in (before, after)]
-    return MaskOutcome(masked.info().view, len(rows), len(flips), accuracies[0], accuracies[1], flips)
+    view = masked.info().view
+    return MaskOutcome(
+        view,
+        len(rows),
+        len(flips),
+        accuracies[0],
+        accuracies[1],
+        flips,
+        warnings=loaded.warnings,
+        unknown=masked.unknown(list(layers) or None),
+    )
 
 
 def show_mask(outcome: MaskOutcome) -> None:
     """Print the outcome of a mask."""
     screen = console()
+    for warning in outcome.warnings:
+        screen.print(warning, markup=False)
     screen.print(f"{outcome.view}: {outcome.changed} of {outcome.tests} predictions change")
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
         screen.print(f"accuracy {percent(outcome.accuracy_before)} -> {percent(outcome.accuracy_after)}")
@@ -152,4 +190,6 @@ def show_mask(outcome: MaskOutcome) -> None:
         print_grid(screen, "Changed", list(shown[0]), [list(flip.values()) for flip in shown])
         if len(outcome.flips) > len(shown):
             screen.print(f"... and {len(outcome.flips) - len(shown)} more (--json lists them all)")
+    if outcome.unknown:
+        screen.print(undecided_text(outcome.unknown), markup=False)
     screen.print(outcome.note)

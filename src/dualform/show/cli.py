@@ -33,7 +33,19 @@ Model = Annotated[Optional[str], typer.Option("--model", help="package.module:fa
 Inputs = Annotated[Optional[Path], typer.Option("--inputs", help=".npy or .safetensors; default: the run's tests.")]  # noqa: UP045
 Where = Annotated[Optional[str], typer.Option("--where", help="SQL: keep only these patterns.")]  # noqa: UP045
 Without = Annotated[Optional[str], typer.Option("--without", help="SQL: leave these patterns out.")]  # noqa: UP045
+Accept = Annotated[
+    bool,
+    typer.Option(
+        "--accept-untrained", help="Answer with the factory's own values for what the run does not keep, and say so."
+    ),
+]
 At = Annotated[Optional[int], typer.Option("--at", help="Look back from after this many steps.")]  # noqa: UP045
+
+
+FACTORY_HINT = (
+    "The weights that {} makes are not the trained ones. Leave --model out to compare with what the run keeps, or let "
+    "the factory load your checkpoint."
+)
 
 
 def main() -> None:
@@ -127,6 +139,8 @@ def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> 
 
     memory = _open(run, at=at)
     outcome = memory.verify(None if model is None else make_model(model))
+    factory_hint = "" if outcome.passed or model is None else FACTORY_HINT.format(model)
+    hint = " ".join(filter(None, (outcome.hint, factory_hint)))
     if json:
         rows = [
             {
@@ -134,14 +148,36 @@ def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> 
                 "patterns": layer.patterns,
                 "bytes": layer.bytes,
                 "relative_error": layer.error,
+                "bound": layer.bound,
                 **({} if layer.rounding is None else {"rounding": layer.rounding, "replay_equal": layer.replayed}),
                 "passed": layer.passed,
+                "parameters": [
+                    {
+                        "parameter": check.parameter,
+                        "error": check.error,
+                        "change": check.change,
+                        "bound": check.bound,
+                        "passed": check.passed,
+                    }
+                    for check in layer.parameters
+                ],
             }
             for layer in outcome.layers
         ]
-        print_json({"step": outcome.step, "files": outcome.files, "passed": outcome.passed, "layers": rows})
+        print_json(
+            {
+                "step": outcome.step,
+                "files": outcome.files,
+                "passed": outcome.passed,
+                "verdict": outcome.verdict,
+                "uncovered": outcome.uncovered,
+                "uncovered_share": outcome.uncovered_share,
+                "hint": hint,
+                "layers": rows,
+            }
+        )
     else:
-        sys.stdout.write(f"{outcome!r}\n")
+        sys.stdout.write(f"{outcome!r}\n" + (f"{factory_hint}\n" if factory_hint else ""))
     if not outcome.passed:
         raise typer.Exit(1)
 
@@ -172,6 +208,7 @@ def attend(
     where: Where = None,
     without: Without = None,
     at: At = None,
+    accept_untrained: Accept = False,
     json: Json = False,
 ) -> None:
     """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
@@ -182,7 +219,15 @@ def attend(
     prompt = _prompt(text, token_ids, tokenizer=tokenizer, context=context)
     if prompt is not None:
         _attend_text(
-            memory, prompt, model=model, layers=layer, top=top, tokenizer=tokenizer, context=context, json=json
+            memory,
+            prompt,
+            model=model,
+            layers=layer,
+            top=top,
+            tokenizer=tokenizer,
+            context=context,
+            accept_untrained=accept_untrained,
+            json=json,
         )
         return
     answers = ask(
@@ -197,6 +242,7 @@ def attend(
         top=top,
         per=per,
         largest=not smallest,
+        accept_untrained=accept_untrained,
     )
     if json:
         print_json(answers)
@@ -226,6 +272,7 @@ def mask(
     model: Model = None,
     inputs: Inputs = None,
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Mask only these layers; repeatable.")] = [],  # noqa: B006
+    accept_untrained: Accept = False,
     json: Json = False,
 ) -> None:
     """Say what changes without some patterns: removes recorded updates; the model is not retrained."""
@@ -234,7 +281,8 @@ def mask(
 
     if where is None and without is None and at is None:
         raise QueryError('Nothing is masked. Give --where, --without or --at, for example --without "label = 3".')
-    outcome = compare_mask(_open(run), _open(run, where=where, without=without, at=at), model, inputs, layer)
+    masked = _open(run, where=where, without=without, at=at)
+    outcome = compare_mask(_open(run), masked, model, inputs, layer, accept_untrained=accept_untrained)
     if json:
         print_json(outcome)
     else:
@@ -251,6 +299,7 @@ def report(
     no_media: Annotated[bool, typer.Option("--no-media", help="Leave training samples and test images out.")] = False,
     max_mb: Annotated[float, typer.Option("--max-mb", help="The size of the file at most.", min=0.01)] = 3.0,
     model: Model = None,
+    accept_untrained: Accept = False,
     json: Json = False,
 ) -> None:
     """Write one self-contained HTML file about some test examples."""
@@ -259,12 +308,20 @@ def report(
 
     columns = None if by is None else tuple(_columns(by))
     written = write_report(
-        _open(run), output, tests=test or tests, by=columns, media=not no_media, most_mb=max_mb, model=model
+        _open(run),
+        output,
+        tests=test or tests,
+        by=columns,
+        media=not no_media,
+        most_mb=max_mb,
+        model=model,
+        accept_untrained=accept_untrained,
     )
     if json:
         print_json(written)
     else:
-        sys.stdout.write(f"{written.path}: {written.tests} tests, {written.bytes / 1e6:.2f} MB\n")
+        lines = [f"{written.path}: {written.tests} tests, {written.bytes / 1e6:.2f} MB", *written.warnings]
+        sys.stdout.write("\n".join(lines) + "\n")
 
 
 @app.command()
@@ -275,11 +332,20 @@ def view(
     host: Annotated[str, typer.Option(help="Where to listen; anything but this machine needs --expose.")] = "127.0.0.1",
     expose: Annotated[bool, typer.Option("--expose", help="Let other machines ask.")] = False,
     memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory for live masks.", min=1)] = 512,
+    accept_untrained: Accept = False,
 ) -> None:
     """Look at a run in the browser, with live masks."""
     from dualform.show.viewer.serve import serve
 
-    serve(run, model=model, host=host, port=port, budget=memory_mb * 1_000_000, expose=expose)
+    serve(
+        run,
+        model=model,
+        host=host,
+        port=port,
+        budget=memory_mb * 1_000_000,
+        expose=expose,
+        accept_untrained=accept_untrained,
+    )
 
 
 @app.command()
@@ -355,16 +421,24 @@ def _attend_text(
     top: int,
     tokenizer: str | None,
     context: int | None,
+    accept_untrained: bool,
     json: bool,
 ) -> None:
+    import dataclasses
+
+    from dualform.show.ask import late
     from dualform.show.language import show_text
     from dualform.show.models import load_model
     from dualform.show.tables import print_json
     from dualform.show.tokenizers import load_tokenizer
 
-    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
-    net = load_model(memory, model)
-    found = memory.attend_text(net, prompt, layers=layers or None, top=top, tokenizer=loaded, context=context)
+    pieces = None if tokenizer is None else load_tokenizer(tokenizer)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    found = memory.unwarned().attend_text(
+        loaded.model, prompt, layers=layers or None, top=top, tokenizer=pieces, context=context, other_model=True
+    )
+    doubts = [*loaded.warnings, memory.unknown_text(list(found.layers)), late(memory)]
+    found = dataclasses.replace(found, notes=(*filter(None, doubts), *found.notes))
     if json:
         print_json(found)
     else:

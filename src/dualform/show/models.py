@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,12 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.attend.memory import Memory
+from dualform.attend.memory import Memory, unknown_text
 from dualform.errors import QueryError
 
 
-def load_model(memory: Memory, spec: str | None) -> nn.Module:
-    """Make the model and put the memory's weights into it; what the memory does not cover is as the factory made it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A model as the recording left it.
+
+    Attributes:
+        model: the model.
+        warnings: sentences that belong into every answer about it: which parts are as the factory made them.
+    """
+
+    model: nn.Module
+    warnings: tuple[str, ...] = ()
+
+
+def load_model(memory: Memory, spec: str | None, *, accept_untrained: bool = False) -> Loaded:
+    """Make the model and put what the memory keeps into it: recorded weights, other parameters and buffers.
+
+    Args:
+        memory: the memory.
+        spec: `package.module:factory`; by default the one that the run remembers.
+        accept_untrained: answer with the factory's own values for what the run does not keep, instead of refusing.
+    """
     arguments: Mapping[str, Any] = {}
     if spec is None:
         if memory.factory is None:
@@ -25,13 +45,15 @@ def load_model(memory: Memory, spec: str | None) -> nn.Module:
             )
         spec, arguments = memory.factory
     model = make_model(spec, arguments)
-    unknown = [*memory.info().uncovered, *(name for name, _ in model.named_buffers())]
-    if unknown:
-        sys.stderr.write(
-            f"dualform: not in the memory, and as {spec} made them: {', '.join(unknown)}. "
-            "Let the factory load your checkpoint.\n"
+    trained, doubts = memory.restored(model)
+    if not doubts:
+        return Loaded(trained)
+    if not accept_untrained:
+        raise QueryError(
+            f"{unknown_text(doubts)} An answer would be about another network. Let {spec} load your checkpoint, or "
+            "accept its own values for them with --accept-untrained."
         )
-    return memory.trained(model)
+    return Loaded(trained, (f"WARNING: {unknown_text(doubts)} They are as {spec} made them.",))
 
 
 def make_model(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:

@@ -25,6 +25,7 @@ from torch import Tensor
 from dualform.errors import CorruptError
 from dualform.forms import form
 from dualform.record.estimate import size_text
+from dualform.store.coverage import Coverage, coverage
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.rebuild import Parts, parts
@@ -112,6 +113,19 @@ class LayerCheck:
         return relative(error, change)
 
     @property
+    def bound(self) -> float | None:
+        """What the error may be relative to the change, over weight and bias together; nothing for keys only.
+
+        Each parameter has a bound of its own, and the layer passes only where each is kept.
+        """
+        if not self.parameters:
+            return None
+        bound, change = (
+            math.hypot(*parts) for parts in zip(*((c.bound, c.change) for c in self.parameters), strict=True)
+        )
+        return relative(bound, change)
+
+    @property
     def rounding(self) -> float | None:
         """The size of the rounding term relative to the change, over all parameters that have one; nothing for none."""
         rounded = [(c.rounding.size, c.change) for c in self.parameters if c.rounding is not None]
@@ -136,11 +150,32 @@ class Verification:
     step: int
     files: int
     layers: tuple[LayerCheck, ...]
+    coverage: Coverage
+    hint: str = ""  # why it failed and what to do, where that is known
 
     @property
     def passed(self) -> bool:
-        """Whether every layer passed."""
+        """Whether every recorded layer passed; `uncovered` says what no recorded layer covers."""
         return all(layer.passed for layer in self.layers)
+
+    @property
+    def uncovered(self) -> Mapping[str, int]:
+        """The trained parameters that no recorded layer covers, with their number of elements."""
+        return self.coverage.uncovered
+
+    @property
+    def uncovered_share(self) -> float:
+        """The share of the trained elements that no recorded layer covers, 0 to 1."""
+        return self.coverage.uncovered_share
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in words, with its limits."""
+        if not self.passed:
+            return "FAILED"
+        if not any(layer.parameters for layer in self.layers) and self.coverage.recorded:
+            return "files whole; nothing to compare: keys only"
+        return self.coverage.passed_text
 
     def __bool__(self) -> bool:
         return self.passed
@@ -149,21 +184,40 @@ class Verification:
         width = max([len(layer.layer) for layer in self.layers] + [5])
         rounded = any(layer.rounding is not None for layer in self.layers)
         more = f"  {'rounding':>8}  {'replay':>7}" if rounded else ""
-        lines = [f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}{more}  result"]
+        lines = [
+            f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}  {'bound':>9}{more}  result"
+        ]
         for layer in self.layers:
             error = "keys only" if layer.error is None else f"{layer.error:.1e}"
             result = "passed" if layer.passed else "FAILED"
-            row = f"{layer.layer:<{width}}  {layer.patterns:>10,}  {size_text(layer.bytes):>9}  {error:>14}"
+            bound = "-" if layer.bound is None or math.isinf(layer.bound) else f"{layer.bound:.1e}"
+            row = f"{layer.layer:<{width}}  {layer.patterns:>10,}  {size_text(layer.bytes):>9}  {error:>14}  {bound:>9}"
             if rounded:
                 size = "" if layer.rounding is None else f"{layer.rounding:.1e}"
                 replay = {None: "", True: "equal", False: "differs"}[layer.replayed]
                 row += f"  {size:>8}  {replay:>7}"
             lines.append(f"{row}  {result}")
-        verdict = "passed" if self.passed else "FAILED"
+        failed = {check.parameter: check for layer in self.layers for check in layer.parameters if not check.passed}
+        lines += [_failure(check) for check in failed.values()]
         coarse = sum(check.noise > 0 for layer in self.layers for check in layer.parameters)
         if coarse:
             lines.append(f"gradients of {coarse} parameters were rounded by autocast: rebuilt to that rounding")
-        return "\n".join([*lines, f"after {self.step} steps, {self.files} files: {verdict}"])
+        if self.uncovered:
+            lines.append(str(self.coverage))
+        lines.append(f"after {self.step} steps, {self.files} files: {self.verdict}")
+        return "\n".join([*lines, self.hint] if self.hint else lines)
+
+
+def _failure(check: ParameterCheck) -> str:
+    """Say how far a parameter that did not pass is from its bound."""
+    if check.error > check.bound or check.rounding is None:
+        return f"{check.parameter!r} is off by {check.error:.1e}; at most {check.bound:.1e} is rounding"
+    if check.rounding.error > check.rounding.bound:
+        return (
+            f"{check.parameter!r} is off by {check.rounding.error:.1e} before its optimizer's rounding is added; "
+            f"at most {check.rounding.bound:.1e} is rounding"
+        )
+    return f"{check.parameter!r}: the replayed steps differ by {check.rounding.replay:.1e}, and should be equal"
 
 
 def relative(error: float, change: float) -> float:
@@ -267,7 +321,7 @@ def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verificatio
     """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
     files = check_files(run)
     checks = compare(run, parts(run, horizon=horizon), live, horizon=horizon)
-    return Verification(horizon, files, tuple(by_layer(run, checks).values()))
+    return Verification(horizon, files, tuple(by_layer(run, checks).values()), coverage(run))
 
 
 def by_layer(run: Run, checks: Mapping[str, ParameterCheck]) -> dict[str, LayerCheck]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
+import torch
 import xxhash
 from torch import Tensor
 
@@ -30,6 +31,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
+FROZEN = "frozen.safetensors"
+UNCOVERED = "uncovered.safetensors"
 PARTIAL = ".partial-"
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
@@ -38,12 +41,13 @@ Stored = Literal["keys+values", "keys"]
 
 
 def shard_files(index: int) -> dict[str, str]:
-    """Return the relative path of each file of a shard, by what it holds."""
+    """Return the relative path of each file of a shard, by what it holds; the last is there where it is needed."""
     return {
         "patterns": f"shards/{index:06d}.safetensors",
         "calls": f"calls/{index:06d}.parquet",
         "annotations": f"annotations/{index:06d}.parquet",
         "steps": f"steps/{index:06d}.parquet",
+        "uncovered": f"uncovered/{index:06d}.safetensors",
     }
 
 
@@ -85,6 +89,17 @@ class ParameterEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class StateEntry:
+    """A part of the model's state that no recorded layer covers."""
+
+    kind: str  # trained, frozen, buffer or extra
+    shape: tuple[int, ...]
+    dtype: str
+    xxh3: str  # of its bytes: a frozen parameter's at the start, everything's at the end; empty where not taken
+    reason: str = ""  # why it can be neither kept nor compared
+
+
+@dataclass(frozen=True, slots=True)
 class ShardEntry:
     """A published range of steps, `start <= step < stop`.
 
@@ -98,6 +113,8 @@ class ShardEntry:
     key_range: dict[str, tuple[float, float]]  # layer -> (least, greatest) key element
     parameters: dict[str, str]  # parameter -> xxh3 of its bytes after the last step
     pools: dict[str, tuple[int, int]] = field(default_factory=dict)  # layer with a pool -> (first number, keys here)
+    state_after: int | None = None  # the number of steps after which `stale` and the file of uncovered state hold
+    stale: tuple[str, ...] = ()  # uncovered state that had changed by then and is not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +136,7 @@ class Manifest:
     factory: str | None = None
     factory_arguments: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, RowsEntry] = field(default_factory=dict)  # layers that were tried
+    uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
 
     @property
     def steps(self) -> int:
@@ -164,6 +182,7 @@ class Manifest:
                 factory=raw["factory"],
                 factory_arguments=raw["factory_arguments"],
                 rows={name: RowsEntry(**entry) for name, entry in raw.get("rows", {}).items()},
+                uncovered_state=_state_entries(raw.get("uncovered_state")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -187,6 +206,12 @@ class Manifest:
         publish(folder / MANIFEST, lambda partial: partial.write_text(self.to_json()))
 
 
+def _state_entries(raw: dict[str, Any] | None) -> dict[str, StateEntry] | None:
+    if raw is None:
+        return None
+    return {name: StateEntry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in raw.items()}
+
+
 def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
     return ShardEntry(
         index=raw["index"],
@@ -196,6 +221,8 @@ def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
         key_range={layer: (low, high) for layer, (low, high) in raw["key_range"].items()},
         parameters=raw["parameters"],
         pools={layer: (base, count) for layer, (base, count) in raw.get("pools", {}).items()},
+        state_after=raw.get("state_after"),
+        stale=tuple(raw.get("stale", ())),
     )
 
 
@@ -251,7 +278,9 @@ def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
     return write_partial(path, write).publish()
 
 
-def publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def publish_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> FileEntry:
     """Publish tensors as a safetensors file; failing to write is an `OSError`, whoever reports it."""
     # A tensor that is a part of a larger storage is copied: the format has no views.
     whole = {
@@ -261,7 +290,7 @@ def publish_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
 
     def write(partial: Path) -> None:
         try:
-            safetensors.torch.save_file(whole, partial)
+            safetensors.torch.save_file(whole, partial, dict(metadata or {}) or None)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from error
 
@@ -276,6 +305,14 @@ def opened_tensors(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, safetensors.SafetensorError) as error:
         raise CorruptError(f"{path} cannot be read: {error}. Restore the file from a copy of the run.") from error
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements in their order, whatever its device and strides."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    if plain.stride(0) != 1:  # torch calls a single element contiguous whatever its stride, and views it only by 1
+        plain = torch.empty_like(plain, memory_format=torch.contiguous_format).copy_(plain)
+    return plain.view(torch.uint8).numpy().data
 
 
 def checksum(path: Path) -> str:
@@ -301,7 +338,9 @@ def is_foreign(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     if not names or MANIFEST in names:
         return False
-    return LOCK not in names or any(name not in (LOCK, INITIAL) and not name.startswith(PARTIAL) for name in names)
+    return LOCK not in names or any(
+        name not in (LOCK, INITIAL, FROZEN) and not name.startswith(PARTIAL) for name in names
+    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from dualform.errors import ResumeError
 from dualform.lazy import compute as pc
 from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
-from dualform.store.format import FINAL, Manifest, remove_partial, shard_files
+from dualform.store.format import FINAL, FROZEN, UNCOVERED, Manifest, remove_partial, shard_files
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 from dualform.store.rebuild import parts, states
@@ -86,9 +86,9 @@ def _difference(before: object, now: object) -> str:
     return f"was {before}, is {now}"
 
 
-def _find(run: Run, live: Mapping[str, Tensor]) -> int:
-    """Return the one step whose fingerprints are those of the live parameters."""
-    wanted = {name: fingerprint(sample(tensor)) for name, tensor in live.items()}
+def matching_steps(run: Run, live: Mapping[str, Tensor]) -> set[int]:
+    """Return the steps after which the logged fingerprints are those of the live parameters; 0 is the start."""
+    wanted = {name: fingerprint(sample(tensor.detach().cpu())) for name, tensor in live.items()}
     candidates: set[int] = set()
     if all(fingerprint(sample(tensor)) == wanted[name] for name, tensor in run.initial.items()):
         candidates.add(0)
@@ -102,6 +102,12 @@ def _find(run: Run, live: Mapping[str, Tensor]) -> int:
                 steps = {step + 1 for step in rows["step"].to_pylist()}
                 matching = steps if matching is None else matching & steps
         candidates |= matching or set()
+    return candidates
+
+
+def _find(run: Run, live: Mapping[str, Tensor]) -> int:
+    """Return the one step whose fingerprints are those of the live parameters."""
+    candidates = matching_steps(run, live)
     if not candidates:
         raise ResumeError(
             f"The model's weights are those of no recorded step (0 to {run.steps}) of {run.folder}. "
@@ -146,8 +152,10 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
     kept = [shard for shard in manifest.shards if shard.start < step]
     if kept and kept[-1].stop > step:
         kept[-1] = dataclasses.replace(kept[-1], stop=step, parameters={})
-    files = {name: entry for name, entry in manifest.files.items() if name != FINAL}
-    return dataclasses.replace(manifest, shards=tuple(kept), files=files, closed=False, no_final="")
+    files = {name: entry for name, entry in manifest.files.items() if name not in (FINAL, FROZEN, UNCOVERED)}
+    return dataclasses.replace(
+        manifest, shards=tuple(kept), files=files, closed=False, no_final="", uncovered_state=None
+    )
 
 
 def _sweep(folder: Path, manifest: Manifest) -> None:
@@ -158,6 +166,7 @@ def _sweep(folder: Path, manifest: Manifest) -> None:
         for path in (folder / kind).parent.glob("*"):
             if path.relative_to(folder).as_posix() not in listed:
                 path.unlink()
-    (folder / FINAL).unlink(missing_ok=True)
+    for name in (FINAL, FROZEN, UNCOVERED):
+        (folder / name).unlink(missing_ok=True)
     for path in (folder / "cache").glob("*"):
         path.unlink()

@@ -51,6 +51,7 @@ from dualform.store.format import (
     shard_files,
     write_partial,
 )
+from dualform.store.kept_state import ShardState, StateKeeper
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.queue import ByteQueue
 from dualform.store.reader import Run
@@ -67,6 +68,7 @@ class _Seal:
     """Publish what was taken so far; the parameters as they were then."""
 
     parameters: Snapshot
+    state: ShardState | None  # the uncovered state as it was then, where that is known
     wait: bool  # whether it has to be on the disk before the next item is looked at
 
 
@@ -132,6 +134,7 @@ class DiskWriter:
         self._seen: set[str] = set()  # layers that have patterns
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
         self._manifest = Manifest({}, {}, (), {})
+        self._keeper = StateKeeper(None)
         self._stack = ExitStack()
 
     # On the training thread ---------------------------------------------------------------------------------------
@@ -139,6 +142,7 @@ class DiskWriter:
     def open(self, start: Start) -> int:
         """Make the run folder, or continue in one; return the number of the first step to come."""
         self._manifest = self._describe(start)
+        self._keeper = StateKeeper(start.state)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if is_foreign(self.path):
@@ -201,17 +205,21 @@ class DiskWriter:
 
     def close(self, final: Mapping[str, Tensor]) -> None:
         """Publish everything, then the final parameters, then say so in the manifest."""
+        if self._hole is not None:
+            self._keeper = StateKeeper(None)  # the model has moved on since the last step that was taken
         with self._stack:
             self._drain(dict(final) if self._hole is None else {})
             self._check_whole()
             try:
                 entry = publish_tensors(self.path / FINAL, final)
-                self._publish(closed=True, files={**self._manifest.files, FINAL: entry})
+                state, files = self._keeper.finish(self.path, self._manifest.uncovered_state)
+                self._publish(closed=True, files={**self._manifest.files, FINAL: entry, **files}, uncovered_state=state)
             except OSError as error:
                 raise StoreError(f"The final parameters could not be written: {error}.") from error
 
     def close_without_final(self, reason: str) -> None:
         """Publish everything, then say in the manifest that the run is closed, and why it has no final parameters."""
+        self._keeper = StateKeeper(None)  # the rest of the model is not as the last step left it either
         with self._stack:
             self._drain({})
             self._check_whole()
@@ -226,6 +234,7 @@ class DiskWriter:
 
     def abandon(self) -> None:
         """Publish what was taken, and stop; the run stays open for `resume`. After the end there is nothing to do."""
+        self._keeper = StateKeeper(None)  # the parameters may be those of no step
         with self._stack, contextlib.suppress(StoreError):
             self._drain({})
 
@@ -284,7 +293,9 @@ class DiskWriter:
         for name, state in start.states.items():
             tensors |= {f"{entry}{STATE}{name}": tensor for entry, tensor in state.items()}
         remove_partial(self.path)
-        self._publish(files={INITIAL: publish_tensors(self.path / INITIAL, tensors)})
+        initial = publish_tensors(self.path / INITIAL, tensors)
+        entries, files = self._keeper.begin(self.path)
+        self._publish(files={INITIAL: initial, **files}, uncovered_state=entries)
 
     def _continue(self, start: Start) -> None:
         if self._resume is False:
@@ -296,6 +307,8 @@ class DiskWriter:
         self._manifest = resume_at(self.path, self._manifest, start, step)
         self._columns = dict(self._manifest.columns)
         self._seen, self._pools = read_pools(Run(self.path))
+        state, files = self._keeper.begin(self.path)
+        self._publish(files={**self._manifest.files, **files}, uncovered_state=state)
 
     def _check_space(self, record: StepRecord) -> None:
         self._checked = True
@@ -318,8 +331,10 @@ class DiskWriter:
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
     def _seal(self, snapshot: Callable[[], Snapshot], *, wait: bool = True) -> None:
-        parameters = snapshot()
-        self._queue.put(_Seal(parameters, wait), sum(tensor.nbytes for tensor in parameters.values()))
+        parameters = snapshot()  # nothing where they are not those of the last step; then the rest is not either
+        state = self._keeper.after_step() if parameters else None
+        copied = [*parameters.values(), *(state.values.values() if state is not None else ())]
+        self._queue.put(_Seal(parameters, state, wait), sum(tensor.nbytes for tensor in copied))
         self._unsealed = 0
 
     # On the writer's thread ---------------------------------------------------------------------------------------
@@ -335,7 +350,7 @@ class DiskWriter:
                     self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
                 else:
                     if self._taken:
-                        finish = self._write_shard(self._taken, item.parameters)
+                        finish = self._write_shard(self._taken, item.parameters, item.state)
                         self._taken = []
                         self._publishing = Background(finish)
                     if item.wait:
@@ -353,7 +368,9 @@ class DiskWriter:
         if publishing is not None:
             publishing.result()
 
-    def _write_shard(self, records: list[StepRecord], parameters: Snapshot) -> Callable[[], None]:
+    def _write_shard(
+        self, records: list[StepRecord], parameters: Snapshot, state: ShardState | None
+    ) -> Callable[[], None]:
         """Write the patterns of a shard, and return what publishes it once the shard before is on the disk."""
         names = shard_files(self._next)
         calls, annotations = call_tables(records)
@@ -376,8 +393,12 @@ class DiskWriter:
             files = {names["patterns"]: partial.publish()}
             for what, table in tables.items():
                 files[names[what]] = _publish_table(self.path / names[what], table)
+            if state is not None and state.values:
+                files[names["uncovered"]] = publish_tensors(self.path / names["uncovered"], state.values)
             marks = {name: fingerprint(tensor) for name, tensor in parameters.items()}
             shard = ShardEntry(index, start, stop, files, key_range, marks, pools)
+            if state is not None:
+                shard = dataclasses.replace(shard, state_after=stop, stale=state.stale)
             columns = merge_columns(self._manifest.columns, annotations.schema)
             known = {name: RowsEntry(check.outcome, check.reason) for name, check in rows.items()}
             self._publish(

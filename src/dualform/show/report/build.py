@@ -141,10 +141,11 @@ def _page(
     )
     missing = f"<p>Left out to keep the file small: tests {', '.join(map(str, left_out))}.</p>" if left_out else ""
     limits = "".join(f"<li>{escape(text)}</li>" for text in LIMITS)
+    warned = "".join(f'<p class="warning" role="note">{escape(text)}</p>' for text in session.warnings)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f'<style>{style}</style></head><body><main><h1>{escape(title)}</h1><p class="muted">{told} Grouped by '
+        f'<style>{style}</style></head><body><main><h1>{escape(title)}</h1>{warned}<p class="muted">{told} Grouped by '
         f"{escape(', '.join(map(str, by)))}. ◆ target, ▸ what the model says.</p>{missing}"
         f'<div id="tools" hidden></div><h2>Summary</h2>{_summary(session, badge)}{"".join(sections)}'
         f"<h2>What this can and cannot say</h2><ul>{limits}</ul><h2>Provenance</h2>{_provenance(session)}</main>"
@@ -159,7 +160,8 @@ def _asset(name: str) -> str:
 
 def _summary(session: Session, badge: Mapping[str, Any]) -> str:
     info = session.memory.info()
-    rows = [
+    rows = [("warning", warning) for warning in session.warnings]
+    rows += [
         ("steps", f"{info.steps:,}" + ("" if info.closed else ", still being recorded or cut off")),
         ("optimizer", ", ".join(info.optimizers)),
     ]
@@ -169,10 +171,13 @@ def _summary(session: Session, badge: Mapping[str, Any]) -> str:
     if session.targets is not None and len(session.tests):
         right = float((session.predictions() == session.targets).double().mean())
         rows.append(("accuracy", f"{100 * right:.2f} % of {len(session.tests):,} tests"))
-    rows.append(("exactness", str(badge["state"])))
+    rows.append(("exactness", badge["verdict"] or str(badge["state"])))
+    if badge["not_recorded"]:
+        rows.append(("not recorded", badge["not_recorded"].removeprefix("not recorded: ")))
     for layer in badge["layers"]:
-        error = layer["relative_error"]
-        rows.append((f"rebuild error, {layer['layer']}", "keys only" if error is None else f"{error:.1e}"))
+        error, bound = layer["relative_error"], layer["bound"]
+        text = "keys only" if error is None else f"{error:.1e} of the change; at most {bound:.1e} is rounding"
+        rows.append((f"rebuild error, {layer['layer']}", text))
     rows += [
         (name, f"{layer['kind']} {layer['d_in']} → {layer['d_out']}, {layer['patterns']:,} patterns")
         for name, layer in info.layers.items()

@@ -8,7 +8,7 @@ from torch import nn
 
 from dualform.attend.memory import Memory
 from dualform.errors import QueryError, StoreError
-from dualform.show.models import load_model
+from dualform.show.models import Loaded, load_model
 from dualform.show.report.build import build_report, choose_tests
 from dualform.show.viewer.session import By, Session
 
@@ -20,6 +20,7 @@ class Written:
     path: str
     tests: int
     bytes: int
+    warnings: tuple[str, ...] = ()  # which parts of the model are not those of the recording
 
 
 def write_report(
@@ -32,10 +33,15 @@ def write_report(
     most_mb: float = 3.0,
     model: str | nn.Module | None = None,
     budget: int = 512 << 20,
+    accept_untrained: bool = False,
 ) -> Written:
     """Write a report on so many tests, or on these."""
-    trained = model if isinstance(model, nn.Module) else load_model(memory, model)
-    session = Session(memory, trained, budget=budget)
+    if isinstance(model, nn.Module):
+        differs = memory.other_model_text(model)
+        loaded = Loaded(model, (f"WARNING: {differs}",) if differs else ())
+    else:
+        loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    session = Session(memory, loaded.model, budget=budget, warnings=loaded.warnings)
     if not len(session.tests):
         raise QueryError(f"{memory.path} keeps no test examples to report on. Add some with memory.add_tests.")
     chosen = choose_tests(session, tests) if isinstance(tests, int) else list(tests)
@@ -47,4 +53,4 @@ def write_report(
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error}.") from error
-    return Written(str(path), page.count('<section class="test"'), len(page.encode()))
+    return Written(str(path), page.count('<section class="test"'), len(page.encode()), loaded.warnings)

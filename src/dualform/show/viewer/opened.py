@@ -13,9 +13,12 @@ from dualform.store.format import MANIFEST
 class Opened:
     """Opens the run, and opens it again when its manifest has changed."""
 
-    def __init__(self, path: Path, *, model: str | None = None, budget: int = 512 << 20) -> None:
+    def __init__(
+        self, path: Path, *, model: str | None = None, budget: int = 512 << 20, accept_untrained: bool = False
+    ) -> None:
         self.path = path
         self._model = model
+        self._accept_untrained = accept_untrained
         self._budget = budget
         self._lock = threading.Lock()
         self._session: Session | None = None
@@ -31,7 +34,8 @@ class Opened:
             if self._session is None or stamp != self._stamp:
                 self.close()
                 memory = dualform.open(self.path)
-                self._session = Session(memory, load_model(memory, self._model), budget=self._budget)
+                loaded = load_model(memory, self._model, accept_untrained=self._accept_untrained)
+                self._session = Session(memory, loaded.model, budget=self._budget, warnings=loaded.warnings)
                 self._stamp = stamp
             return self._session
 

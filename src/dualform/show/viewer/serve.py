@@ -21,6 +21,7 @@ def make_server(
     port: int = 0,
     budget: int = 512 << 20,
     token: str | None = None,
+    accept_untrained: bool = False,
 ) -> tuple[Any, socket.socket, str]:
     """Return a uvicorn server, the socket that it will listen on, and the address with its token.
 
@@ -38,7 +39,7 @@ def make_server(
     listening = _listen(host, port)
     bound = listening.getsockname()[1]
     hosts = {*LOCAL, host, socket.gethostname()} if host not in LOCAL else set(LOCAL)
-    opened = Opened(run, model=model, budget=budget)
+    opened = Opened(run, model=model, budget=budget, accept_untrained=accept_untrained)
     app = make_app(opened)
     # A cookie does not know ports: each viewer has a name of its own.
     guarded = Guard(app, token=token, cookie=f"dualform-{bound}", hosts=hosts)
@@ -62,14 +63,25 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(run: Path, *, model: str | None, host: str, port: int, budget: int, expose: bool) -> None:
+def serve(
+    run: Path,
+    *,
+    model: str | None,
+    host: str,
+    port: int,
+    budget: int,
+    expose: bool,
+    accept_untrained: bool = False,
+) -> None:
     """Serve the viewer of one run until it is interrupted."""
     if host not in LOCAL and not expose:
         raise QueryError(
             f"--host {host} lets other machines ask. Add --expose if you mean that, or use the ssh line that "
             "`dualform view` prints."
         )
-    server, listening, address = make_server(run, model=model, host=host, port=port, budget=budget)
+    server, listening, address = make_server(
+        run, model=model, host=host, port=port, budget=budget, accept_untrained=accept_untrained
+    )
     bound = listening.getsockname()[1]
     if host not in LOCAL:
         sys.stderr.write(

@@ -21,6 +21,7 @@ from dualform.attend.slopes import output_rows, slopes
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.weights import GroupWeights
 from dualform.errors import DualformError, QueryError
+from dualform.modes import evaluation_copy
 from dualform.record.watch import plain_name
 from dualform.show.passages import column_name
 from dualform.show.viewer.kept import Kept
@@ -52,11 +53,15 @@ class Mask:
 
 
 class Session:
-    """One run, opened at its last published step."""
+    """One run, opened at its last published step.
 
-    def __init__(self, memory: Memory, model: nn.Module, *, budget: int) -> None:
+    The model is the caller's affair: `warnings` say where it is not the recorded one, and stand in every answer.
+    """
+
+    def __init__(self, memory: Memory, model: nn.Module, *, budget: int, warnings: Sequence[str] = ()) -> None:
         self.memory = memory
-        self.model = model.eval()
+        self.warnings = tuple(warnings)  # which parts of the model are not those of the recording
+        self.model = evaluation_copy(model)
         self._watched = copy.deepcopy(self.model)  # hooks go on this one, and only under the lock
         self.budget = budget
         self.media = memory.media
@@ -134,7 +139,7 @@ class Session:
 
     def _look(self, subject: Subject, row: int | None) -> dict[str, Any]:
         with self._watched_lock:
-            whole = self.memory.attend(self._watched, subject.inputs)
+            whole = self.memory.attend(self._watched, subject.inputs, other_model=True)
         tokens = not subject.inputs.is_floating_point()
         rows: dict[str, tuple[int, int]] = {}
         queries = {}
@@ -157,7 +162,10 @@ class Session:
         def compute() -> dict[str, Any]:
             with self._watched_lock:
                 targets = torch.tensor([unit])
-                return {"whole": self.memory.attend(self._watched, subject.inputs, targets=targets, quantity="margin")}
+                whole = self.memory.attend(
+                    self._watched, subject.inputs, targets=targets, quantity="margin", other_model=True
+                )
+                return {"whole": whole}
 
         found: Spotlight = self._spotlights.get((subject.key, f"margin of {unit}"), compute)["whole"]
         return found

@@ -18,7 +18,18 @@ def badge(session: Session, ask: Ask) -> dict[str, Any]:
 def rebuild_badge(session: Session, by: By, *, wait: bool = False) -> dict[str, Any]:
     """Return the rebuild error of each layer, whether it passed, and what is kept for masks."""
     keys_only = [name for name, entry in session.memory.layers.items() if entry.store == "keys"]
-    found: dict[str, Any] = {"state": "keys only", "layers": [], "keys_only": keys_only, "plan": None, "progress": None}
+    covered = session.memory.coverage
+    found: dict[str, Any] = {
+        "state": "keys only",
+        "layers": [],
+        "keys_only": keys_only,
+        "plan": None,
+        "progress": None,
+        "uncovered": covered.uncovered,
+        "uncovered_share": covered.uncovered_share,
+        "not_recorded": str(covered),
+        "verdict": "",
+    }
     if len(keys_only) == len(session.memory.layers):
         return found
     preparation = session.prepare(by)
@@ -37,8 +48,15 @@ def rebuild_badge(session: Session, by: By, *, wait: bool = False) -> dict[str, 
     if preparation.thread.is_alive():
         return {**found, "state": "preparing", "progress": describe(preparation.job)}
     rows = [
-        {"layer": name, "relative_error": check.error, "passed": check.passed, "keys_only": name in keys_only}
+        {
+            "layer": name,
+            "relative_error": check.error,
+            "bound": check.bound,
+            "passed": check.passed,
+            "keys_only": name in keys_only,
+        }
         for name, check in preparation.checks.items()
     ]
     passed = "passed" if all(row["passed"] for row in rows) else "high"
-    return {**found, "state": passed if rows else "not measured", "layers": rows}
+    verdict = covered.passed_text if rows and passed == "passed" else ""
+    return {**found, "state": passed if rows else "not measured", "layers": rows, "verdict": verdict}

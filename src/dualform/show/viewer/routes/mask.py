@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dualform.attend.memory import undecided_text
 from dualform.show.ask import MASK_NOTE
 from dualform.show.viewer.ask import Ask
 from dualform.show.viewer.questions import question
@@ -29,6 +30,9 @@ def _compare(session: Session, chosen: Mask) -> dict[str, Any]:
     weights = session.weights(chosen.removal.by)
     selected = weights.patterns(chosen.removal, last)
     whole = session.memory.info().layers[last]["patterns"]
+    unknown = weights.unknown(chosen.removal)
+    if chosen.layers:
+        unknown = {layer: count for layer, count in unknown.items() if layer in chosen.layers}
     changed = (before != after).nonzero()[:, 0].tolist()
     return {
         "tests": len(before),
@@ -38,6 +42,8 @@ def _compare(session: Session, chosen: Mask) -> dict[str, Any]:
         "accuracy_after": None if targets is None else _share(after, targets),
         "removed": whole - selected if chosen.removal.only else selected,
         "patterns": whole,
+        "unknown": unknown,
+        "undecided": undecided_text(unknown),
         "note": MASK_NOTE,
     }
 

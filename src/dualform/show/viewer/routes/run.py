@@ -45,4 +45,5 @@ def _describe(session: Session) -> dict[str, Any]:
         "prompt": text is not None and text.unit != "pieces",  # the viewer has no tokenizer
         "labels": list(session.media.labels) if session.media.labels is not None else None,
         "exact": session.exact,
+        "warnings": list(session.warnings),
     }

@@ -17,7 +17,7 @@ def sample(session: Session, ask: Ask) -> dict[str, Any]:
 
 def occurrences(session: Session, subject: Subject, number: int, *, row: int | None = None) -> dict[str, Any]:
     """Return one sample's occurrences."""
-    view = session.answers.get(("sample", number), lambda: session.memory.where(sample=number))
+    view = session.answers.get(("sample", number), lambda: session.memory.where(sample=number).unwarned())
     spotlight, _ = session.spotlight(subject, row=row)
     layers = []
     steps: list[int] = []

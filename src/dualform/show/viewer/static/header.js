@@ -29,6 +29,7 @@ export function create(app, element) {
       h("div", { class: "muted facts" }, `${model}${widths} · ${count(run.patterns)} patterns · ${count(run.steps)} steps of ${run.optimizers.join(", ")}`,
         run.closed ? "" : h("strong", { class: "amber" }, " · still being recorded, or cut off: shown up to its last published step ", button("Look again", () => location.reload(), { class: "small" }))),
       badge,
+      ...(run.warnings ?? []).map((text) => h("p", { class: "warning amber-box", role: "note" }, text)),
       h("div", { class: "header-tools" },
         choice("group by", run.groupings.map(({ by, groups }) => [by, `${by} (${count(groups)})`]), now.by, (by) => app.regroup(by)),
         button("Tests", () => document.body.classList.toggle("drawer"), { class: "drawer-button", "aria-controls": "tests" }),
@@ -42,7 +43,7 @@ export function create(app, element) {
     app.badge = found;
     const worst = Math.max(0, ...found.layers.map((layer) => layer.relative_error ?? 0));
     const words = {
-      passed: `exact: rebuild error ${worst.toExponential(1)}`,
+      passed: `${found.not_recorded ? found.verdict : "exact"}: rebuild error ${worst.toExponential(1)}`,
       high: `rebuild error ${worst.toExponential(1)}: higher than rounding explains`,
       "keys only": "keys only: attention, no reconstruction",
       "not measured": "rebuild error not measured: the run is not closed, or its weights do not fit into memory",
@@ -51,8 +52,9 @@ export function create(app, element) {
     }[found.state];
     const mixed = found.keys_only.length && found.state !== "keys only" ? `; keys only in ${found.keys_only.join(", ")}` : "";
     badge.textContent = words + mixed;
-    badge.className = `badge ${found.state === "passed" ? "good" : found.state === "preparing" ? "" : "amber-box"}`;
-    badge.title = found.layers.map((layer) => `${layer.layer}: ${layer.relative_error?.toExponential(2) ?? "keys only"}`).join("\n");
+    badge.className = `badge ${found.state === "passed" && !found.not_recorded ? "good" : found.state === "preparing" ? "" : "amber-box"}`;
+    const rows = found.layers.map((layer) => `${layer.layer}: ${layer.relative_error === null ? "keys only" : `${layer.relative_error.toExponential(2)}, at most ${layer.bound?.toExponential(2) ?? "–"} is rounding`}`);
+    badge.title = [...rows, ...(found.not_recorded ? [found.not_recorded] : [])].join("\n");
   }
 
   async function watch(by) {

@@ -70,6 +70,7 @@ export function create(app) {
       h("p", {}, h("strong", {}, words), ` · ${count(answer.removed)} of ${count(answer.patterns)} patterns out`),
       h("p", {}, `${count(answer.changed)} of ${count(answer.tests)} predictions change`,
         answer.accuracy_before === null ? "" : [h("br"), "accuracy ", percent(answer.accuracy_before), " → ", h("strong", {}, percent(answer.accuracy_after))]),
+      answer.undecided ? h("p", { class: "amber-box undecided", role: "note" }, answer.undecided) : "",
       answer.flips.length ? h("details", {}, h("summary", {}, "Which"), h("p", { class: "flips" }, answer.flips.slice(0, 60).map((test) => button(test, () => app.choose(test), { class: "small" })))) : "");
     app.remember({ words, answer, mask: state.maskOf(now), by: now.by });
     draw();

@@ -1,0 +1,290 @@
+"""What a run keeps of the model's state that no recorded layer covers, and how a reader puts it into a model.
+
+Frozen parameters are published once, at the start, while they are small; larger ones are known by their checksums.
+Trained uncovered parameters and buffers are published at closing, and with every shard while they are small, so that a
+run that grows or was cut off can be asked too. What cannot be kept is listed with the reason.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from dualform.errors import QueryError
+from dualform.record.model_state import StatePart, live_state
+from dualform.record.sinks import sample
+from dualform.record.watch import plain_name
+from dualform.store.format import (
+    FROZEN,
+    UNCOVERED,
+    FileEntry,
+    StateEntry,
+    opened_tensors,
+    publish_tensors,
+    shard_files,
+    tensor_bytes,
+)
+from dualform.store.reader import Run
+
+FROZEN_BYTES = 64 << 20  # of all frozen parameters together, up to which they are kept by value
+SHARD_STATE_BYTES = 16 << 20  # of all changing state together, up to which it is published with every shard
+
+STORABLE = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    }
+)  # fmt: skip
+"""The dtypes whose values are kept; a tensor of another dtype is known by its checksum."""
+
+NOT_KNOWN = "the run was recorded by a version of dualform that did not keep it"
+Parts = Mapping[str, StatePart]
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the xxh3 checksum of a tensor's bytes, as hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))
+
+
+def _entry(part: StatePart, *, checked: bool) -> StateEntry:
+    """Describe a part of the state, with its checksum where it is `checked`."""
+    if part.tensor is None:
+        return StateEntry(part.kind, (), "", "", part.reason)
+    try:
+        mark = digest(part.tensor) if checked else ""
+    except Exception as error:  # whatever it is, it must not end a training
+        return StateEntry(part.kind, (), "", "", f"cannot be read ({type(error).__name__}: {error})")
+    return StateEntry(part.kind, tuple(part.tensor.shape), str(part.tensor.dtype).removeprefix("torch."), mark)
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _storable(parts: Parts) -> dict[str, Tensor]:
+    """Return the live tensors of the parts whose values can be kept."""
+    return {
+        name: part.tensor for name, part in parts.items() if part.tensor is not None and part.tensor.dtype in STORABLE
+    }
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """The changing state after a shard's last step.
+
+    Attributes:
+        values: copies of the parts that are kept.
+        stale: the parts that have changed and are not kept.
+    """
+
+    values: Mapping[str, Tensor]
+    stale: tuple[str, ...]
+
+
+class StateKeeper:
+    """Publishes the uncovered state of one recording. Its methods are called on the training thread."""
+
+    def __init__(self, parts: Callable[..., Parts | None] | None) -> None:
+        self._parts = parts
+        self._samples: dict[str, Tensor] = {}  # of frozen parameters at the start, to see whether they stay frozen
+
+    def begin(self, folder: Path) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
+        """Publish the frozen parameters while they are small; return the manifest's entries and the new files."""
+        parts = self._now()
+        if parts is None:
+            return None, {}
+        entries = {name: _entry(part, checked=part.kind == "frozen") for name, part in parts.items()}
+        frozen = {name: part for name, part in parts.items() if part.kind == "frozen" and part.tensor is not None}
+        self._samples = {name: sample(part.tensor) for name, part in frozen.items() if part.tensor is not None}
+        values = _storable(frozen)
+        if not values or _bytes(values) > FROZEN_BYTES:
+            return entries, {}
+        return entries, {FROZEN: publish_tensors(folder / FROZEN, _copied(values))}
+
+    def after_step(self) -> ShardState | None:
+        """Return what has changed since the start, copied; None where nothing is known of the model."""
+        parts = self._now(extra=False)
+        if parts is None:
+            return None
+        changing = {name: part for name, part in parts.items() if part.tensor is not None and self._changed(name, part)}
+        values = _storable(changing)
+        if _bytes(values) > SHARD_STATE_BYTES:
+            values = {}
+        return ShardState(_copied(values), tuple(name for name in changing if name not in values))
+
+    def finish(
+        self, folder: Path, before: Mapping[str, StateEntry] | None
+    ) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
+        """Publish the state at closing; return the manifest's entries and the new files.
+
+        Args:
+            folder: the run folder.
+            before: the manifest's entries until now, by which frozen parameters are compared with their start.
+        """
+        parts = self._now()
+        if parts is None:
+            return None, {}
+        entries = {name: _entry(part, checked=True) for name, part in parts.items()}
+        values = _storable({name: part for name, part in parts.items() if part.kind != "frozen"})
+        moved = _storable(
+            {
+                name: part
+                for name, part in parts.items()
+                if part.kind == "frozen" and entries[name] != (before or {}).get(name)
+            }
+        )
+        values |= moved if _bytes(moved) <= FROZEN_BYTES else {}
+        values = {name: tensor for name, tensor in values.items() if not entries[name].reason}
+        return entries, {UNCOVERED: publish_tensors(folder / UNCOVERED, _copied(values))} if values else {}
+
+    def _now(self, *, extra: bool = True) -> Parts | None:
+        return None if self._parts is None else self._parts(extra=extra)
+
+    def _changed(self, name: str, part: StatePart) -> bool:
+        """Say whether a part may differ from its start; frozen parameters are recognised by a sample of elements."""
+        if part.kind != "frozen" or name not in self._samples or part.tensor is None:
+            return True
+        now, then = sample(part.tensor), self._samples[name]
+        return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now.to(then.device), then)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownState:
+    """What a run knows of the uncovered state where its recording ended.
+
+    Attributes:
+        values: the parts that are kept by value.
+        marks: the parts that are known by their checksum alone.
+        unknown: the parts that are not known, with the reason.
+    """
+
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    marks: Mapping[str, StateEntry] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict)
+
+
+def known_state(run: Run) -> KnownState | None:
+    """Return what a run knows of the uncovered state at its end; None for a run that was recorded without it."""
+    entries = run.manifest.uncovered_state
+    if entries is None:
+        return None
+    last = run.manifest.shards[-1] if run.manifest.shards else None
+    values = _read(run, FROZEN)
+    latest: dict[str, Tensor] = {}  # values after the last step, whatever the manifest's checksums of the start say
+    stale: frozenset[str] = frozenset()
+    if run.manifest.closed and not run.manifest.no_final:
+        values |= _read(run, UNCOVERED)
+    elif last is not None and last.state_after == last.stop:
+        latest = _read(run, shard_files(last.index)["uncovered"])
+        stale = frozenset(last.stale)
+    elif last is not None:
+        stale = frozenset(entries)  # frozen parameters too may have been changed since the start
+    known, marks, unknown = dict(latest), {}, {}
+    for name, entry in entries.items():
+        if name in known:
+            continue
+        if entry.reason:
+            unknown[name] = entry.reason
+        elif name in values and name not in stale and _is_current(values[name], entry):
+            known[name] = values[name]
+        elif entry.xxh3 and name not in stale:
+            marks[name] = entry
+        else:
+            unknown[name] = "is not kept before the recording is closed"
+    return KnownState(known, marks, unknown)
+
+
+def _read(run: Run, name: str) -> dict[str, Tensor]:
+    """Return the tensors of one of the run's files; nothing where it is not listed."""
+    if name not in run.files():
+        return {}
+    with opened_tensors(run.folder / name) as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+
+
+def _is_current(value: Tensor, entry: StateEntry) -> bool:
+    """Say whether a value is the one that the manifest's checksum describes."""
+    return tuple(value.shape) == entry.shape and digest(value) == entry.xxh3
+
+
+def restore(run: Run, model: nn.Module) -> dict[str, str]:
+    """Put the kept values into a model; return the parts that are not as the recording left them, with the reason."""
+    return _Restoring(run, model).doubts(put=True)
+
+
+def differing(run: Run, model: nn.Module) -> dict[str, str]:
+    """Return the uncovered parts of a model that are not as the recording left them; the model stays as it is."""
+    return _Restoring(run, model).doubts(put=False)
+
+
+def lossy_text(live: Tensor, value: Tensor) -> str:
+    """Say that a tensor's dtype cannot hold the value that was copied into it; nothing where it can."""
+    if live.dtype == value.dtype or torch.equal(live.detach().cpu().to(value.dtype), value.cpu()):
+        return ""
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (live, value)]
+    return f"is {names[0]} in this model, which cannot hold the recorded {names[1]} values"
+
+
+class _Restoring:
+    """The uncovered state of a run beside that of a model."""
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        self._state = known_state(run)
+        self._model = model
+        self._live = live_state(model, run.manifest.parameters)
+        self._modules = {plain_name(path): module for path, module in model.named_modules()}
+
+    def doubts(self, *, put: bool) -> dict[str, str]:
+        if self._state is None:
+            return dict.fromkeys(self._live, NOT_KNOWN)
+        found = dict(self._state.unknown)
+        for name, value in self._state.values.items():
+            reason = self._put(name, value) if put else self._compare(name, digest(value), value)
+            if reason:
+                found[name] = reason
+        for name, entry in self._state.marks.items():
+            if reason := self._compare(name, entry.xxh3, None):
+                found[name] = reason
+        listed = {*self._state.values, *self._state.marks, *found}
+        return found | {name: "was not there when the run was recorded" for name in self._live if name not in listed}
+
+    def _compare(self, name: str, mark: str, value: Tensor | None) -> str:
+        live = self._live.get(name)
+        if live is None:
+            return "is missing in this model"
+        if live.tensor is None:
+            return live.reason
+        if value is not None and live.tensor.dtype != value.dtype:
+            live_value = live.tensor.to(value.dtype)
+            return "" if digest(live_value) == mark else "differs from the kept values"
+        return "" if digest(live.tensor) == mark else "differs from the checksum that the run keeps"
+
+    def _put(self, name: str, value: Tensor) -> str:
+        """Copy a value into the model; a buffer of another shape, or one that is not there yet, is replaced."""
+        live = self._live.get(name)
+        path, _, leaf = name.rpartition(".")
+        owner = self._modules.get(path)
+        if live is not None and live.tensor is not None and live.tensor.shape == value.shape:
+            # A buffer whose elements share memory cannot be written to; it is replaced below.
+            with torch.no_grad(), contextlib.suppress(RuntimeError):
+                live.tensor.copy_(value)
+                return lossy_text(live.tensor, value)
+        if live is not None and live.kind != "buffer":
+            shape = "not readable" if live.tensor is None else tuple(live.tensor.shape)
+            raise QueryError(f"Parameter {name!r} is {tuple(value.shape)} in the memory, but {shape} in this model.")
+        if owner is None or (leaf not in owner._buffers and hasattr(owner, leaf)):
+            return "is missing in this model"
+        device = next((p.device for p in self._model.parameters()), value.device)
+        if leaf in owner._buffers:
+            owner._buffers[leaf] = value.to(device)
+        else:
+            owner.register_buffer(leaf, value.to(device), persistent=False)
+        return ""
