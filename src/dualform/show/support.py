@@ -13,6 +13,37 @@ KEYS = {
 }
 
 
+LOOP = (
+    ("hand-written updates, weight clipping, `p.data` edits, EMA copied back, a checkpoint loaded in mid-run",
+     "refused at the next step, with the parameter and the step; at closing a warning"),
+    ("a module or parameter exchanged, optimizer state cleared or loaded, `model.double()` in mid-run",
+     "refused at the next step by name"),
+    ("weights reloaded before the recorder closes (`load_best_model_at_end`)",
+     "a warning that says which step they are of; not stored as final"),
+    ("frozen layers (adapters on a base)", "left out; a frozen low-precision base is not refused"),
+    ("parameters of other modules, bare parameters", "listed as uncovered by type and name, with their share; "
+     "their final values are kept, so that the command line asks the whole model"),
+    ("accelerate's and Lightning's wrapped optimizers; subclasses with the parent's own step", "recorded"),
+    ("LBFGS", "keys only; the last evaluation of a step is kept, and a warning says so"),
+    ("DistributedDataParallel, FSDP, several processes", "refused at the start; keys only on a plain module"),
+    ("sparse or nested inputs of a recorded layer", "refused by name"),
+    ("`torch.compile`, activation checkpointing, gradient scalers, accumulation", "recorded; compiled before the "
+     "recording: refused with what to do"),
+    ("`torch.save(model)` while recording", "the file holds nothing of dualform"),
+    ("any of these with `on_failure=\"detach\"`", "a warning, and training goes on without recording"),
+)  # fmt: skip
+"""What training code does around the layers, and what becomes of it."""
+
+ROWS = (
+    ("proved", "a permuted batch moved the layer's keys and values with it", "columns per row"),
+    ("not aligned", "positions looked up once, prototypes, rows that are sorted, rolled or mixed",
+     "null, with one warning; give `annotate(rows={layer: ...})` if you know them"),
+    ("assumed", "no trial: random numbers in the forward, a model over 2 GB, hooks of yours, packed or sparse inputs",
+     "columns per row by number, with one warning"),
+)  # fmt: skip
+"""What is known of a layer's rows, when, and which columns its patterns get."""
+
+
 def support_page() -> str:
     """Return docs/support.md."""
     lines = [
@@ -35,6 +66,25 @@ def support_page() -> str:
         "| optimizer | family | weights, masks, horizons, totals | contributions of single patterns |",
         "|---|---|---|---|",
         *(f"| `{name}` | {_family(name)} |" for name in supported()),
+        "",
+        "## Around the training loop",
+        "",
+        "| your code | what happens |",
+        "|---|---|",
+        *(f"| {code} | {outcome} |" for code, outcome in LOOP),
+        "",
+        "## Rows and annotations",
+        "",
+        "At the first annotated step a copy of the model runs on the batch, and on the batch permuted (again when",
+        "input shapes are new, and at steps 2, 4 and 8 for layers whose rows were all equal). `dualform info` shows",
+        "the outcome:",
+        "",
+        "| outcome | when | what patterns get |",
+        "|---|---|---|",
+        *(f"| {outcome} | {when} | {columns} |" for outcome, when, columns in ROWS),
+        "",
+        "Constants belong to every pattern. Where two axes of the inputs could both be the rows, `batch_axis` is asked",
+        "for.",
         "",
     ]
     return "\n".join(lines)
