@@ -289,7 +289,7 @@ def test_a_model_of_padded_outputs(tmp_path):
     memory.add_corpus(dualform.Corpus.from_tokens(TOKENS, vocabulary=[f"{sign}" for sign in written(range(SIZE))]))
     with torch.no_grad():
         model.head.bias[SIZE + 2] = 50.0
-    found = memory.attend_text(model, TOKENS[:5], layers=["head"], goes_on=1)
+    found = memory.attend_text(model, TOKENS[:5], layers=["head"], goes_on=1, other_model=True)
     assert found.next[0].token == found.goes_on == f"<{SIZE + 2}>"
     smaller = nn.Sequential(nn.Embedding(SIZE, 8), nn.Linear(8, SIZE - 1))
     small = record_model(tmp_path / "small", smaller, lambda x, y: smaller(x).square().mean())

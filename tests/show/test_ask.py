@@ -223,7 +223,17 @@ def test_a_warning_stands_in_a_text_answer(run: Path, monkeypatch: pytest.Monkey
     memory = mock_memory(answer)
     shown: list[TextSpotlight] = []
     monkeypatch.setattr("dualform.show.language.show_text", shown.append)
-    cli._attend_text(memory, "the", model=None, layers=[], top=1, accept_untrained=True, json=False)  # type: ignore[arg-type]
+    cli._attend_text(
+        memory,  # type: ignore[arg-type]
+        "the",
+        model=None,
+        layers=[],
+        top=1,
+        tokenizer=None,
+        context=None,
+        accept_untrained=True,
+        json=False,
+    )
     late = "The queries are those of the model at the end, after step 9."
     assert shown[0].notes == ("WARNING: another network.", "3 patterns unknown", late, "a note")
 

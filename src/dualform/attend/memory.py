@@ -29,11 +29,12 @@ from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight
-from dualform.attend.warn import MaskWarning, OtherModelWarning, warn_caller
+from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.record.media import example_files, media_files
+from dualform.record.saying import warn_user
 from dualform.record.watch import plain_name
 from dualform.store import audit, kept_state, media, rebuild
 from dualform.store.attach import attach
@@ -505,7 +506,7 @@ class Memory:
         message = self.other_model_text(model)
         if message and message not in self._shared.said:
             self._shared.said.add(message)
-            warn_caller(message, OtherModelWarning)
+            warn_user(message, OtherModelWarning)
 
     def _say_unknown(self, layers: Collection[str] | None = None) -> None:
         """Warn once for each mask of the patterns that it cannot decide."""
@@ -514,7 +515,7 @@ class Memory:
         message = self.unknown_text(layers)
         if message:
             self._shared.said.add(self._conditions)
-            warn_caller(f"The mask {self._describe()}: {message}", MaskWarning)
+            warn_user(f"The mask {self._describe()}: {message}", MaskWarning)
 
     def _exact_parts(self) -> dict[str, rebuild.Parts]:
         if self._parts is None:

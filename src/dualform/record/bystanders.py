@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dualform.record.sinks import sample
 from dualform.record.watch import plain_name
@@ -21,7 +22,7 @@ class Bystanders:
         self._samples: list[tuple[str, nn.Parameter, Tensor]] = [
             (plain_name(name), parameter, sample(parameter))
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in known
+            if parameter.requires_grad and id(parameter) not in known and not is_lazy(parameter)
         ]
 
     def warning(self, held: Collection[int]) -> str | None:

@@ -15,9 +15,9 @@ _INSIDE = (
 )
 
 
-def warn_user(text: str) -> None:
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that belongs to neither dualform nor torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
