@@ -353,7 +353,7 @@ def test_an_empty_memory_and_an_empty_view(whole: Path, model: nn.Module, run: P
     with dualform.record(fresh, sgd(fresh), run):
         pass
     for memory in (dualform.open(run), dualform.open(whole).where("step > 99"), dualform.open(whole).at(step=0)):
-        layer = memory.attend(model, batch(0)[0])["0"]
+        layer = memory.attend(model, batch(0)[0], other_model=True)["0"]
         for question in (
             layer.attention,
             layer.contributions,
@@ -581,7 +581,7 @@ def test_a_disk_that_is_really_full(small_disk: Path, on_failure: Any) -> None:
     memory = dualform.open(path)
     assert 10 < memory.step < len(states) + 1
     assert memory.verify(states[memory.step - 1]).passed
-    layer = memory.attend(model, batch(0)[0])["0"]
+    layer = memory.attend(model, batch(0)[0], other_model=True)["0"]
     assert layer.totals(by="label").values.shape == (6, 4), "the cache cannot be written, and need not be"
     assert not [name for name in files(path) if ".partial-" in name or name == ".lock"]
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)

@@ -364,7 +364,7 @@ def test_names_and_strings_may_be_anything(run: Path) -> None:
     assert memory.where("\"größe\" = 'süß'").patterns("0")["row"].to_pylist() == [0]
     assert memory.where("\"my column\" = 2 and 日本 = '語'").patterns("0")["row"].to_pylist() == [1]
     assert memory.where("\"select\" = ''''").patterns("0")["row"].to_pylist() == [0]
-    layer = memory.attend(network(), batch(0)[0])["0"]
+    layer = memory.attend(network(), batch(0)[0], other_model=True)["0"]
     assert layer.totals(by="größe").groups == ("", "süß")
     assert layer.totals(by=["日本", "my column"]).groups == (("語", 1), ("語", 2))
 
