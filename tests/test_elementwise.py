@@ -117,7 +117,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
     model, _ = train(run, *SETTINGS["AdamW"])
     inputs, _ = batch(1000, torch.float64)
     for memory in (dualform.open(run), dualform.open(run).where("label > 0").at(step=40)):
-        layer = memory.attend(model, inputs)["0"]
+        layer = memory.attend(model, inputs, other_model=True)["0"]
         each = layer.contributions()
         units = torch.arange(len(inputs)) % 5
         mine = each.gather(2, units[:, None, None].expand(-1, each.shape[1], 1))[:, :, 0]
@@ -255,7 +255,7 @@ def test_outputs_of_layers_that_share_a_weight(run: Path, optimizer_type: type[t
     inputs = batch(99, torch.float64)[0][:, :4]
     for view in (memory, memory.where(half=1), memory.at(step=7)):
         weights = view.weights()
-        found = view.attend(model, inputs)["2"]
+        found = view.attend(model, inputs, other_model=True)["2"]
         hidden = model[1](model[0](inputs)).detach()
         expected = hidden @ weights["0.weight"].T + weights["2.bias"]
         torch.testing.assert_close(found.output(), expected, rtol=1e-9, atol=1e-12)

@@ -172,7 +172,7 @@ def test_everything_equals_the_dense_loop(run: Path, name: str) -> None:
         view = memory.at(step=horizon)
         expected = dense(name, horizon)
         inputs = batch(1000, torch.float64)[0]
-        spotlight = view.attend(model, inputs)
+        spotlight = view.attend(model, inputs, other_model=True)
         shares, chosen, weights = view.shares(), view.where(label=[1, 2]).shares(), view.weights()
         for layer in LAYERS:
             one = expected[layer]
@@ -215,7 +215,7 @@ def test_weights_outputs_horizons_and_masks(run: Path, name: str, dtype: torch.d
     difference = masked.weights()["2.weight"] + chosen["2.weight"]  # a mask takes away its shares, and nothing else
     torch.testing.assert_close(difference, model[2].weight.detach(), rtol=1e-5, atol=within)
     for view in (memory, masked, masked.at(step=11)):
-        layer = view.attend(model, inputs)["2"]
+        layer = view.attend(model, inputs, other_model=True)["2"]
         expected = layer.queries @ view.weights()["2.weight"].T
         torch.testing.assert_close(layer.output(), expected, rtol=1e-5, atol=100 * within)
 
@@ -225,7 +225,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
     inputs, _ = batch(1000, torch.float64)
     for memory in (dualform.open(run), dualform.open(run).where("label > 0").at(step=23)):
         for name in LAYERS:
-            layer = memory.attend(model, inputs)[name]
+            layer = memory.attend(model, inputs, other_model=True)[name]
             each = layer.contributions()
             units = torch.arange(len(inputs)) % 6
             mine = each.gather(2, units[:, None, None].expand(-1, each.shape[1], 1))[:, :, 0]
@@ -462,7 +462,9 @@ def test_two_layers_that_share_a_weight_and_a_module_that_is_called_twice(run: P
     for view in (memory, memory.where(half=1), memory.at(step=7)):
         hidden = model[1](model[0](inputs)).detach()
         expected = hidden @ view.weights()["0.weight"].T
-        torch.testing.assert_close(view.attend(model, inputs)["2"].output(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            view.attend(model, inputs, other_model=True)["2"].output(), expected, rtol=1e-4, atol=1e-5
+        )
 
 
 class Texts(nn.Module):

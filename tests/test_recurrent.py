@@ -241,7 +241,7 @@ def test_answers_for_the_gates(tmp_path: Path, kernel: str, optimizer: str) -> N
     unit = layer.top(3, of="contribution", unit=1)
     assert torch.allclose(unit.values[:, 0, 0], single[:, :, 1].max(dim=1).values)
     masked = memory.without(half=0).apply(model)
-    again = memory.without(half=0).attend(masked, test, layers=["rnn.l0"])["rnn.l0"]
+    again = memory.without(half=0).attend(masked, test, layers=["rnn.l0"], other_model=True)["rnn.l0"]
     with torch.no_grad():
         hidden = again.queries
         torch.testing.assert_close(again.output().reshape(T * B, -1), gates(masked, hidden), rtol=1e-9, atol=1e-10)

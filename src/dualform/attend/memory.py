@@ -521,8 +521,8 @@ class Memory:
         if self._parts is None:
             if not self._run.exact_parameters():
                 self._run.require_values(next(iter(self.layers)))
-            self._say_unknown()
             self._parts = rebuild.parts(self._run, horizon=self._horizon, keep=self._table.keep())
+            self._say_unknown()
         return self._parts
 
     def _dtype(self, parameter: str) -> torch.dtype:
