@@ -111,7 +111,7 @@ def test_a_key_bias_passes_whatever_the_order_of_its_sum(run: Path, monkeypatch:
     assert found["key.bias"].relative > 1e-2, "or this shows nothing"
     others = {name: p.relative for name, p in found.items() if name != "key.bias"}
     assert max(others.values()) < 1e-4, others
-    for other in others:
+    for other in ("query.bias", "key.weight", "out.weight"):
         assert failing(memory.verify(edited(run, model, other, 1e-3))) == [other]
     assert failing(memory.verify(edited(run, model, "key.bias", 1e3))) == ["key.bias"]
 
