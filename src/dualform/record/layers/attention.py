@@ -37,6 +37,8 @@ class Projection(LayerKind):
         return self._widths
 
 
+# The compiler of torch 2.11 takes `functional.linear` inside `linear` below for `linear` itself, without an end.
+_LINEAR = functional.linear
 SLICES = {"in_proj.q": (0, 1), "in_proj.kv": (1, 3), "in_proj.k": (1, 2), "in_proj.v": (2, 3)}  # in units of E
 
 
@@ -73,7 +75,7 @@ class Attention(Composite):
             batched = query.dim() == 3
 
             def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-                outputs = functional.linear(inputs, weight, bias)
+                outputs = _LINEAR(inputs, weight, bias)
                 name = _name(attention, weight)
 
                 def rows_seen() -> Tensor:
