@@ -66,13 +66,14 @@ def ask(
     largest: bool,
     quantity: str = "margin",
     accept_untrained: bool = False,
+    trust: bool = False,
 ) -> list[LayerAnswer]:
     """Ask for totals and top patterns of the chosen inputs, per layer; of effects also over all layers together."""
     rows, targets = load_inputs(memory, inputs)
     outside = [test for test in tests if not 0 <= test < len(rows)]
     if outside:
         raise QueryError(f"There is no input {outside[0]}; there are 0 to {len(rows) - 1}.")
-    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained, trust=trust)
     net = loaded.model
     memory = memory.unwarned()
     answers = []
@@ -152,10 +153,11 @@ def compare_mask(
     layers: Sequence[str],
     *,
     accept_untrained: bool = False,
+    trust: bool = False,
 ) -> MaskOutcome:
     """Compare the model's predictions with and without the masked patterns."""
     rows, targets = load_inputs(memory, inputs)
-    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained, trust=trust)
     net = loaded.model
     before = predict(net, rows)
     after = predict(masked.unwarned().apply(net, layers=list(layers) or None), rows)

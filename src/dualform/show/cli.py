@@ -39,6 +39,7 @@ Accept = Annotated[
         "--accept-untrained", help="Answer with the factory's own values for what the run does not keep, and say so."
     ),
 ]
+Trust = Annotated[bool, typer.Option("--trust", help="Call the factory that the run remembers, which runs its code.")]
 At = Annotated[Optional[int], typer.Option("--at", help="Look back from after this many steps.")]  # noqa: UP045
 
 
@@ -209,6 +210,7 @@ def attend(
     without: Without = None,
     at: At = None,
     accept_untrained: Accept = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
@@ -227,6 +229,7 @@ def attend(
             tokenizer=tokenizer,
             context=context,
             accept_untrained=accept_untrained,
+            trust=trust,
             json=json,
         )
         return
@@ -243,6 +246,7 @@ def attend(
         per=per,
         largest=not smallest,
         accept_untrained=accept_untrained,
+        trust=trust,
     )
     if json:
         print_json(answers)
@@ -273,6 +277,7 @@ def mask(
     inputs: Inputs = None,
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Mask only these layers; repeatable.")] = [],  # noqa: B006
     accept_untrained: Accept = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Say what changes without some patterns: removes recorded updates; the model is not retrained."""
@@ -282,7 +287,7 @@ def mask(
     if where is None and without is None and at is None:
         raise QueryError('Nothing is masked. Give --where, --without or --at, for example --without "label = 3".')
     masked = _open(run, where=where, without=without, at=at)
-    outcome = compare_mask(_open(run), masked, model, inputs, layer, accept_untrained=accept_untrained)
+    outcome = compare_mask(_open(run), masked, model, inputs, layer, accept_untrained=accept_untrained, trust=trust)
     if json:
         print_json(outcome)
     else:
@@ -300,6 +305,7 @@ def report(
     max_mb: Annotated[float, typer.Option("--max-mb", help="The size of the file at most.", min=0.01)] = 3.0,
     model: Model = None,
     accept_untrained: Accept = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Write one self-contained HTML file about some test examples."""
@@ -316,6 +322,7 @@ def report(
         most_mb=max_mb,
         model=model,
         accept_untrained=accept_untrained,
+        trust=trust,
     )
     if json:
         print_json(written)
@@ -333,6 +340,7 @@ def view(
     expose: Annotated[bool, typer.Option("--expose", help="Let other machines ask.")] = False,
     memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory for live masks.", min=1)] = 512,
     accept_untrained: Accept = False,
+    trust: Trust = False,
 ) -> None:
     """Look at a run in the browser, with live masks."""
     from dualform.show.viewer.serve import serve
@@ -345,6 +353,7 @@ def view(
         budget=memory_mb * 1_000_000,
         expose=expose,
         accept_untrained=accept_untrained,
+        trust=trust,
     )
 
 
@@ -422,6 +431,7 @@ def _attend_text(
     tokenizer: str | None,
     context: int | None,
     accept_untrained: bool,
+    trust: bool,
     json: bool,
 ) -> None:
     import dataclasses
@@ -433,7 +443,7 @@ def _attend_text(
     from dualform.show.tokenizers import load_tokenizer
 
     pieces = None if tokenizer is None else load_tokenizer(tokenizer)
-    loaded = load_model(memory, model, accept_untrained=accept_untrained)
+    loaded = load_model(memory, model, accept_untrained=accept_untrained, trust=trust)
     found = memory.unwarned().attend_text(
         loaded.model, prompt, layers=layers or None, top=top, tokenizer=pieces, context=context, other_model=True
     )

@@ -34,13 +34,14 @@ def write_report(
     model: str | nn.Module | None = None,
     budget: int = 512 << 20,
     accept_untrained: bool = False,
+    trust: bool = False,
 ) -> Written:
     """Write a report on so many tests, or on these."""
     if isinstance(model, nn.Module):
         differs = memory.other_model_text(model)
         loaded = Loaded(model, (f"WARNING: {differs}",) if differs else ())
     else:
-        loaded = load_model(memory, model, accept_untrained=accept_untrained)
+        loaded = load_model(memory, model, accept_untrained=accept_untrained, trust=trust)
     session = Session(memory, loaded.model, budget=budget, warnings=loaded.warnings)
     if not len(session.tests):
         raise QueryError(f"{memory.path} keeps no test examples to report on. Add some with memory.add_tests.")

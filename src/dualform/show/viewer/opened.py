@@ -2,9 +2,12 @@
 
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import dualform
+from dualform.errors import QueryError
 from dualform.show.models import load_model
 from dualform.show.viewer.session import Session
 from dualform.store.format import MANIFEST
@@ -14,11 +17,19 @@ class Opened:
     """Opens the run, and opens it again when its manifest has changed."""
 
     def __init__(
-        self, path: Path, *, model: str | None = None, budget: int = 512 << 20, accept_untrained: bool = False
+        self,
+        path: Path,
+        *,
+        model: str | None = None,
+        budget: int = 512 << 20,
+        accept_untrained: bool = False,
+        trust: bool = False,
     ) -> None:
         self.path = path
         self._model = model
         self._accept_untrained = accept_untrained
+        self._trust = trust
+        self._factory: tuple[str, Mapping[str, Any]] | None = None  # what the run remembered when it was first opened
         self._budget = budget
         self._lock = threading.Lock()
         self._session: Session | None = None
@@ -34,7 +45,13 @@ class Opened:
             if self._session is None or stamp != self._stamp:
                 self.close()
                 memory = dualform.open(self.path)
-                loaded = load_model(memory, self._model, accept_untrained=self._accept_untrained)
+                if self._session is not None and self._model is None and memory.factory != self._factory:
+                    raise QueryError(
+                        f"{self.path} names another factory of its model by now, which a running viewer does not "
+                        "follow. Stop it, and start it again if you trust the run."
+                    )
+                self._factory = memory.factory
+                loaded = load_model(memory, self._model, accept_untrained=self._accept_untrained, trust=self._trust)
                 self._session = Session(memory, loaded.model, budget=self._budget, warnings=loaded.warnings)
                 self._stamp = stamp
             return self._session

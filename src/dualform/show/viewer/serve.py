@@ -22,6 +22,7 @@ def make_server(
     budget: int = 512 << 20,
     token: str | None = None,
     accept_untrained: bool = False,
+    trust: bool = False,
 ) -> tuple[Any, socket.socket, str]:
     """Return a uvicorn server, the socket that it will listen on, and the address with its token.
 
@@ -39,7 +40,7 @@ def make_server(
     listening = _listen(host, port)
     bound = listening.getsockname()[1]
     hosts = {*LOCAL, host, socket.gethostname()} if host not in LOCAL else set(LOCAL)
-    opened = Opened(run, model=model, budget=budget, accept_untrained=accept_untrained)
+    opened = Opened(run, model=model, budget=budget, accept_untrained=accept_untrained, trust=trust)
     app = make_app(opened)
     # A cookie does not know ports: each viewer has a name of its own.
     guarded = Guard(app, token=token, cookie=f"dualform-{bound}", hosts=hosts)
@@ -72,6 +73,7 @@ def serve(
     budget: int,
     expose: bool,
     accept_untrained: bool = False,
+    trust: bool = False,
 ) -> None:
     """Serve the viewer of one run until it is interrupted."""
     if host not in LOCAL and not expose:
@@ -80,7 +82,7 @@ def serve(
             "`dualform view` prints."
         )
     server, listening, address = make_server(
-        run, model=model, host=host, port=port, budget=budget, accept_untrained=accept_untrained
+        run, model=model, host=host, port=port, budget=budget, accept_untrained=accept_untrained, trust=trust
     )
     bound = listening.getsockname()[1]
     if host not in LOCAL:
