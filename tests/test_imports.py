@@ -11,7 +11,19 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-PURE = {"algebra", "coefficients", "errors", "forms", "lazy", "modes", "progress", "threads", "tokens", "_version"}
+PURE = {
+    "algebra",
+    "coefficients",
+    "errors",
+    "forms",
+    "lazy",
+    "modes",
+    "printable",
+    "progress",
+    "threads",
+    "tokens",
+    "_version",
+}
 STAGES = ("record", "store", "attend", "show", "experiments")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "algebra": set(),
@@ -19,7 +31,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "errors": set(),
     "lazy": set(),
     "modes": set(),
-    "progress": set(),
+    "printable": set(),
+    "progress": {"printable"},
     "threads": set(),
     "tokens": set(),
     "_version": set(),

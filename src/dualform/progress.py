@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
 
+from dualform.printable import printable
+
 Advance = Callable[[int], None]
 """Moves a bar on by so much."""
 
@@ -55,13 +57,13 @@ def bar(
 
     count = progress.DownloadColumn() if unit == "bytes" else progress.MofNCompleteColumn()
     columns = (
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         *(() if total is None else (count, progress.TimeRemainingColumn())),
         progress.TimeElapsedColumn(),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as display:
-        task = display.add_task(title, total=total)
+        task = display.add_task(printable(title), total=total)
         _showing = True
         try:
             yield lambda amount: display.advance(task, amount)

@@ -73,8 +73,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    """Run the command line in this process; return (status, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["dualform", *map(str, arguments)])
+    """Run the command line in this process, trusting our own runs; return (status, stdout, stderr)."""
+    trust = ["--trust"] if arguments[0] in ("attend", "mask", "report") else []
+    monkeypatch.setattr(sys, "argv", ["dualform", *map(str, arguments), *trust])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     captured = capsys.readouterr()
@@ -232,6 +233,7 @@ def test_a_warning_stands_in_a_text_answer(run: Path, monkeypatch: pytest.Monkey
         tokenizer=None,
         context=None,
         accept_untrained=True,
+        trust=False,
         json=False,
     )
     late = "The queries are those of the model at the end, after step 9."

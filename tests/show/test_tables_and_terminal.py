@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.show.tables import cell, percent, plain
+from dualform.show.tables import cell, console, percent, plain, print_grid
 from dualform.show.terminal import draw, side_by_side
 
 
@@ -46,3 +46,13 @@ def test_plain_makes_json_of_anything():
         y: float
 
     assert plain({"p": Point(torch.tensor([1, 2]), float("inf"))}) == {"p": {"x": [1, 2], "y": None}}
+
+
+def test_labels_are_shown_as_they_are_and_nothing_in_them_is_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets are no markup, colons no emoji, and control characters do not reach the terminal."""
+    labels = ["[/x]", "[cat]", "[bold]b[/bold]", ":smile:", "\x1b[31mred", "\x9b31m", "a\x07b", "\u202egnp.exe"]
+    print_grid(console(), "title [/x] \x1b[2J", ["label"], [[label] for label in labels])
+    out = capsys.readouterr().out
+    for label in labels[:4]:
+        assert label in out
+    assert not any(char in out for char in "\x1b\x9b\x07\u202e")

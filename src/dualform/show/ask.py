@@ -17,6 +17,7 @@ from dualform.attend.memory import Memory, undecided_text
 from dualform.attend.spotlight import Spotlight
 from dualform.errors import QueryError
 from dualform.experiments.training import predict
+from dualform.printable import printable
 from dualform.show.models import load_inputs, load_model
 from dualform.show.tables import console, percent, print_grid
 
@@ -141,7 +142,7 @@ def show_answers(answers: Sequence[LayerAnswer]) -> None:
                 print_grid(screen, title, head, [[row[name] for name in head] for row in rows])
                 screen.print()
     for note in dict.fromkeys(answer.note for answer in answers if answer.note):
-        screen.print(note)
+        screen.print(printable(note))
 
 
 @torch.no_grad()
@@ -183,8 +184,8 @@ def show_mask(outcome: MaskOutcome) -> None:
     """Print the outcome of a mask."""
     screen = console()
     for warning in outcome.warnings:
-        screen.print(warning, markup=False)
-    screen.print(f"{outcome.view}: {outcome.changed} of {outcome.tests} predictions change")
+        screen.print(printable(warning))
+    screen.print(f"{printable(outcome.view)}: {outcome.changed} of {outcome.tests} predictions change")
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
         screen.print(f"accuracy {percent(outcome.accuracy_before)} -> {percent(outcome.accuracy_after)}")
     if outcome.flips:
@@ -193,5 +194,5 @@ def show_mask(outcome: MaskOutcome) -> None:
         if len(outcome.flips) > len(shown):
             screen.print(f"... and {len(outcome.flips) - len(shown)} more (--json lists them all)")
     if outcome.unknown:
-        screen.print(undecided_text(outcome.unknown), markup=False)
+        screen.print(printable(undecided_text(outcome.unknown)))
     screen.print(outcome.note)

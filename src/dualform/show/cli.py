@@ -12,6 +12,7 @@ import typer
 
 from dualform._version import __version__
 from dualform.errors import DualformError, QueryError
+from dualform.printable import printable
 
 if TYPE_CHECKING:
     from dualform.attend.groups import Bins
@@ -54,7 +55,7 @@ def main() -> None:
     try:
         app(prog_name="dualform")
     except DualformError as error:
-        sys.stderr.write(f"dualform: {error}\n")
+        sys.stderr.write(f"dualform: {printable(str(error))}\n")
         sys.exit(1)
 
 
@@ -129,7 +130,7 @@ def info(run: Run, json: Json = False) -> None:
     if json:
         print_json(found)
     else:
-        sys.stdout.write(f"{found!r}\n")
+        sys.stdout.write(f"{printable(repr(found))}\n")
 
 
 @app.command()
@@ -178,7 +179,7 @@ def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> 
             }
         )
     else:
-        sys.stdout.write(f"{outcome!r}\n" + (f"{factory_hint}\n" if factory_hint else ""))
+        sys.stdout.write(f"{printable(repr(outcome))}\n" + (f"{factory_hint}\n" if factory_hint else ""))
     if not outcome.passed:
         raise typer.Exit(1)
 
@@ -328,7 +329,7 @@ def report(
         print_json(written)
     else:
         lines = [f"{written.path}: {written.tests} tests, {written.bytes / 1e6:.2f} MB", *written.warnings]
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write(printable("\n".join(lines)) + "\n")
 
 
 @app.command()

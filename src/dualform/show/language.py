@@ -1,35 +1,39 @@
 """How a spotlight on a text looks in a terminal."""
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from dualform.attend.text_answers import TextSpotlight, Total, rankings
+from dualform.printable import printable
 from dualform.show.tables import console, percent, print_grid
 
 
 def show_text(spotlight: TextSpotlight) -> None:
     """Print the model's next words and, for each layer, passages, documents and tokens."""
     screen = console()
-    goes_on = f"[bold]{escape(_one_line(spotlight.goes_on))}[/bold]"
-    screen.print(f"{escape(_one_line(spotlight.prompt))}{spotlight.space}{goes_on}")
-    guesses = [f"{escape(guess.token)} {percent(guess.probability)}" for guess in spotlight.next]
+    prompt = f"{_one_line(spotlight.prompt)}{spotlight.space}"
+    screen.print(Text.assemble(prompt, (_one_line(spotlight.goes_on), "bold")))
+    guesses = [f"{printable(guess.token)} {percent(guess.probability)}" for guess in spotlight.next]
     screen.print(f"next: {', '.join(guesses)}")
     for note in spotlight.notes:
-        screen.print(f"note: {escape(note)}")
+        screen.print(f"note: {printable(note)}")
     for name, layer in spotlight.layers.items():
         for what, passages in rankings(layer):
-            screen.print(f"\n[bold]{escape(name)}[/bold]: passages {what}, over {layer.patterns:,} patterns")
+            screen.print(
+                Text.assemble("\n", (printable(name), "bold"), f": passages {what}, over {layer.patterns:,} patterns")
+            )
             table = Table(header_style="dim", box=None, pad_edge=False)
             for column in ("attention", "occurrences"):
                 table.add_column(column, justify="right")
             table.add_column("document", max_width=24)
             table.add_column("passage")
             for passage in passages:
-                text = Text.assemble(*((piece, "bold reverse" if bold else "") for piece, bold in passage.pieces()))
-                text = text if screen.is_terminal else Text(passage.text())  # a file shows no bold letters
-                table.add_row(f"{passage.attention:.4g}", f"{passage.occurrences:,}", escape(passage.document), text)
+                pieces = [(printable(piece), "bold reverse" if bold else "") for piece, bold in passage.pieces()]
+                # A file shows no bold letters.
+                text = Text.assemble(*pieces) if screen.is_terminal else Text(printable(passage.text()))
+                document = Text(printable(passage.document))
+                table.add_row(f"{passage.attention:.4g}", f"{passage.occurrences:,}", document, text)
             screen.print(table)
         _totals(screen, f"{name}: total attention by document", "document", layer.documents)
         _totals(screen, f"{name}: total attention by token", "token", layer.tokens)
@@ -42,4 +46,4 @@ def _totals(screen: Console, title: str, column: str, totals: tuple[Total, ...])
 
 
 def _one_line(text: str) -> str:
-    return text.replace("\n", "⏎")
+    return printable(text.replace("\n", "⏎"))

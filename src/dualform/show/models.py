@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dualform.attend.memory import Memory, unknown_text
 from dualform.errors import QueryError
-from dualform.show.terminal import printable
+from dualform.printable import printable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,12 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dualform.printable import printable
+
 WIDTH = 120  # where stdout is no terminal
 
 
 def console() -> Console:
-    """Return the console that results go to."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
+    """Return the console that results go to; labels in brackets are labels there, and no markup."""
+    width = None if sys.stdout.isatty() else WIDTH
+    return Console(width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def print_grid(screen: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -24,10 +27,10 @@ def print_grid(screen: Console, title: str, columns: Sequence[str], rows: Iterab
     table = Table(header_style="dim", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         numeric = all(isinstance(row[i], int | float) for row in rows) and bool(rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(printable(column), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(cell(value) for value in row))
-    screen.print(title, style="bold")
+    screen.print(printable(title), style="bold")
     screen.print(table)
 
 
@@ -41,7 +44,7 @@ def cell(value: Any) -> str:
         return "-" if math.isnan(value) else f"{value:.4g}"
     if isinstance(value, int):
         return f"{value:,}"
-    return ", ".join(map(cell, value)) if isinstance(value, tuple) else str(value)
+    return ", ".join(map(cell, value)) if isinstance(value, tuple) else printable(str(value))
 
 
 def percent(share: float) -> str:

@@ -1,6 +1,5 @@
-"""What a terminal may show: text without control characters, and small grey images drawn with characters."""
+"""Draw small grey images with characters, so that a terminal (or a log file) can show them."""
 
-import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,15 +7,6 @@ import numpy.typing as npt
 
 SHADES = " ░▒▓█"
 ROWS = 14  # an image that is taller is shrunk
-
-
-def printable(text: str) -> str:
-    r"""Return a text without control characters, which a terminal would obey; spaces and line ends stay.
-
-    >>> printable("a\x1b[31mb\x9bc")
-    'a�[31mb�c'
-    """
-    return "".join("�" if ch not in "\n\t" and unicodedata.category(ch) in ("Cc", "Cs", "Cf") else ch for ch in text)
 
 
 def draw(image: npt.NDArray[np.generic], *, height: int = ROWS) -> list[str]:
