@@ -326,7 +326,7 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(checkpoints: Chec
     checkpoints.load(4)
     checkpoints.resume(range(4, 5))
     assert_whole(path, checkpoints.model, 5)
-    assert "media/tests.safetensors" in files(path)
+    assert any(name.startswith("media/tests-") for name in files(path))
 
 
 def test_a_kill_between_the_cut_and_the_sweep_is_mended_by_the_next_resume(

@@ -1,6 +1,8 @@
 """What the writer puts on disk, and when: shards, odd steps, odd columns, odd parameters, failures."""
 
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -587,3 +589,17 @@ def test_columns_of_a_step_are_those_that_were_annotated(run: Path) -> None:
                 entry = found.get(name)
                 expected = entry if entry is None or isinstance(entry, str) else entry[i]
                 assert row[name] == expected, (step, i, name)
+
+
+def test_steps_are_published_after_a_while_however_small_they_are(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small run that is killed has lost only its last seconds."""
+    monkeypatch.setattr(sys.modules[DiskWriter.__module__], "PUBLISH_SECONDS", 0.0)
+    model = network()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run) as recorder:
+        train(model, optimizer, range(3), recorder)
+        deadline = time.monotonic() + 20
+        while dualform.open(run).step < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert dualform.open(run).step == 3
+    assert dualform.open(run).verify(model).passed

@@ -22,7 +22,8 @@ import xxhash
 from torch import Tensor
 
 from dualform._version import __version__
-from dualform.store.format import INITIAL, PARTIAL, publish_tensors, tensor_bytes
+from dualform.store.folder import PARTIAL
+from dualform.store.format import INITIAL, publish_tensors, tensor_bytes
 from dualform.store.reader import Run
 
 BUDGET = 256 << 20  # bytes of one answer; a larger one is computed each time

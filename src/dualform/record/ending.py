@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +45,29 @@ def remove_handles(handles: list[RemovableHandle], *, running: bool) -> None:
         else:
             handle.remove()
     handles[:] = left
+
+
+class Forkable(Protocol):
+    """What is told in a forked process that it is the parent's."""
+
+    def leave_to_parent(self) -> None:
+        """Do nothing any more."""
+
+
+_recording: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
+
+
+def leave_in_forks(recorder: Forkable) -> None:
+    """Let a recorder do nothing in every process that is forked from this one, such as a loader's workers."""
+    _recording.add(recorder)
+
+
+def _after_fork() -> None:
+    for recorder in list(_recording):
+        recorder.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_when_dropped(

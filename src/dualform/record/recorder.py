@@ -23,7 +23,7 @@ from dualform.record.annotations import Annotator, Binding
 from dualform.record.bystanders import Bystanders
 from dualform.record.calls import Pending, bring, gather_calls
 from dualform.record.changes import Changes, many_evaluations, why_no_final
-from dualform.record.ending import end_when_dropped, remove_handles, weak_hook
+from dualform.record.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.record.estimate import Estimate, estimate
 from dualform.record.facts import Situation, gather_facts
 from dualform.record.gauge import Gauge
@@ -100,7 +100,7 @@ class Recorder:
         self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
         self._warned: set[str] = set()
         self._step = 0
-        self._state: Literal["new", "recording", "closed"] = "new"
+        self._state: Literal["new", "recording", "closed", "forked"] = "new"
         # A method would keep this recorder alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
         self._finalizer: Callable[[], object] = _nothing
@@ -149,7 +149,14 @@ class Recorder:
             self._sink.abandon()
             raise
         self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
+        leave_in_forks(self)
         return self
+
+    def leave_to_parent(self) -> None:
+        """Do nothing any more, in a forked process: the recording, its thread and its lock are the parent's."""
+        if self._state == "recording":
+            self._state = "forked"
+            self._hooks.enabled = False
 
     def _attach_hooks(self) -> None:
         """Look at the parameters as they are, and put every hook on."""

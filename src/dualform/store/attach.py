@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 from dualform.errors import RunExistsError, StoreError
 from dualform.record.media import Files
-from dualform.store.format import FileEntry, Manifest, locked, publish, publish_tensors
+from dualform.store.folder import remove_partial, remove_unlisted
+from dualform.store.format import FileEntry, Manifest, locked, publish_by_content, write_tensors
 from dualform.store.reader import Run
 
 
@@ -15,10 +17,17 @@ def publish_files(folder: Path, files: Files) -> dict[str, FileEntry]:
     entries = {}
     for name, content in files.items():
         if isinstance(content, str):
-            entries[name] = publish(folder / name, functools.partial(Path.write_text, data=content, encoding="utf-8"))
+            write: Callable[[Path], object] = functools.partial(Path.write_text, data=content, encoding="utf-8")
         else:
-            entries[name] = publish_tensors(folder / name, content)
+            write = functools.partial(write_tensors, tensors=content)
+        entries[name] = publish_by_content(folder, name, write)
     return entries
+
+
+def remove_replaced(folder: Path, manifest: Manifest) -> None:
+    """Remove attached files that the manifest does not list: replaced ones, and what killed attachments left."""
+    remove_partial(folder)
+    remove_unlisted(folder, {entry.at or name for name, entry in manifest.files.items()}, ["media"])
 
 
 def attach(run: Run, files: Files) -> None:
@@ -31,6 +40,7 @@ def attach(run: Run, files: Files) -> None:
             manifest = Manifest.read(run.folder)
             manifest = dataclasses.replace(manifest, files={**manifest.files, **entries})
             manifest.publish(run.folder)
+            remove_replaced(run.folder, manifest)
     except OSError as error:
         if isinstance(error, RunExistsError):
             raise

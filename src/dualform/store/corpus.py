@@ -168,9 +168,9 @@ def read_corpus(run: Run) -> Corpus:
             f"{run.folder} keeps no corpus, so it cannot be asked about a text. Record with annotate(token=..., "
             "place=..., document=...) and keep the text with memory.add_corpus."
         )
-    with opened_tensors(run.folder / CORPUS) as file:
+    with opened_tensors(run.place(CORPUS)) as file:
         arrays = {name: file.get_tensor(name).to(torch.int64).numpy() for name in ("train", "test", "starts")}
-    path = run.folder / VOCABULARY
+    path = run.place(VOCABULARY)
     try:
         words = json.loads(path.read_text("utf-8"))
         return Corpus(

@@ -4,6 +4,7 @@ docs/format.md describes the folder for people. Here are the same facts for the 
 the manifest, the names of files, and the write-fsync-rename that makes a file appear whole or not at all.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,6 +26,7 @@ from dualform.errors import CorruptError, FormatError, RunNotFoundError
 from dualform.record.media import CORPUS as CORPUS
 from dualform.record.media import VOCABULARY as VOCABULARY
 from dualform.record.rowcheck import Outcome
+from dualform.store.folder import PARTIAL, check_no_link
 
 FORMAT = "dualform"
 VERSION = 1
@@ -33,7 +35,6 @@ INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
 FROZEN = "frozen.safetensors"
 UNCOVERED = "uncovered.safetensors"
-PARTIAL = ".partial-"
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
 
@@ -53,10 +54,11 @@ def shard_files(index: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A published file: its size and its xxh3 checksum."""
+    """A published file: its size, its xxh3 checksum, and where it lies, if not under the name that it is listed by."""
 
     bytes: int
     xxh3: str
+    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,11 @@ class Manifest:
     def to_json(self) -> str:
         """Return the manifest as it stands in the folder."""
         head = {"format": FORMAT, "version": VERSION, "steps": self.steps}
-        return json.dumps(head | dataclasses.asdict(self), indent=1) + "\n"
+        body = dataclasses.asdict(self)
+        for entry in (*body["files"].values(), *(e for shard in body["shards"] for e in shard["files"].values())):
+            if not entry["at"]:
+                del entry["at"]
+        return json.dumps(head | body, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, path: Path) -> "Manifest":
@@ -234,17 +240,18 @@ class Partial:
     folder: Path
     xxh3: str
 
-    def publish(self) -> FileEntry:
-        """Fsync it, rename it, fsync the folder; return its entry."""
+    def publish(self, path: Path | None = None) -> FileEntry:
+        """Fsync it, rename it to its place or to another path, fsync the folder; return its entry."""
+        path = self.path if path is None else path
         partial = self.folder / self.path.name
         try:
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
             entry = FileEntry(bytes=partial.stat().st_size, xxh3=self.xxh3)
-            partial.replace(self.path)
+            partial.replace(path)
         finally:
             self.discard()
-        _sync_folder(self.path.parent)
+        _sync_folder(path.parent)
         return entry
 
     def discard(self) -> None:
@@ -258,6 +265,7 @@ def write_partial(path: Path, write: Callable[[Path], object], *, summed: bool =
     The folder is its own, because a library that writes may put temporary files beside what it is told to write. With
     `summed`, `write` returns the checksum of what it wrote.
     """
+    check_no_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
     folder.mkdir()
@@ -278,23 +286,35 @@ def publish(path: Path, write: Callable[[Path], object]) -> FileEntry:
     return write_partial(path, write).publish()
 
 
+def publish_by_content(folder: Path, name: str, write: Callable[[Path], object]) -> FileEntry:
+    """Publish a file that may replace another one of its name: under a name of its own, after its content.
+
+    What the manifest lists stays as it is until the manifest lists the new file instead.
+    """
+    partial = write_partial(folder / name, write)
+    path = (folder / name).with_stem(f"{Path(name).stem}-{partial.xxh3}")
+    entry = partial.publish(path)
+    return dataclasses.replace(entry, at=path.relative_to(folder).as_posix())
+
+
 def publish_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
     """Publish tensors as a safetensors file; failing to write is an `OSError`, whoever reports it."""
+    return publish(path, lambda partial: write_tensors(partial, tensors, metadata))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors to a safetensors file."""
     # A tensor that is a part of a larger storage is copied: the format has no views.
     whole = {
         name: (tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()).contiguous()
         for name, tensor in tensors.items()
     }
-
-    def write(partial: Path) -> None:
-        try:
-            safetensors.torch.save_file(whole, partial, dict(metadata or {}) or None)
-        except safetensors.SafetensorError as error:
-            raise OSError(str(error)) from error
-
-    return publish(path, write)
+    try:
+        safetensors.torch.save_file(whole, path, dict(metadata or {}) or None)
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 @contextmanager
@@ -324,15 +344,6 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what a killed writer may have left behind."""
-    for path in list(folder.rglob(f"{PARTIAL}*")):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def is_foreign(folder: Path) -> bool:
     """Say whether a folder holds anything but a run, or what is left of one that was killed at its very start."""
     names = {path.name for path in folder.iterdir()}
@@ -343,26 +354,50 @@ def is_foreign(folder: Path) -> bool:
     )
 
 
+_locks: set[int] = set()  # file descriptors of locks that this process holds
+
+
+def _close_inherited_locks() -> None:
+    """Let go of the parent's locks in a forked process, which would hold them for as long as it lives."""
+    for descriptor in _locks:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited_locks)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Hold the folder's writer lock; yields whether it could be had. Released by the system if we are killed."""
+    """Hold the folder's writer lock; yields whether it could be had. Released by the system if we are killed.
+
+    Only the process that took it releases it: a forked one leaves it alone.
+    """
     import fcntl
 
-    path = folder / LOCK
-    with path.open("w") as file:
+    path, process = folder / LOCK, os.getpid()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    _locks.add(descriptor)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
         # Who held it before may have removed the file that we opened; a lock on nothing protects nothing.
-        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(descriptor)):
             yield False
             return
         try:
             yield True
         finally:
-            path.unlink(missing_ok=True)
+            if os.getpid() == process:
+                path.unlink(missing_ok=True)
+    finally:
+        if os.getpid() == process:
+            _locks.discard(descriptor)
+            os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -74,7 +74,7 @@ class Media:
 def _description(run: Run) -> dict[str, Any]:
     if DESCRIPTION not in run.manifest.files:
         return {}
-    path = run.folder / DESCRIPTION
+    path = run.place(DESCRIPTION)
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -83,5 +83,5 @@ def _description(run: Run) -> dict[str, Any]:
 
 
 def _tensors(run: Run, name: str) -> dict[str, Tensor]:
-    with opened_tensors(run.folder / name) as file:
+    with opened_tensors(run.place(name)) as file:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)

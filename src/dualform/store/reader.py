@@ -292,11 +292,15 @@ class Run:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
 
     def files(self) -> dict[str, Any]:
-        """Return every listed file with its entry."""
-        listed = dict(self.manifest.files)
+        """Return every listed file with its entry, by where it lies in the run folder."""
+        listed = {entry.at or name: entry for name, entry in self.manifest.files.items()}
         for shard in self.manifest.shards:
             listed |= shard.files
         return listed
+
+    def place(self, name: str) -> Path:
+        """Return where a file lies that the manifest lists under a name."""
+        return self.folder / (self.manifest.files[name].at or name)
 
     def _check_sizes(self) -> None:
         for name, entry in self.files().items():

@@ -15,7 +15,8 @@ from dualform.errors import ResumeError
 from dualform.lazy import compute as pc
 from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
-from dualform.store.format import FINAL, FROZEN, UNCOVERED, Manifest, remove_partial, shard_files
+from dualform.store.folder import own_files, remove_partial, remove_unlisted
+from dualform.store.format import FINAL, FROZEN, UNCOVERED, Manifest, shard_files
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 from dualform.store.rebuild import parts, states
@@ -161,12 +162,10 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
 def _sweep(folder: Path, manifest: Manifest) -> None:
     """Remove what the manifest does not list: later shards, and what a killed writer left behind."""
     remove_partial(folder)
-    listed = set(manifest.files) | {name for shard in manifest.shards for name in shard.files}
-    for kind in shard_files(0).values():
-        for path in (folder / kind).parent.glob("*"):
-            if path.relative_to(folder).as_posix() not in listed:
-                path.unlink()
+    listed = {entry.at or name for name, entry in manifest.files.items()}
+    listed |= {name for shard in manifest.shards for name in shard.files}
+    remove_unlisted(folder, listed, [*{name.split("/")[0] for name in shard_files(0).values()}, "media"])
     for name in (FINAL, FROZEN, UNCOVERED):
         (folder / name).unlink(missing_ok=True)
-    for path in (folder / "cache").glob("*"):
-        path.unlink()
+    for path in own_files(folder, ["cache"]):
+        path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import functools
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ from dualform.record.estimate import size_text
 from dualform.record.media import Files
 from dualform.record.sinks import Start, StepRecord
 from dualform.record.watch import Dtype, stored_dtype
-from dualform.store.attach import publish_files
+from dualform.store.attach import publish_files, remove_replaced
 from dualform.store.encoding import SCALE, encode
+from dualform.store.folder import remove_partial
 from dualform.store.format import (
     FINAL,
     INITIAL,
@@ -47,7 +49,6 @@ from dualform.store.format import (
     locked,
     publish,
     publish_tensors,
-    remove_partial,
     shard_files,
     write_partial,
 )
@@ -61,6 +62,9 @@ from dualform.store.tensors import write_parts
 from dualform.threads import Background, start_alone
 
 Snapshot = dict[str, Tensor]
+
+PUBLISH_SECONDS = 30.0
+"""How long steps may wait to be published: a program that is killed loses no more than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,7 @@ class DiskWriter:
         self._worker: threading.Thread | None = None
         self._ended = False  # whether the worker was told that nothing more will come
         self._unsealed = 0  # bytes handed over since the last seal
+        self._sealed_at = time.monotonic()
         self._checked = False
         self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
         self._columns: dict[str, str] = {}
@@ -185,7 +190,7 @@ class DiskWriter:
             self._hole = error
             raise
         self._unsealed += record.nbytes
-        if self._unsealed >= self._shard_bytes:
+        if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= PUBLISH_SECONDS:
             self._seal(record.snapshot, wait=False)
 
     def attach(self, files: Files) -> None:
@@ -336,6 +341,7 @@ class DiskWriter:
         copied = [*parameters.values(), *(state.values.values() if state is not None else ())]
         self._queue.put(_Seal(parameters, state, wait), sum(tensor.nbytes for tensor in copied))
         self._unsealed = 0
+        self._sealed_at = time.monotonic()
 
     # On the writer's thread ---------------------------------------------------------------------------------------
 
@@ -348,6 +354,7 @@ class DiskWriter:
                 elif isinstance(item, _Attachment):
                     self._settle()
                     self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
+                    remove_replaced(self.path, self._manifest)
                 else:
                     if self._taken:
                         finish = self._write_shard(self._taken, item.parameters, item.state)

@@ -1,0 +1,57 @@
+"""What a run folder may hold by name, and how anything there is removed: our own files only, and through no link.
+
+A run folder may come from somebody else, or lie on a disk that others write to. A link in it, followed for writing or
+deleting, would reach files outside.
+"""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+PARTIAL = ".partial-"
+FOLDERS = ("shards", "calls", "annotations", "steps", "uncovered", "media", "cache")
+OWN_NAMES = re.compile(
+    r"\d{6}\.(safetensors|parquet)|[a-z]+(-[0-9a-f]{16})?\.(safetensors|json)|[0-9a-f]{32}\.safetensors"
+)
+"""Names of the files below those folders: shards by number, media by what they hold and their content, sums by key."""
+PARTIAL_NAMES = re.compile(re.escape(PARTIAL) + r"[A-Za-z0-9._-]+")
+
+
+def check_no_link(path: Path) -> None:
+    """Raise `OSError` where a file's folder inside the run is a link: writing there would write elsewhere."""
+    if path.parent.name in FOLDERS and path.parent.is_symlink():
+        raise OSError(f"{path.parent} is a link, and nothing is written through it")
+
+
+def own_files(folder: Path, kinds: Collection[str] = FOLDERS) -> Iterator[Path]:
+    """Yield the files below a run's folders that have names of ours; none that is a link or lies behind one."""
+    for kind in kinds:
+        place = folder / kind
+        if place.is_symlink() or not place.is_dir():
+            continue
+        for path in place.iterdir():
+            if OWN_NAMES.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                yield path
+
+
+def remove_unlisted(folder: Path, listed: Collection[str], kinds: Collection[str]) -> None:
+    """Remove files of ours that nothing lists, by their names relative to the run folder."""
+    for path in own_files(folder, kinds):
+        if path.relative_to(folder).as_posix() not in listed:
+            path.unlink(missing_ok=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed writer may have left behind."""
+    for place in (folder, *(folder / kind for kind in FOLDERS)):
+        if (place != folder and place.is_symlink()) or not place.is_dir():
+            continue
+        for path in place.iterdir():
+            if PARTIAL_NAMES.fullmatch(path.name) and not path.is_symlink():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
