@@ -150,3 +150,8 @@ def test_the_database_that_evaluates_sql_cannot_be_opened_up() -> None:
 def test_sql_may_have_comments(run: Path, comment: str) -> None:
     memory = annotated(run, {"a": [1, 2, 3, 4]})
     assert memory.where(f"a > 2 {comment}").patterns("0")["a"].to_pylist() == [3, 4]
+
+
+def test_a_number_that_no_column_holds_is_named(pair: Pair) -> None:
+    with pytest.raises(dualform.DualformError, match=r"holds int64, which cannot equal 9223372036854775808"):
+        pair.memory.where(sample=2**63).weights()

@@ -80,7 +80,7 @@ def test_a_smaller_limit_leaves_tests_out_and_says_so(digits, tmp_path, written)
 
 def test_a_text_is_escaped(tmp_path):
     record_letters(tmp_path / "run")
-    write_report(dualform.open(tmp_path / "run"), tmp_path / "r.html", tests=2)
+    write_report(dualform.open(tmp_path / "run"), tmp_path / "r.html", tests=2, trust=True)
     page = (tmp_path / "r.html").read_text()
     assert NASTY not in page
     assert "&lt;script&gt;" in page
@@ -151,3 +151,10 @@ def test_a_spotlight_on_a_text_draws_passages(tmp_path):
     html = dualform.open(tmp_path / "run").attend(model, torch.tensor([[1, 2, 3]]))._repr_html_()
     assert "<mark>" in html
     assert NASTY not in html
+
+
+def test_a_report_may_load_nothing_from_elsewhere(digits, tmp_path):
+    write_report(dualform.open(digits.folder), tmp_path / "r.html", tests=[5])
+    head = (tmp_path / "r.html").read_text().split("<title>")[0]
+    assert "Content-Security-Policy" in head
+    assert "default-src 'none'" in head

@@ -26,6 +26,11 @@ from dualform.show.viewer.session import By, Mask, Session, grouping_columns, pr
 from dualform.store.format import MANIFEST, checksum
 
 MOST_MASKS = 12
+POLICY = (
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'\">"
+)
+"""What a report may load: its own style and script, and images inside it. Nothing from elsewhere."""
 LIMITS = (
     "The identity is exact: every layer's output is what is left of its start plus the sum over recorded training "
     "patterns of coefficient × attention × value. The rebuild errors above say how exactly this run keeps it.",
@@ -143,7 +148,7 @@ def _page(
     limits = "".join(f"<li>{escape(text)}</li>" for text in LIMITS)
     warned = "".join(f'<p class="warning" role="note">{escape(text)}</p>' for text in session.warnings)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{POLICY}<title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f'<style>{style}</style></head><body><main><h1>{escape(title)}</h1>{warned}<p class="muted">{told} Grouped by '
         f"{escape(', '.join(map(str, by)))}. ◆ target, ▸ what the model says.</p>{missing}"
