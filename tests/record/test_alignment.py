@@ -251,7 +251,7 @@ def test_two_equal_rows_that_are_treated_otherwise_stop_no_training(run: Path) -
     class Careful(Model):
         def forward(self, x: Tensor, *more: Tensor) -> Tensor:
             hidden = self.body(x)
-            hidden = hidden + self.body(0 * x) if torch.equal(hidden[0], hidden[1]) else hidden
+            hidden = hidden + self.body(0 * x) if torch.equal(x[0], x[1]) else hidden
             result: Tensor = self.head(hidden)
             return result
 
