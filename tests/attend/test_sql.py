@@ -1,6 +1,7 @@
 """SQL conditions: what they may say, and what they may take."""
 
 import sys
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -58,6 +59,7 @@ def test_conditions_about_a_pattern(sql: str, expected: list[int]) -> None:
         ("label in (select 3)", "may hold no subquery"),
         ("columns(*) = 1", "may hold no star"),
         ("label = $1", "may hold no parameter"),
+        ("#2 = 1", "have names here, and no numbers"),
         ("1=1) or (1=1", "syntax error"),
         ("1=1; select 2", "one expression"),
         ("1=1, 2", "one expression"),
@@ -102,3 +104,10 @@ def test_a_condition_is_looked_at_once() -> None:
     for _ in range(3):
         sql_mask(TABLE, "label = 3", NAMES)
     assert check_condition.cache_info().misses == 1
+
+
+def test_nothing_holds_a_connection_when_a_condition_was_evaluated() -> None:
+    before = threading.active_count()
+    for _ in range(20):
+        sql_mask(TABLE, "label = 3", NAMES)
+        assert threading.active_count() == before

@@ -124,6 +124,8 @@ def _objection(expression: dict[str, Any], known: set[str]) -> str | None:
     kind = expression["class"]
     if kind in ("SUBQUERY", "WINDOW", "STAR", "PARAMETER", "LAMBDA"):
         return f"a condition is about one pattern at a time, and may hold no {kind.lower()}."
+    if kind == "POSITIONAL_REFERENCE":  # of a table that holds only the columns that are named
+        return "columns have names here, and no numbers."
     if kind == "COLUMN_REF":
         name = str(expression["column_names"][0])
         return None if name.casefold() in known else f"there is no column {name!r}."
@@ -149,6 +151,7 @@ def _interrupted_after(connection: Any, seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # it refers to the connection
 
 
 @functools.cache

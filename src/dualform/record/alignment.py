@@ -1,9 +1,11 @@
 """Alignment: when a recording tries which rows its layers have, and what it knows of them so far.
 
 The trial itself is `dualform.record.rows`. It is made at the first annotated forward, for input shapes that are new
-(a bounded number of times), and again at a few early steps for layers whose rows were all equal.
+(a bounded number of times), and again whenever the number of steps has doubled: rows that were all equal may differ by
+then, and a model may do to one batch's rows what it did not do to another's.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,8 +18,8 @@ from dualform.record.rowcheck import Outcome, RowCheck
 from dualform.record.rows import NO_ROW, check_rows, input_tensors, other_axes
 from dualform.record.watch import Watched
 
-AGAIN = (1, 3, 7)  # steps taken before another look at layers whose rows were all equal
-MAX_SHAPES = 8  # input shapes that are tried; twice as many more for every doubling of the steps
+MAX_SHAPES = 8  # input shapes that are tried before the second step
+MORE_SHAPES = 2  # that are tried in addition for every doubling of the number of steps
 _SEVERITY: Mapping[Outcome, int] = {"proved": 0, "assumed": 1, "not aligned": 2}
 
 
@@ -57,14 +59,15 @@ class Alignment:
         if not self.enabled or binding.rows < 2:
             return
         tensors = input_tensors(args, kwargs)
-        shapes = (called[0], binding.rows, called[1].training, *(tuple(tensor.shape) for tensor in tensors))
+        described = (_describe(tensor, binding.rows, self.batch_axis) for tensor in tensors)
+        shapes = (called[0], binding.rows, called[1].training, *described)
         known = self._tried.get(shapes)
-        open_again = step in AGAIN and step not in self._looked_again
-        if known is not None and open_again and any(check.undecided for check in known.values()):
+        doubled = step > 0 and not step & (step + 1)  # 1, 3, 7, 15, ... steps were taken
+        if known is not None and doubled and step not in self._looked_again and _may_change(known):
             self._looked_again.add(step)
             known = None
-        elif known is None and len(self._tried) >= MAX_SHAPES * (1 + 2 * math.log2(step + 1)):
-            known = self._latest
+        elif known is None and len(self._tried) >= MAX_SHAPES + MORE_SHAPES * math.log2(step + 1):
+            known = {name: dataclasses.replace(check, shapes=frozenset()) for name, check in self._latest.items()}
         if known is None:
             known = self._tried[shapes] = self.look(args, kwargs, rows=binding.rows, called=called)
             self._latest = known
@@ -131,12 +134,11 @@ class Alignment:
         assumed = {name: check for name, check in news.items() if check.outcome == "assumed"}
         if apart:
             mixed = [name for name, check in apart.items() if check.reason != NO_ROW]
-            remedy = "A table that is looked up once for all rows (positions) learns from all of them at once."
-            if mixed:
-                remedy = (
-                    "If you know the batch's row of each of their patterns, give it: "
-                    f"annotate(..., rows={{{mixed[0]!r}: rows}})."
-                )
+            remedy = "A table that is looked up once for all rows (positions) learns from all of them at once. "
+            remedy = ("" if mixed else remedy) + (
+                "If you know the batch's row of each of their patterns, as where the model sorts rows, give it: "
+                f"annotate(..., rows={{{(mixed or list(apart))[0]!r}: rows}})."
+            )
             texts.append(
                 f"Columns per row are left out (null) in {_listed(apart)}; a permuted batch showed it. {remedy}"
             )
@@ -146,6 +148,23 @@ class Alignment:
                 "matched by row number. recorder.check_rows(*inputs) tries a batch of your choice."
             )
         return texts
+
+
+def _describe(tensor: Tensor, rows: int, axis: int) -> tuple[tuple[int, ...], bool]:
+    """Return a tensor's shape, and whether it is one of lengths, masks or the like that are equal in all rows.
+
+    Equal lengths do not show that a model sorts its rows by them, nor a full mask which positions it picks.
+    """
+    shape = tuple(tensor.shape)
+    steers = tensor.dim() == axis + 1 or not (tensor.is_floating_point() or tensor.is_complex())
+    if not steers or tensor.dim() <= axis or shape[axis] != rows or not tensor.numel() or tensor.is_meta:
+        return shape, False
+    return shape, bool((tensor == tensor.narrow(axis, 0, 1)).all())
+
+
+def _may_change(known: Mapping[str, RowCheck]) -> bool:
+    """Say whether another batch could tell something else of any layer than this."""
+    return any(check.undecided or check.outcome == "proved" for check in known.values())
 
 
 def _listed(checks: Mapping[str, RowCheck], most: int = 4) -> str:

@@ -165,7 +165,7 @@ def _place(arrival: Arrival, axis: int, binding: Binding | None) -> _Placed:
         return _Placed(
             *plain, taken, check=None if taken is None else _relied_on(taken, check, tried=bool(binding.checks))
         )
-    view = None if check.placement is None else check.placement.view(leading, binding.rows)
+    view = check.view(leading, binding.rows)
     if view is None:
         other = RowCheck("not aligned", OTHER_SHAPE) if check.outcome == "proved" else None
         return _Placed(*plain, binding.constants(), settled=True, check=other)

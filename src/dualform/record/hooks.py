@@ -126,6 +126,7 @@ class Hooks:
     arrivals: dict[int, dict[int, Arrival]] = field(default_factory=dict)  # graph task -> call -> what it brought
     handles: list["RemovableHandle | ModuleHandle | Trace"] = field(default_factory=list)
     watching: set[str] = field(default_factory=set)  # parameters with accumulation hooks
+    running: list[nn.Module] = field(default_factory=list)  # the model, for each of its own forwards that runs
 
     def attach(self) -> None:
         """Put the hooks on."""
@@ -223,7 +224,8 @@ class Hooks:
         self.arrivals.clear()
 
     def forget(self) -> None:
-        """Let go of what backwards brought that never came to their end, because something raised."""
+        """Let go of forwards and backwards that never came to their end, because something raised."""
+        self.running.clear()
         running = torch._C._current_graph_task_id()
         for task in [task for task in self.arrivals if task != running]:
             del self.arrivals[task]
@@ -233,7 +235,6 @@ class Hooks:
 
     def _count_forwards(self, model: nn.Module) -> None:
         """Put hooks on the whole model and its children that report where a forward begins."""
-        running: list[nn.Module] = []  # the model, while its own forward runs
         names = {id(model): "", **{id(child): plain_name(name) for name, child in model.named_children()}}
 
         def begin(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -243,15 +244,17 @@ class Hooks:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A checkpointed part runs its children again in its own backward.
-            inside = bool(running) or torch._C._current_graph_task_id() != -1
+            if module is model and self.running and _calls_on_stack(model) < 2:
+                self.running.clear()  # torch calls no hook at the end of a forward that was interrupted (Ctrl-C)
+            inside = bool(self.running) or torch._C._current_graph_task_id() != -1
             if module is model:
-                running.append(module)
+                self.running.append(module)
             if id(module) in names and not inside and _grad_enabled():
                 report(module, args, kwargs)
 
         def after(module: nn.Module, *_: Any) -> None:
-            if module is model and running:
-                running.pop()
+            if module is model and self.running:
+                self.running.pop()
 
         self.handles.append(hook_forward(model, _disabled_in_compile(after), always_call=True))
         for module in (model, *model.children()):
@@ -363,6 +366,15 @@ def hookable(output: Tensor) -> Tensor:
 def _disabled_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
     # Importing the compiler takes seconds; where nobody has, nothing is compiled.
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
+def _calls_on_stack(module: nn.Module) -> int:
+    """Return how many calls of a module are running: one, or more where it calls itself."""
+    frame, count = sys._getframe(1).f_back, 0
+    while frame is not None:
+        count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
 
 
 def _grad_enabled() -> bool:

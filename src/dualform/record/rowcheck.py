@@ -1,7 +1,7 @@
 """What is known of a layer's rows: whether they are those of the batch, and where they lie in the layer's input."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["proved", "not aligned", "assumed"]
@@ -54,10 +54,24 @@ class RowCheck:
         outcome: "proved", its rows are those of the batch; "not aligned", they are not; "assumed", no trial could tell.
         reason: what was found, or why nothing could be.
         placement: where the rows lie, where that is proved.
-        undecided: whether all rows were equal, so that a later batch may tell more.
+        undecided: whether all rows were equal, in some call at least, so that a later batch may tell more.
+        shapes: the leading axes of the layer's inputs in the trial, where they must be these for the rows to lie there.
     """
 
     outcome: Outcome
     reason: str
     placement: Placement | None = None
     undecided: bool = False
+    shapes: frozenset[tuple[int, ...]] = field(default=frozenset(), compare=False)
+
+    def view(self, leading: Sequence[int], rows: int) -> tuple[tuple[int, ...], int] | None:
+        """Return how the leading axes of a call hold the rows (see `Placement.view`); nothing where that is not known.
+
+        Flattened axes of another size than in the trial hold other rows: where a model picks positions by a mask, a
+        full mask shows nothing of the masks to come.
+        """
+        if self.placement is None:
+            return None
+        if self.placement.flattened is not None and self.shapes and tuple(leading) not in self.shapes:
+            return None
+        return self.placement.view(leading, rows)

@@ -12,15 +12,17 @@ import dataclasses
 import itertools
 import math
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
@@ -82,6 +84,7 @@ def check_rows(
 
 
 NO_ROW = "its patterns belong to no row of the batch"
+EXCHANGED = "the model exchanges rows before it"
 
 
 def input_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -161,7 +164,20 @@ class _Trial:
                 found[layer.name] = _all([_judge(*pair, order) for pair in zip(before, after, strict=True)])
         if rows <= FEW_ROWS and _proofs(found):
             self._look_closer(found, axes, rows)
+        elif rows == FEW_ROWS + 1 and _proofs(found):
+            self._roll(found, axes, rows)
         return found
+
+    def _roll(self, found: dict[str, RowCheck], axes: Axes, rows: int) -> None:
+        """Permute a batch of four rows in a second way, since each way commutes with some exchange of pairs of rows.
+
+        Only a model that leaves all rows where they are commutes with both.
+        """
+        order = torch.arange(rows).roll(1)
+        moved = self._run(_permuted(self._batch, axes, order))
+        for name, check in found.items():
+            if check.outcome == "proved" and not _all_move_as(self._plain[name], moved[name], check, order):
+                found[name] = RowCheck("not aligned", EXCHANGED)
 
     def _look_closer(self, found: dict[str, RowCheck], axes: Axes, rows: int) -> None:
         """Tell rows that are where they were from rows that the model exchanged: put one row in another's place.
@@ -173,14 +189,13 @@ class _Trial:
         for name, check in found.items():
             if check.outcome != "proved" or check.placement is None:
                 continue
-            pairs = list(zip(self._plain[name], moved[name], strict=True))
             fits = []
             for places in itertools.permutations(range(rows)):  # row i of the layer is row places[i] of the batch
                 expected = torch.tensor([places.index(int(taken[place])) for place in places])
-                if all(_moves_as(*pair, check.placement, expected) for pair in pairs):
+                if _all_move_as(self._plain[name], moved[name], check, expected):
                     fits.append(places)
             if fits and fits[0] != tuple(range(rows)):
-                found[name] = RowCheck("not aligned", "the model exchanges rows before it")
+                found[name] = RowCheck("not aligned", EXCHANGED)
             elif not fits:
                 reason = f"a batch of {rows} rows is too small to tell, since its rows depend on each other"
                 found[name] = RowCheck("assumed", reason, undecided=True)
@@ -216,10 +231,11 @@ class _Trial:
                 module.dropout = 0.0
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         listen(watched, calls)
-        with torch.enable_grad(), torch.autocast(device, enabled=False), _NoDropout():
+        with torch.enable_grad(), torch.autocast(device, enabled=False), _NoDropout(), _not_called(self._model):
             args, kwargs = batch
             outputs = model(*args, **kwargs)
-            _summed(outputs).backward()  # into the gradients of the copy, which goes
+            # Into the gradients of the copy alone, which goes: what a closure of the model refers to is no copy.
+            _summed(outputs).backward(inputs=[p for p in model.parameters() if p.requires_grad])
         return {
             name: [
                 _Seen(call.leading, call.keys().detach(), call.values(call.keys()) if call.reached else None)
@@ -239,7 +255,11 @@ class _Seen:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Lets every function of torch through but dropout, which gives back its input."""
+    """Lets every function of torch through but dropout, which gives back its input.
+
+    Generators of the model's own that functions draw from are put back when the mode ends: a copy of the model may
+    share them with the model.
+    """
 
     NAMES = frozenset(
         f"{kind}dropout{dims}{place}"
@@ -248,11 +268,23 @@ class _NoDropout(TorchFunctionMode):
         for place in ("", "_")
     )
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._generators: list[tuple[torch.Generator, Tensor]] = []  # each with its state before the trial
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for generator, state in self._generators:
+            generator.set_state(state)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function without its dropout."""
         kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and all(generator is not known for known, _ in self._generators):
+            self._generators.append((generator, generator.get_state()))
         name = getattr(func, "__name__", "")
         if name in self.NAMES:
             return args[0] if args else kwargs["input"]
@@ -270,7 +302,7 @@ def _judge(before: _Seen, after: _Seen, order: Tensor) -> RowCheck:
     places = _placements(before.leading, len(order))
     fitting = [place for place in places if _moves_as(before, after, place, order)]
     if len(fitting) == 1:
-        return RowCheck("proved", f"rows are {fitting[0]}", fitting[0])
+        return RowCheck("proved", f"rows are {fitting[0]}", fitting[0], shapes=frozenset([before.leading]))
     if fitting:
         return RowCheck("not aligned", f"rows could be {' or '.join(map(str, fitting))}")
     if not (_unchanged(before.keys, after.keys) and _unchanged(before.values, after.values)):
@@ -281,12 +313,11 @@ def _judge(before: _Seen, after: _Seen, order: Tensor) -> RowCheck:
 
 
 def _all(checks: Sequence[RowCheck]) -> RowCheck:
-    """Return what holds for all calls of a layer in one forward."""
-    if len(set(checks)) == 1:
-        return checks[0]
-    decided = [check for check in checks if not check.undecided]
+    """Return what holds for all calls of a layer in one forward; undecided where it is so for any of them."""
+    decided = [check for check in checks if not check.undecided] or checks
     if len(set(decided)) == 1:
-        return decided[0]
+        shapes = frozenset[tuple[int, ...]]().union(*(check.shapes for check in decided))
+        return dataclasses.replace(decided[0], shapes=shapes, undecided=any(check.undecided for check in checks))
     for outcome in ("not aligned", "assumed"):
         for check in checks:
             if check.outcome == outcome:
@@ -310,6 +341,13 @@ def _moves_as(before: _Seen, after: _Seen, place: Placement, order: Tensor) -> b
     """Say whether keys and values moved as the rows: one of them, and the other too unless all its rows are equal."""
     states = _states(before, after, place, order)
     return "moved" in states and states <= {"moved", "equal"}
+
+
+def _all_move_as(before: Sequence[_Seen], after: Sequence[_Seen], check: RowCheck, order: Tensor) -> bool:
+    """Say whether all calls of a layer whose rows are proved moved as ordered; other calls than before did not."""
+    if check.placement is None or [call.leading for call in before] != [call.leading for call in after]:
+        return False
+    return all(_moves_as(*pair, check.placement, order) for pair in zip(before, after, strict=True))
 
 
 def _states(before: _Seen, after: _Seen, place: Placement, order: Tensor) -> set[str]:
@@ -407,14 +445,48 @@ def _check_copyable(model: nn.Module) -> None:
         if device.type == "cuda" and 4 * size > torch.cuda.mem_get_info(device)[0]:
             raise Untried("the GPU has no room for a copy of the model")
     for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not _is_harmless(hook) for hook in hooks):
-            raise Untried(f"module {name or 'itself'!r} has a forward hook of yours, which a trial would run as well")
+        for kind, which in _HOOKS:
+            if any(not _is_harmless(hook) for hook in getattr(module, which).values()):
+                raise Untried(
+                    f"module {name or 'itself'!r} has a {kind} hook of yours, which a trial would run as well"
+                )
+    if any(not _is_harmless(hook) for _, which in _HOOKS for hook in getattr(every_module, f"_global{which}").values()):
+        raise Untried("there is a hook of yours on all modules, which a trial would run as well")
+
+
+_HOOKS = (
+    ("forward", "_forward_hooks"),
+    ("forward", "_forward_pre_hooks"),
+    ("backward", "_backward_hooks"),
+    ("backward", "_backward_pre_hooks"),
+)
 
 
 def _is_harmless(hook: Any) -> bool:
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.startswith(("dualform.", "torch.", "transformers.", "peft."))
+
+
+@contextmanager
+def _not_called(model: nn.Module) -> Iterator[None]:
+    """Raise `Untried` where any module of this model is called, and compile nothing, while the context lasts.
+
+    A copy of a model calls the model's own layers where a function that it holds refers to them: `model.forward =
+    lambda x: head(body(x))`.
+    """
+    mine = {id(module) for module in model.modules()}
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        if id(module) in mine:
+            raise Untried("a copy of the model calls layers of the model itself, which a function refers to")
+
+    compiling = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    handle = every_module.register_module_forward_pre_hook(refuse)
+    try:
+        with compiling:
+            yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
