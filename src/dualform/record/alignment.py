@@ -153,11 +153,12 @@ class Alignment:
 def _describe(tensor: Tensor, rows: int, axis: int) -> tuple[tuple[int, ...], bool]:
     """Return a tensor's shape, and whether it is one of lengths, masks or the like that are equal in all rows.
 
-    Equal lengths do not show that a model sorts its rows by them, nor a full mask which positions it picks.
+    Equal lengths do not show that a model sorts its rows by them, nor a full mask which positions it picks. Tensors on
+    a GPU are not looked into, since every forward would wait for it.
     """
     shape = tuple(tensor.shape)
     steers = tensor.dim() == axis + 1 or not (tensor.is_floating_point() or tensor.is_complex())
-    if not steers or tensor.dim() <= axis or shape[axis] != rows or not tensor.numel() or tensor.is_meta:
+    if not steers or tensor.dim() <= axis or shape[axis] != rows or not tensor.numel() or tensor.device.type != "cpu":
         return shape, False
     return shape, bool((tensor == tensor.narrow(axis, 0, 1)).all())
 
