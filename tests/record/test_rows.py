@@ -594,3 +594,12 @@ def test_two_forwards_of_one_backward_share_annotations(run: Path) -> None:
         (loss_of(model(batch())) + loss_of(model(batch(seed=4)))).backward()
         optimizer.step()
     assert dualform.open(run).patterns("body")["sample"].to_pylist() == SAMPLES * 2
+
+
+def test_a_resumed_run_keeps_the_worst_that_was_found(run: Path) -> None:
+    """Patterns of the first part have no columns, whatever a trial of the second part shows."""
+    model = Rowwise(by_first)
+    samples(run, model, batch(), expect="'head'")
+    model.change = torch.tanh
+    samples(run, model, batch(), resume=True)
+    assert dualform.open(run).rows["head"].outcome == "not aligned"

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from dualform.errors import AnnotationError
 from dualform.record.annotations import Binding
-from dualform.record.rowcheck import Outcome, RowCheck
+from dualform.record.rowcheck import SEVERITY, RowCheck
 from dualform.record.rows import NO_ROW, check_rows, input_tensors, other_axes
 from dualform.record.watch import Watched
 
 MAX_SHAPES = 8  # input shapes that are tried before the second step
 MORE_SHAPES = 2  # that are tried in addition for every doubling of the number of steps
-_SEVERITY: Mapping[Outcome, int] = {"proved": 0, "assumed": 1, "not aligned": 2}
 
 
 class Alignment:
@@ -120,7 +119,7 @@ class Alignment:
     def note(self, layer: str, check: RowCheck) -> None:
         """Remember what was found of a layer, the worst of it; an outcome that was open is replaced."""
         before = self.outcomes.get(layer)
-        if before is None or before.undecided or _SEVERITY[check.outcome] > _SEVERITY[before.outcome]:
+        if before is None or before.undecided or SEVERITY[check.outcome] > SEVERITY[before.outcome]:
             self.outcomes[layer] = check
             told = before is not None and before.outcome == check.outcome and not before.undecided
             if check.outcome != "proved" and not check.undecided and not told:

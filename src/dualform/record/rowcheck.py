@@ -1,10 +1,12 @@
 """What is known of a layer's rows: whether they are those of the batch, and where they lie in the layer's input."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["proved", "not aligned", "assumed"]
+SEVERITY: Mapping[Outcome, int] = {"proved": 0, "assumed": 1, "not aligned": 2}
+"""Of several outcomes for one layer the one with the highest number is kept: it holds for some of the patterns."""
 
 
 @dataclass(frozen=True, slots=True)

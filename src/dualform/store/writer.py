@@ -29,6 +29,7 @@ from dualform.lazy import parquet as pq
 from dualform.record.annotations import Binding
 from dualform.record.estimate import size_text
 from dualform.record.media import Files
+from dualform.record.rowcheck import SEVERITY
 from dualform.record.sinks import Start, StepRecord
 from dualform.record.watch import Dtype, stored_dtype
 from dualform.store.attach import publish_files, remove_replaced
@@ -133,6 +134,7 @@ class DiskWriter:
         self._checked = False
         self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
         self._columns: dict[str, str] = {}
+        self._earlier_rows: dict[str, RowsEntry] = {}
         self._taken: list[StepRecord] = []
         self._next = 0  # number of the next shard
         self._publishing: Background | None = None
@@ -311,6 +313,7 @@ class DiskWriter:
         step = None if self._resume is True else int(self._resume)
         self._manifest = resume_at(self.path, self._manifest, start, step)
         self._columns = dict(self._manifest.columns)
+        self._earlier_rows = dict(self._manifest.rows)
         self._seen, self._pools = read_pools(Run(self.path))
         state, files = self._keeper.begin(self.path)
         self._publish(files={**self._manifest.files, **files}, uncovered_state=state)
@@ -408,9 +411,10 @@ class DiskWriter:
                 shard = dataclasses.replace(shard, state_after=stop, stale=state.stale)
             columns = merge_columns(self._manifest.columns, annotations.schema)
             known = {name: RowsEntry(check.outcome, check.reason) for name, check in rows.items()}
-            self._publish(
-                shards=(*self._manifest.shards, shard), columns=columns, rows={**self._manifest.rows, **known}
-            )
+            for name, before in self._earlier_rows.items():  # of the patterns that a resumed run holds already
+                if name not in known or SEVERITY[before.outcome] > SEVERITY[known[name].outcome]:
+                    known[name] = before
+            self._publish(shards=(*self._manifest.shards, shard), columns=columns, rows=known)
 
         return finish
 
