@@ -1,5 +1,6 @@
 """Annotations: shapes, types, which patterns they reach, and what is said when they do not fit."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,58 @@ def test_a_layer_that_fits_no_annotation_gets_nulls_and_a_warning(run: Path) -> 
     assert column(memory, "token", "every") == list("abcdef") * 3
     assert column(memory, "token", "pooled") == [None] * 6
     assert memory.verify(model).passed
+
+
+class TwiceVarying(nn.Module):
+    """A body that sees every position, and two heads that see one row per sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(torch.tanh(self.first(torch.tanh(self.body(x)).mean(dim=1))))
+        return result
+
+
+def test_layers_that_fit_no_annotation_are_named_in_one_warning_at_the_users_line(run: Path) -> None:
+    """Sequences of another length in each batch, as padding makes them, are no news."""
+    model = TwiceVarying()
+    optimizer = sgd(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with dualform.record(model, optimizer, run) as recorder:
+            for length in (3, 4, 5):
+                recorder.annotate(sample=[7, 8], token=torch.arange(2 * length).view(2, length))
+                step(model, optimizer, batches(1, 2, length, 5)[0])
+    assert [warning.filename for warning in caught] == [__file__]
+    assert "'first' saw 2 rows; column 'token' has shape (2, 3), but layer 'second'" in str(caught[0].message)
+    assert column(dualform.open(run), "sample", "second") == [7, 8] * 3
+
+
+class Blocks(nn.Module):
+    """Blocks in a ModuleList, which a training loop calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.ReLU()) for _ in range(2))
+
+
+def test_a_skipped_batch_of_a_block_keeps_its_annotations_to_itself(run: Path) -> None:
+    """A block of a ModuleList runs on an annotated batch without a backward, then trains on another batch."""
+    model = Blocks()
+    optimizer = sgd(model)
+    block = model.blocks[0]
+    with dualform.record(model, optimizer, run) as recorder:
+        recorder.annotate(sample=[1, 2, 3, 4])
+        block(batches(1)[0])
+        with pytest.warns(UserWarning, match="a forward pass that had no backward"):
+            step(block, optimizer, batches(1, seed=2)[0])
+        recorder.annotate(sample=[5, 6, 7, 8])
+        step(block, optimizer, batches(1, seed=3)[0])
+    memory = dualform.open(run)
+    assert column(memory, "sample", "blocks.0.0") == [None] * 4 + [5, 6, 7, 8]
+    assert memory.rows["blocks.0.0"].outcome == "proved"
 
 
 def test_flattened_layers_take_annotations_per_row(run: Path) -> None:

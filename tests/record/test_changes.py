@@ -12,8 +12,9 @@ from torch.nn.utils import prune
 
 import dualform
 from dualform.errors import QueryError, RefusedError
-from dualform.record.sinks import sample
+from dualform.record.sinks import Start, sample
 from dualform.store.format import FINAL
+from dualform.store.writer import DiskWriter
 from loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
 
 SOUND = 3  # steps before a change
@@ -712,3 +713,22 @@ def test_one_evaluation_is_kept_and_nothing_is_said(run: Path) -> None:
         optimizer.step(closure)
 
     assert_exact(record(run, model, optimizer, body), model)
+
+
+def test_weights_that_change_while_the_run_is_opened_are_found(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another process trains shared weights while this one writes its initial ones."""
+    model = mlp()
+    optimizer = sgd(model)
+    opened = DiskWriter.open
+
+    def open_slowly(writer: DiskWriter, start: Start) -> int:
+        step = opened(writer, start)
+        model[0].weight.data.add_(0.01)
+        return step
+
+    monkeypatch.setattr(DiskWriter, "open", open_slowly)
+    with (
+        dualform.record(model, optimizer, run),
+        pytest.raises(RefusedError, match=r"'0.weight' changed after the recording began and before step 1"),
+    ):
+        step_on(model, optimizer)

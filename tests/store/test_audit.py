@@ -165,6 +165,12 @@ def test_keys_only_is_no_plain_pass(run: Path) -> None:
     assert check.verdict == "files whole; nothing to compare: keys only"
 
 
+def test_a_run_without_steps_is_no_plain_pass(run: Path) -> None:
+    recorded(run, 0)
+    check = dualform.open(run).verify()
+    assert check.verdict == "files whole; nothing to rebuild: no steps"
+
+
 def test_the_bound_stands_beside_the_error(run: Path) -> None:
     model = recorded(run, 7)
     check = dualform.open(run).verify(model)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from dualform.errors import AnnotationError
@@ -68,8 +69,9 @@ class Alignment:
         elif known is None and len(self._tried) >= MAX_SHAPES + MORE_SHAPES * math.log2(step + 1):
             known = {name: dataclasses.replace(check, shapes=frozenset()) for name, check in self._latest.items()}
         if known is None:
-            known = self._tried[shapes] = self.look(args, kwargs, rows=binding.rows, called=called)
-            self._latest = known
+            known = self.look(args, kwargs, rows=binding.rows, called=called)
+            _refuse_transposed(binding, tensors, self.batch_axis)
+            self._tried[shapes] = self._latest = known
         binding.checks.update(known)
 
     def look(
@@ -165,6 +167,24 @@ def _describe(tensor: Tensor, rows: int, axis: int) -> tuple[tuple[int, ...], bo
 def _may_change(known: Mapping[str, RowCheck]) -> bool:
     """Say whether another batch could tell something else of any layer than this."""
     return any(check.undecided or check.outcome == "proved" for check in known.values())
+
+
+def _refuse_transposed(binding: Binding, inputs: Iterable[Tensor], axis: int) -> None:
+    """Raise where a column holds an input of the model as (positions, rows), and equal sizes hide the mistake."""
+    columns = {
+        name: column for name, column in binding.columns.items() if column.ndim == 2 and column.dtype.kind in "iu"
+    }
+    for tensor in inputs if columns else ():
+        if tensor.shape != (binding.rows, binding.rows) or tensor.is_floating_point() or axis > 1:
+            continue
+        values = tensor.detach().cpu().numpy()
+        right, wrong = (values, values.T) if axis == 0 else (values.T, values)
+        for name, column in columns.items():
+            if np.array_equal(column, wrong) and not np.array_equal(column, right):
+                raise AnnotationError(
+                    f"Column {name!r} is laid out as (positions, rows): it holds an input of the model, whose rows are "
+                    f"on axis {axis}. Columns are (rows, positions), whatever batch_axis is: transpose all such."
+                )
 
 
 def _listed(checks: Mapping[str, RowCheck], most: int = 4) -> str:

@@ -58,6 +58,7 @@ class Misfit:
 
     binding: Binding
     layer: str
+    column: str
     text: str
     everywhere: bool
 
@@ -125,7 +126,7 @@ def gather_calls(
                     layout=arrival.layout,
                 )
             )
-    gathered.misfits = [Misfit(b, layer, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
+    gathered.misfits = [Misfit(b, layer, name, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
     return gathered
 
 

@@ -48,8 +48,18 @@ class Changes:
         self._unstepped = 0  # backwards in a row whose gradients were cleared without a step
         self._refused = False  # whether an error has named a change since the last step
 
-    def begin(self, optimizers: Collection[Owned], step: int, updates: Mapping[str, int] | None) -> dict[str, Tensor]:
-        """Keep everything as it is when a recording begins; return the parameters' samples.
+    def look(self, optimizers: Collection[Owned]) -> dict[str, Tensor]:
+        """Keep the parameters as they are before the run is opened; return their samples.
+
+        Opening writes the initial weights, which takes a while: another process may train the same weights meanwhile.
+        """
+        samples = self._baseline.note(0, self._parameters)
+        for owned in optimizers:
+            self._baseline.note(id(owned.optimizer), owned.parameters)
+        return samples
+
+    def begin(self, optimizers: Collection[Owned], step: int, updates: Mapping[str, int] | None) -> None:
+        """Keep the optimizers' state as it is when a recording begins.
 
         Args:
             optimizers: the recorded optimizers.
@@ -58,11 +68,8 @@ class Changes:
         """
         self._began = step
         self._continuity = Continuity(self._exact, updates=updates)
-        samples = self._baseline.note(0, self._parameters)
         for owned in optimizers:
-            self._baseline.note(id(owned.optimizer), owned.parameters)
             self._continuity.note(owned, owned.parameters, stepped=False)
-        return samples
 
     def note(self, owned: Owned, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Keep everything as an optimizer's step left it; return the samples of its parameters."""

@@ -235,7 +235,8 @@ class Hooks:
 
     def _count_forwards(self, model: nn.Module) -> None:
         """Put hooks on the whole model and its children that report where a forward begins."""
-        names = {id(model): "", **{id(child): plain_name(name) for name, child in model.named_children()}}
+        children = dict(_callable_children(model))
+        names = {id(model): "", **{id(child): plain_name(name) for name, child in children.items()}}
 
         def begin(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             listener.before_forward(names[id(module)], module, args, kwargs)
@@ -257,7 +258,7 @@ class Hooks:
                 self.running.pop()
 
         self.handles.append(hook_forward(model, _disabled_in_compile(after), always_call=True))
-        for module in (model, *model.children()):
+        for module in (model, *children.values()):
             self.handles.append(hook_before_forward(module, _disabled_in_compile(before)))
 
     def _forward_hook(self, layer: Watched) -> Callable[..., None]:
@@ -508,3 +509,12 @@ def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]
         torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
             handle.remove()
+
+
+def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of a module by name; for one that cannot be called (a ModuleList) its own children."""
+    for name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            yield from _callable_children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child

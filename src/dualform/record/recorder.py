@@ -21,7 +21,7 @@ from dualform.errors import AnnotationError, DualformError, MediaError, RefusedE
 from dualform.record.alignment import Alignment, batch_rows
 from dualform.record.annotations import Annotator, Binding
 from dualform.record.bystanders import Bystanders
-from dualform.record.calls import Pending, bring, gather_calls
+from dualform.record.calls import Misfit, Pending, bring, gather_calls
 from dualform.record.changes import Changes, many_evaluations, why_no_final
 from dualform.record.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.record.estimate import Estimate, estimate
@@ -130,6 +130,7 @@ class Recorder:
         """
         if self._state != "new":
             raise RuntimeError("This recorder was used already. Call dualform.record again for another recording.")
+        self._samples = self._changes.look(self._owned)
         parameters = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
         self._step = self._sink.open(
             Start(
@@ -161,7 +162,7 @@ class Recorder:
     def _attach_hooks(self) -> None:
         """Look at the parameters as they are, and put every hook on."""
         updates = self._sink.updates() if self._step else None
-        self._samples = self._changes.begin(self._owned, self._step, updates)
+        self._changes.begin(self._owned, self._step, updates)
         self._bystanders = Bystanders(self._model, self._parameters, self._held)
         self._find_devices()
         self._state = "recording"
@@ -224,8 +225,8 @@ class Recorder:
         if self._annotator.late and "order" not in self._warned:
             self._warned.add("order")
             warnings.warn(
-                "annotate() came after a forward pass whose backward is still to come; its columns go to the next "
-                "forward. Call annotate() before the forward.",
+                "annotate() came after a forward pass without annotations and without a backward so far; its columns "
+                "go to the next forward. If they are meant for that one, call annotate() before the forward.",
                 stacklevel=2,
             )
         self._annotator.annotate(columns, self._sink.check if self._state == "recording" else lambda _: None)
@@ -464,10 +465,17 @@ class Recorder:
                 raise AnnotationError(
                     f"The annotation fits no recorded layer: {misfit.text}. Annotate one entry per row."
                 )
-            if misfit.text not in self._warned:
-                self._warned.add(misfit.text)
-                warnings.warn(f"Patterns get no annotations: {misfit.text}.", stacklevel=3)
+        self._tell_misfits(gathered.misfits)
         return gathered.calls
+
+    def _tell_misfits(self, misfits: Sequence[Misfit], most: int = 4) -> None:
+        """Warn once of each layer that cannot take a column, of all that are found in a step together."""
+        new = {f"misfit {(misfit.layer, misfit.column)}": misfit.text for misfit in misfits}
+        texts = [text for key, text in new.items() if key not in self._warned]
+        self._warned.update(new)
+        if texts:
+            more = f"; and {len(texts) - most} more" if len(texts) > most else ""
+            warn_user(f"Columns are left out (null) where they do not fit: {'; '.join(texts[:most])}{more}.")
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._state == "recording":

@@ -181,6 +181,8 @@ class Verification:
             return "FAILED"
         if not any(layer.parameters for layer in self.layers) and self.coverage.recorded:
             return "files whole; nothing to compare: keys only"
+        if not self.step and not any(layer.patterns for layer in self.layers):
+            return "files whole; nothing to rebuild: no steps"
         return self.coverage.passed_text
 
     def __bool__(self) -> bool:
