@@ -129,7 +129,9 @@ def classifier_script(net: Callable[[], nn.Module], order: list[Tensor]) -> tupl
 
 
 def mask_by_command(run: Path, condition: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["mask", str(run), "--without", condition, "--json", "--trust"])
+    result = CliRunner().invoke(
+        app, ["mask", str(run), "--without", condition, "--json", "--model", "client_factories:net"]
+    )
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
