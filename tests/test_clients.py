@@ -314,15 +314,19 @@ def test_a_word_model_whose_columns_are_laid_out_like_its_input_is_refused(run: 
 def test_a_word_model_that_goes_on_gets_no_transposed_columns(run: Path) -> None:
     model, optimizer, _ = word_script()
     words = torch.randint(WORDS, (B, B), generator=torch.Generator().manual_seed(2))
-    with (
-        pytest.warns(UserWarning, match=r"'token' is laid out as \(positions, rows\)"),
-        dualform.record(model, optimizer, run, batch_axis=1, on_failure="detach") as recorder,
-    ):
+
+    def script(recorder: Any) -> None:
         for _ in range(3):
             recorder.annotate(sample=torch.arange(B), token=words)
             optimizer.zero_grad()
             model(words, torch.zeros(2, B, 8))[0].sum().backward()
             optimizer.step()
+
+    with (
+        dualform.record(model, optimizer, run, batch_axis=1, on_failure="detach") as recorder,
+        pytest.warns(UserWarning, match=r"'token' is laid out as \(positions, rows\)"),
+    ):
+        script(recorder)
     memory = dualform.open(run)
     assert memory.step == 3
     for layer in memory.layers:
