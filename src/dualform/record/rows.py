@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,19 +68,35 @@ def check_rows(
     names = [layer.name for layer in layers]
     if rows < 2:
         return dict.fromkeys(names, RowCheck("assumed", "a batch of one row cannot be permuted", undecided=True))
-    best: dict[str, RowCheck] | None = None
     try:
-        trial = _Trial(model, prefix, layers, args, kwargs)
-        for axes in _ways(args, kwargs, rows, axis, plainly=plainly):
-            found = trial.find(axes, rows)
-            if best is None or _proofs(found) > _proofs(best):
-                best = found
-            if all(check.outcome != "not aligned" or check.reason == NO_ROW for check in found.values()):
-                break
+        ways = list(_ways(args, kwargs, rows, axis, plainly=plainly))
+        best = _best(_Trial(model, prefix, layers, args, kwargs), ways, rows)
+        if not plainly and not _is_clear(best):
+            # A difference that float64 does not show is rounding; most models can be run in it.
+            with suppress(Untried):
+                again = _best(_Trial(model, prefix, layers, args, kwargs, double=True), ways, rows)
+                best = again if _proofs(again) > _proofs(best) else best
     except Untried as error:
         return dict.fromkeys(names, RowCheck("assumed", str(error)))
+    return best
+
+
+def _best(trial: "_Trial", ways: Sequence["Axes"], rows: int) -> dict[str, RowCheck]:
+    """Return what the way of permuting shows that proves most layers, or the first that leaves none unclear."""
+    best: dict[str, RowCheck] | None = None
+    for axes in ways:
+        found = trial.find(axes, rows)
+        if best is None or _proofs(found) > _proofs(best):
+            best = found
+        if _is_clear(found):
+            break
     assert best is not None, "there is at least one way to permute a batch"
     return best
+
+
+def _is_clear(found: Mapping[str, RowCheck]) -> bool:
+    """Say whether every layer either has the batch's rows or belongs to none of them."""
+    return all(check.outcome != "not aligned" or check.reason == NO_ROW for check in found.values())
 
 
 NO_ROW = "its patterns belong to no row of the batch"
@@ -140,7 +156,10 @@ class _Trial:
         layers: Sequence[Watched],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        *,
+        double: bool = False,
     ) -> None:
+        self._double = double
         self._prefix = prefix
         _check_permutable(args, kwargs)
         self._model = getattr(model, "_orig_mod", model)  # as it was before torch.compile
@@ -207,8 +226,12 @@ class _Trial:
                 warnings.simplefilter("ignore")
                 # In float32 where the model has less: rows that move must differ by more than rounding.
                 model = copy.deepcopy(self._model)
-                model = model.float() if any(p.dtype in _COARSE for p in model.parameters()) else model
-                seen = self._listen(model, _mapped(batch, _cloned))
+                if self._double:
+                    model = model.double()
+                elif any(p.dtype in _COARSE for p in model.parameters()):
+                    model = model.float()
+                cloned = _cloned_double if self._double else _cloned
+                seen = self._listen(model, _mapped(batch, cloned))
                 if moved():
                     raise Untried("the model draws random numbers")
         except Untried:
@@ -231,11 +254,12 @@ class _Trial:
                 module.dropout = 0.0
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         listen(watched, calls)
-        with torch.enable_grad(), torch.autocast(device, enabled=False), _NoDropout(), _not_called(self._model):
+        computing = torch.autocast(device, enabled=False)
+        with torch.enable_grad(), computing, _NoDropout(), _not_called(self._model), _frozen(self._model):
             args, kwargs = batch
             outputs = model(*args, **kwargs)
-            # Into the gradients of the copy alone, which goes: what a closure of the model refers to is no copy.
-            _summed(outputs).backward(inputs=[p for p in model.parameters() if p.requires_grad])
+            # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and frozen.
+            _summed(outputs).backward()
         return {
             name: [
                 _Seen(call.leading, call.keys().detach(), call.values(call.keys()) if call.reached else None)
@@ -422,6 +446,19 @@ def _order(rows: int) -> Tensor:
             return torch.tensor(cycle)
 
 
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Let no gradient reach the model's own parameters, which a copy of it may refer to through a closure."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
 def _check_permutable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise `Untried` where inputs are no plain tensors, so that not all of their rows could be permuted."""
     for part in itertools.chain(*map(_leaves, args), *map(_leaves, kwargs.values())):
@@ -538,6 +575,11 @@ def _permuted(batch: Any, axes: Axes, order: Tensor) -> Any:
 
 
 _COARSE = (torch.float16, torch.bfloat16)
+
+
+def _cloned_double(tensor: Tensor) -> Tensor:
+    wide = tensor.double() if tensor.is_floating_point() else tensor
+    return wide.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _cloned(tensor: Tensor) -> Tensor:
