@@ -46,7 +46,7 @@ DOUBTS = 4
 MOST_DOUBT = 2.5
 """How many times the norm of those standard deviations a whole parameter may be off for that reason.
 
-Correct recordings whose gradients were rounded in another way were off by up to 1.2 times (tests/store/test_doubts.py).
+Rounding at random leaves about that norm, so this allows for some bad luck, and not for an edit of every element.
 """
 
 
