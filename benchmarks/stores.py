@@ -148,14 +148,14 @@ def _keys(well: Well, rows: int) -> Tensor:
 
 def stored_keys(folder: Path, layer: str) -> Tensor:
     """Return all keys of a layer in memory, (T, d_in), in float32."""
+    from dualform.engine.reading import read_blocks
     from dualform.store.reader import Run
-    from dualform.store.stream import stream
 
     run = Run(folder)
-    first = next(iter(stream(run, layer, horizon=run.steps, size=1))).keys
+    first = next(iter(read_blocks(run, layer, horizon=run.steps, size=1))).keys
     keys = torch.empty(run.count(layer), first.shape[1])
     taken = 0
-    for chunk in stream(run, layer, horizon=run.steps):
+    for chunk in read_blocks(run, layer, horizon=run.steps):
         keys[taken : taken + len(chunk.keys)] = chunk.keys
         taken += len(chunk.keys)
     return keys

@@ -12,10 +12,10 @@ from torch.optim import lr_scheduler
 import dualform
 from dualform.coefficients import kinds
 from dualform.coefficients.replayed import Replay, Share
+from dualform.engine.reading import keep_all
+from dualform.engine.replay import kept, replay
 from dualform.errors import QueryError, ResumeError
 from dualform.store.reader import Run
-from dualform.store.replay import kept, replay
-from dualform.store.stream import everything
 from loops import state
 
 SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -137,7 +137,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
     model, _ = train(run, *SETTINGS[name], dtype=dtype, tricks=False)
     stored = Run(run)
-    found = replay(stored, ["0", "2"], horizon=STEPS, groups=0, codes=kept(everything))
+    found = replay(stored, ["0", "2"], horizon=STEPS, groups=0, codes=kept(keep_all))
     for parameter, tensor in model.named_parameters():
         assert torch.equal(found[parameter].parameter, tensor.detach()), parameter
 

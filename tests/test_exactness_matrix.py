@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dualform
+from dualform.engine.reading import keep_all
+from dualform.engine.replay import kept, replay, replayed_parameters
 from dualform.record.layers import composites, registered, sums_in_own_order
 from dualform.record.optimizers import supported
 from dualform.store.reader import Run
-from dualform.store.replay import kept, replay, replayed_parameters
-from dualform.store.stream import everything
 
 STEPS = 24
 B, L, D = 4, 5, 6
@@ -184,7 +184,7 @@ def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
             )
         run = Run(tmp_path / str(dtype))
         names = replayed_parameters(run, run.layers)
-        again = replay(run, run.layers, horizon=STEPS, groups=0, codes=kept(everything))
+        again = replay(run, run.layers, horizon=STEPS, groups=0, codes=kept(keep_all))
         assert bool(names) == (optimizer != "SGD")
         for name in names:
             live = trained.model.get_parameter(name).detach()

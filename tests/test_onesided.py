@@ -15,14 +15,14 @@ from torch.nn import functional
 import dualform
 from dualform.coefficients import kinds
 from dualform.coefficients.onesided import polynomial
+from dualform.engine.reading import keep_all
+from dualform.engine.replay import kept, replay
 from dualform.errors import ResumeError
 from dualform.forms import Form, Outer, Rows, Scale, Transposed
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
 from dualform.store.audit import Verification
 from dualform.store.format import checksum
 from dualform.store.reader import Run
-from dualform.store.replay import kept, replay
-from dualform.store.stream import everything
 from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
 from loops import state
@@ -243,7 +243,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
 @EVERY
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
     model, _ = train(run, name, dtype=dtype)
-    found = replay(Run(run), LAYERS, horizon=STEPS, groups=0, codes=kept(everything))
+    found = replay(Run(run), LAYERS, horizon=STEPS, groups=0, codes=kept(keep_all))
     for parameter, tensor in model.named_parameters():
         assert torch.equal(found[parameter].parameter, tensor.detach()), parameter
 
@@ -366,8 +366,8 @@ def test_a_warm_buffer_is_part_of_the_start(run: Path, dtype: torch.dtype) -> No
     # Without the buffer, its share of every later step would be missing.
     run_without = Run(run)
     run_without.initial_states.clear()
-    cold = replay(run_without, LAYERS, horizon=20, groups=0, codes=kept(everything))
-    warm = replay(Run(run), LAYERS, horizon=20, groups=0, codes=kept(everything))
+    cold = replay(run_without, LAYERS, horizon=20, groups=0, codes=kept(keep_all))
+    warm = replay(Run(run), LAYERS, horizon=20, groups=0, codes=kept(keep_all))
     assert all(not torch.equal(cold[name].parameter, warm[name].parameter) for name in warm)
 
 

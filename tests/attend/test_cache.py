@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.attend import cache
-from dualform.attend import sums as sums_module
+from dualform.engine.local import LocalExecutor
 from dualform.store import format as run_format
 from small import batch, files, network, recorded, sgd, state, train
 
@@ -32,13 +32,13 @@ QUESTIONS: dict[str, Callable[[Any], Tensor]] = {
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that every pass for a sum adds itself to."""
     seen: list[str] = []
-    real = sums_module.sum_patterns
+    real = LocalExecutor.run
 
-    def watched(table: Any, layer: str, *rest: Any, **options: Any) -> Any:
-        seen.append(layer)
-        return real(table, layer, *rest, **options)
+    def watched(self: LocalExecutor, source: Any, jobs: Any) -> Any:
+        seen.extend(job.layer for job in jobs if job.measure is None)
+        return real(self, source, jobs)
 
-    monkeypatch.setattr(sums_module, "sum_patterns", watched)
+    monkeypatch.setattr(LocalExecutor, "run", watched)
     return seen
 
 
@@ -241,7 +241,7 @@ def test_another_start_or_another_description_has_its_own_sums(run: Path) -> Non
     """The name of a cached sum depends on initial.safetensors and on what the manifest says of layers and columns."""
     recorded(run, 3)
     memory = dualform.open(run)
-    names = {cache._describe(memory._run)}
+    names = {memory._run.digest}
     manifest = memory._run.manifest
     for changes in (
         {"files": manifest.files | {"initial.safetensors": run_format.FileEntry(1, "0")}},
@@ -250,7 +250,8 @@ def test_another_start_or_another_description_has_its_own_sums(run: Path) -> Non
         {"optimizers": ("Adam",)},
     ):
         memory._run.manifest = dataclasses.replace(manifest, **changes)
-        names.add(cache._describe(memory._run))
+        del memory._run.digest  # which is remembered
+        names.add(memory._run.digest)
     assert len(names) == 5
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -16,8 +17,9 @@ from torch.nn import functional
 import dualform
 from dualform.attend import effects
 from dualform.attend.effects_filter import factorise, make_filter, remaining
-from dualform.attend.effects_moments import Moments
+from dualform.attend.effects_moments import Extended, MomentSums
 from dualform.attend.memory import Memory
+from dualform.engine.block import Block
 from dualform.errors import KeysOnlyError, QueryError
 from small import batch, network
 
@@ -120,18 +122,16 @@ def test_moments_merge_in_any_order(data: st.DataObject) -> None:
     keys, values = (torch.randn(count, d, generator=generator, dtype=torch.float64) for d in (4, 3))
     on_keys, on_values = (torch.rand(count, generator=generator, dtype=torch.float64) for _ in range(2))
     part_of = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    reducer = MomentSums(on_keys, on_values, Extended(weight=True, biases=0), (3, 4))
     parts = []
     for number in range(4):
         mine = part_of == number
-        part = Moments.empty(4, 3)
-        part.add(keys[mine], values[mine], on_keys=on_keys[mine], on_values=on_values[mine], decay=float(mine.sum()))
-        parts.append(part)
+        block = Block(np.flatnonzero(mine.numpy()), keys[mine], values[mine])
+        parts.append(reducer.add(reducer.new(keys), block, keys[:0], part_of[mine]))
     one, two, three, four = data.draw(st.permutations(parts))
-    merged = one.merge(two).merge(three.merge(four))
-    torch.testing.assert_close(merged.keys, (keys * on_keys[:, None]).T @ keys, **EXACT)
-    torch.testing.assert_close(merged.values, (values * on_values[:, None]).T @ values, **EXACT)
-    assert merged.time == pytest.approx(float(on_keys.sum()))
-    assert merged.decay == count
+    of_keys, of_values = reducer.result(reducer.merge(reducer.merge(one, two), reducer.merge(three, four)))
+    torch.testing.assert_close(of_keys, (keys * on_keys[:, None]).T @ keys, **EXACT)
+    torch.testing.assert_close(of_values, (values * on_values[:, None]).T @ values, **EXACT)
 
 
 @given(

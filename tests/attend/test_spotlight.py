@@ -13,13 +13,15 @@ from paired import STEPS, Pair
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend import engine, scoring
 from dualform.attend import layer as layer_module
 from dualform.attend.cache import Cache
-from dualform.attend.engine import Score, score_patterns
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.memory import Memory
-from dualform.attend.reducers import GroupSums
+from dualform.engine import local
+from dualform.engine.jobs import Pass
+from dualform.engine.measures import PatternMeasure
+from dualform.engine.plain import PlainExecutor
+from dualform.engine.reducers import GroupSums
 from dualform.errors import QueryError, SelectionError
 from reference import Pattern
 from small import batch, network, recorded, sgd, train
@@ -120,8 +122,18 @@ def plain_totals(found: LayerSpotlight, by: Any, of: Any, chunk_size: int | None
     """Return totals of attention or magnitude by the streaming pass, without any shortcut."""
     table = found._table
     grouping = table.group(found.name, by)
-    reducer = GroupSums(len(found), len(grouping.labels), found.queries.device)
-    return score_patterns(table, found.name, found.queries, Score(of), grouping, reducer, chunk_size=chunk_size)
+    queries = found.queries
+    job = Pass(
+        found.name,
+        table,
+        GroupSums(len(grouping.labels)),
+        queries,
+        queries,
+        PatternMeasure(of),
+        groups=grouping,
+        block_patterns=chunk_size,
+    )
+    return PlainExecutor().run(table.run, [job])[0]
 
 
 @pytest.mark.parametrize("by", ["label", "three", "step"])
@@ -137,13 +149,13 @@ def test_the_key_sum_shortcut_equals_the_plain_pass(pair: Pair, view: str, by: s
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that every streaming pass over scores adds itself to."""
     seen: list[str] = []
-    real = scoring.score_patterns
+    real = local.LocalExecutor._read_once
 
-    def watched(table: Any, layer: str, queries: Tensor, score: Score, *rest: Any, **options: Any) -> Any:
-        seen.append(score.of)
-        return real(table, layer, queries, score, *rest, **options)
+    def watched(self: local.LocalExecutor, source: Any, jobs: Any) -> Any:
+        seen.extend(job.measure.of for job in jobs if job.measure is not None)
+        return real(self, source, jobs)
 
-    monkeypatch.setattr(scoring, "score_patterns", watched)
+    monkeypatch.setattr(local.LocalExecutor, "_read_once", watched)
     return seen
 
 
@@ -248,9 +260,16 @@ def test_no_answer_depends_on_the_chunks(
 ) -> None:
     whole = look(pair, view, layer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "CHUNK", chunk_size)  # of passes without queries
-        patch.setattr(scoring, "BLOCK", block)
-        cut = LayerSpotlight(whole._table, Cache(whole._table.run), layer, pair_queries(whole), chunk_size=chunk_size)
+        patch.setattr(local, "BLOCK_PATTERNS", chunk_size)  # of passes without queries
+        patch.setattr(layer_module, "MAX_PASS_QUERIES", block)
+        cut = LayerSpotlight(
+            whole._table,
+            Cache(whole._table.run),
+            layer,
+            pair_queries(whole),
+            media=whole.media,
+            chunk_size=chunk_size,
+        )
         patch.setattr(Cache, "get", lambda self, what, compute: compute())
         column = BY[by][0]
         for of in ("attention", "magnitude", "contribution"):

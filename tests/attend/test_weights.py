@@ -58,7 +58,7 @@ def test_a_removal_is_the_view_without_it(memory, budget, groups, steps, samples
 
 def test_what_is_covered_takes_no_pass(memory, monkeypatch):
     weights = memory.group_weights("label").prepare()
-    from dualform.store import rebuild
+    from dualform.engine import rebuild
 
     monkeypatch.setattr(rebuild, "parts", lambda *a, **k: pytest.fail("a pass over the patterns"))
     weights.removed(Removal(("label",), (1,), ((3, 7),)))
@@ -103,9 +103,9 @@ def test_rebuild_errors_are_those_of_verify(memory):
 def test_kept_weights_are_found_again_on_disk(memory, monkeypatch):
     memory.group_weights("label").prepare()
     again = dualform.open(memory.path).group_weights("label")
-    from dualform.attend import sums
+    from dualform.engine.local import LocalExecutor
 
-    monkeypatch.setattr(sums, "sum_patterns", lambda *a, **k: pytest.fail("a pass over the patterns"))
+    monkeypatch.setattr(LocalExecutor, "run", lambda *a, **k: pytest.fail("a pass over the patterns"))
     assert again.prepare().ready
 
 

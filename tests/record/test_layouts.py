@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import dualform
+from dualform.engine.replay import maps
 from dualform.record.layouts import describe, laid_out
-from dualform.store.replay import maps
 
 UNITS = 33
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from torch import nn
 
 import dualform
+from dualform.engine.addresses import addresses
+from dualform.engine.reading import read_blocks
 from dualform.errors import UnknownLayerError
 from dualform.store.reader import Run
-from dualform.store.stream import stream
-from dualform.store.tables import addresses
 from small import ROWS, batch, network, recorded, sgd, train
 
 # Addresses --------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_annotations_of_tokens_reach_every_call_and_the_flattened_batch(run: Pat
     memory = dualform.open(run)
     assert memory.verify(model).passed
     table = memory.patterns("mix").to_pylist()
-    keys = torch.cat([chunk.keys for chunk in stream(memory._run, "mix", horizon=2)])
+    keys = torch.cat([chunk.keys for chunk in read_blocks(memory._run, "mix", horizon=2)])
     assert len(table) == 2 * 2 * rows * positions
     for row, key in zip(table, keys, strict=True):
         assert row["token"] == 10 * row["step"] + row["row"] * positions + row["position"]
@@ -115,7 +115,7 @@ def test_annotations_of_tokens_reach_every_call_and_the_flattened_batch(run: Pat
 def test_a_stream_gives_the_keys_that_the_layer_saw_in_order(run: Path) -> None:
     recorded(run, 7)
     source = Run(run)
-    chunks = list(stream(source, "0", horizon=7, size=4))
+    chunks = list(read_blocks(source, "0", horizon=7, size=4))
     assert [len(chunk.keys) for chunk in chunks] == [4, 4, 4, 4, 2] * 2 + [4, 2], "chunks end with their shard"
     torch.testing.assert_close(
         torch.cat([chunk.keys for chunk in chunks]), torch.cat([batch(step)[0] for step in range(7)]), rtol=0, atol=0
@@ -126,7 +126,7 @@ def test_a_stream_gives_the_keys_that_the_layer_saw_in_order(run: Path) -> None:
 @pytest.mark.parametrize("horizon", range(8))
 def test_a_horizon_ends_the_stream_inside_a_shard(run: Path, horizon: int) -> None:
     recorded(run, 7)
-    chunks = list(stream(Run(run), "2", horizon=horizon, values=True))
+    chunks = list(read_blocks(Run(run), "2", horizon=horizon, values=True))
     assert sum(len(chunk.keys) for chunk in chunks) == horizon * ROWS
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dualform.store.tables import addresses
+from dualform.engine.addresses import addresses
 
 
 def test_addresses_of_some_patterns_are_those_of_all() -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
+from dualform.engine.reading import BlockReader, pattern_ranges, read_blocks
 from dualform.errors import CorruptError
 from dualform.store import reader
 from dualform.store.format import checksum
 from dualform.store.rows import FileRows
-from dualform.store.stream import stream
 from dualform.store.tensors import OpenFiles, TensorFile, write_parts
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
@@ -143,8 +143,11 @@ def test_chunks_in_the_same_memory_are_those_in_their_own(
     run = reader.Run(tmp_path / "run")
     assert len(run.shards) > 1
     for layer in run.layers:
-        own = list(stream(run, layer, horizon=6, values=True, size=7))
-        for one, other in zip(stream(run, layer, horizon=6, values=True, size=7, reuse=True), own, strict=True):
+        own = list(read_blocks(run, layer, horizon=6, values=True, size=7))
+        read = BlockReader(run, layer, horizon=6, values=True)
+        keys, values = (torch.empty(8 * 7 * 40, dtype=torch.uint8) for _ in range(2))
+        for wanted, other in zip(pattern_ranges(run, layer, horizon=6, size=7), own, strict=True):
+            one = read.read(wanted, keys, values)
             assert torch.equal(one.keys, other.keys)
             assert one.values is not None
             assert other.values is not None

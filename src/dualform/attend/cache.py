@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dualform._version import __version__
 from dualform.store.folder import PARTIAL
-from dualform.store.format import INITIAL, publish_tensors, tensor_bytes
+from dualform.store.format import publish_tensors, tensor_bytes
 from dualform.store.reader import Run
 
 BUDGET = 256 << 20  # bytes of one answer; a larger one is computed each time
@@ -44,7 +44,7 @@ class Cache:
         self.run = run
         self._here: OrderedDict[str, Answer] = OrderedDict()
         self._lock = threading.Lock()
-        self._of_run = _describe(run)
+        self._of_run = run.digest
 
     def get(self, what: object, compute: Callable[[], Answer], *, budget: int | None = None) -> Answer:
         """Return the tensors named by `what` (anything with a faithful repr), computing them if need be."""
@@ -73,21 +73,6 @@ class Cache:
             self._here.move_to_end(name)
             while self._here and sum(map(_size, self._here.values())) > MEMORY_BYTES:
                 self._here.popitem(last=False)
-
-
-def _describe(run: Run) -> str:
-    """Return a digest of everything in a run that derived sums depend on."""
-    manifest = run.manifest
-    parts = (
-        [shard.entry for shard in run.shards],
-        manifest.files.get(INITIAL),
-        manifest.layers,
-        manifest.parameters,
-        manifest.optimizers,
-        manifest.batch_axis,
-        manifest.columns,
-    )
-    return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
 
 def _size(answer: Mapping[str, Tensor]) -> int:

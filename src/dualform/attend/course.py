@@ -5,9 +5,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from dualform.attend.groups import Table
-from dualform.store.stream import stream
+from dualform.attend.groups import Bins, Table
+from dualform.engine.block import Block
+from dualform.engine.jobs import Pass
+from dualform.engine.reducers import Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ def follow(table: Table, *, width: int) -> Course:
     run, steps = table.run, table.horizon
     edges = np.append(np.arange(0, max(steps, 1), width), steps).astype(np.int64)
     last = list(run.layers)[-1]
-    columns = run.manifest.columns
+    columns = run.description.columns
     wanted = [name for name in ("sample", "task") if name in columns]
     rows = table.rows(last, ["step", *wanted])
     step = np.asarray(rows["step"], dtype=np.int64)
@@ -42,18 +46,33 @@ def follow(table: Table, *, width: int) -> Course:
     return Course(edges, _errors(table, last, len(edges) - 1, width), epochs, tasks)
 
 
+@dataclass(frozen=True, slots=True)
+class ValueNorms(Sums):
+    """The sum of the values' norms and the number of patterns, per group, (2, G)."""
+
+    groups: int
+
+    def new(self, like: Tensor) -> Tensor:
+        """Return zeros, (2, G)."""
+        return torch.zeros(2, self.groups, dtype=torch.float64, device=like.device)
+
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add the norms of a block's values by group."""
+        assert block.values is not None, "values were asked for"
+        norms = block.values.double().norm(dim=1)
+        return state.index_add_(1, groups_of, torch.stack([norms, torch.ones_like(norms)]))
+
+
 def _errors(table: Table, layer: str, bins: int, width: int) -> npt.NDArray[np.float64] | None:
-    run = table.run
-    if run.layer(layer).store == "keys" or not run.count(layer):
+    """Return the mean norm of a layer's values in each bin of steps, relative to the largest, (B,)."""
+    if table.run.layer(layer).store == "keys" or not table.count(layer):
         return None
-    sums, counts = np.zeros(bins), np.zeros(bins)
-    step = np.concatenate([shard.addresses(layer)["step"] for shard in run.shards])
-    for chunk in stream(run, layer, horizon=table.horizon, values=True):
-        assert chunk.values is not None, "values were asked for"
-        at = step[chunk.patterns] // width
-        sums += np.bincount(at, weights=chunk.values.double().norm(dim=1).numpy(), minlength=bins)
-        counts += np.bincount(at, minlength=bins)
-    means = sums / np.maximum(counts, 1)
+    grouping = table.group(layer, Bins("step", width))
+    like = torch.empty(0, dtype=table.dtype(layer))
+    job = Pass(layer, table, ValueNorms(len(grouping.labels)), like, groups=grouping, values=True)
+    sums, counts = table.answer(job).numpy()
+    means = np.zeros(bins)
+    means[np.asarray(grouping.labels, dtype=np.int64) // width] = sums / counts
     return means / means.max() if means.max() > 0 else means
 
 

@@ -9,9 +9,8 @@ filtered shares; everything else is a streaming pass over queries that were mapp
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from dualform.attend.effects_filter import Filter, make_filter, no_filter
 from dualform.attend.effects_losses import Losses, find_losses
 from dualform.attend.effects_moments import Extended, extension, find_moments, is_linear, pattern_rates
 from dualform.attend.effects_rates import Rates, find_rates
-from dualform.attend.engine import score_patterns, sum_patterns
 from dualform.attend.groups import Grouping, Table
-from dualform.attend.reducers import GroupSums, Reducer, joined
+from dualform.engine.block import Block
+from dualform.engine.jobs import Pass
+from dualform.engine.reading import BLOCK_PATTERNS
+from dualform.engine.reducers import GroupSums, Reducer, Sums, each_group, joined
 from dualform.errors import QueryError
-from dualform.store.stream import CHUNK, Chunk
 
 R = TypeVar("R")
 SHARES = 1 << 30  # bytes of group shares that may be held at most
@@ -57,33 +57,33 @@ class LayerEffects:
         groups = len(grouping.labels)
         if self._shares_are_cheaper(groups, len(grouping.codes)):
             return self._by_shares(self._shares(grouping))
-        return self.score(grouping, lambda rows: GroupSums(rows, groups, self.queries.device), block=None)
+        return self.reduce(grouping, GroupSums(groups), block=None)
 
     def _shares_are_cheaper(self, groups: int, patterns: int) -> bool:
-        """Say whether to multiply with the groups' shares, (G, d_out, d_in), or to score every pattern."""
+        """Say whether to multiply with the groups' shares, (G, d_out, d_in), or to measure every pattern."""
         queries, d_in, d_out = len(self.queries), self._extend.width(self.queries.shape[1]), self.asked.rows.shape[1]
         size = d_in * d_out
         if 8 * max(groups, len(self)) * size > SHARES:
             return False
-        products = min(patterns, groups * math.ceil(patterns / CHUNK))
+        products = min(patterns, groups * math.ceil(patterns / BLOCK_PATTERNS))
         by_shares = (patterns + queries + groups * (len(self) + d_in + d_out)) * size + products * CALL
         return by_shares < patterns * queries * (d_in + d_out) * len(self.filter().left) or groups <= FEW
 
-    def score(
+    def reduce(
         self,
         grouping: Grouping | None,
-        make: Callable[[int], Reducer[R]],
+        reducer: Reducer[Any, R],
         *,
         block: int | None,
         chunk_size: int | None = None,
     ) -> R:
-        """Score every pattern of the view for each input, (M, n) a chunk, and reduce, in blocks of inputs."""
+        """Measure every pattern of the view for each input, and reduce, in blocks of inputs."""
         rates, results = self._pattern_rates(), []
         for inputs in self._blocks(block):
             rows = torch.isin(self.asked.of, inputs).nonzero()[:, 0]
             place = torch.searchsorted(inputs, self.asked.of[rows])
             values, keys = self.filter().turn(self.asked.rows[rows].double(), self._extended[rows].double())
-            score = _Effect(
+            measure = _Effect(
                 values.to(self.dtype),
                 keys.to(self.dtype),
                 self._extend,
@@ -91,16 +91,18 @@ class LayerEffects:
                 place,
                 len(inputs),
             )
-            found = score_patterns(
-                self.table,
-                self.layer,
-                self.queries[rows],
-                score,
-                grouping,
-                make(len(inputs)),
-                chunk_size=chunk_size,
+            job = Pass(
+                layer=self.layer,
+                view=self.table,
+                reducer=reducer,
+                like=torch.empty(0, dtype=self.dtype, device=self.queries.device),
+                queries=self.queries[rows],
+                measure=measure,
+                rows=len(inputs),
+                groups=grouping,
+                block_patterns=chunk_size,
             )
-            results.append(found)
+            results.append(self.table.answer(job))
         whole: R = joined(results)
         return whole
 
@@ -108,7 +110,7 @@ class LayerEffects:
         """Return the layer's filter, built once for the run and a horizon."""
 
         def compute() -> dict[str, Tensor]:
-            found = find_moments(self.table.run, self.layer, self.rates(), self._losses())
+            found = find_moments(self.table.run, self.table.executor, self.layer, self.rates(), self._losses())
             time = found.time
             made = make_filter(found.keys / time, found.values / time, time, found.decay)
             return {
@@ -162,7 +164,7 @@ class LayerEffects:
         """Return the rate of every pattern of the layer, (T,)."""
         self.require()
         run, rates = self.table.run, self.rates()
-        parts = [pattern_rates(run, self.layer, shard, rates) for shard in run.shards]
+        parts = [pattern_rates(run, self.layer, shard, rates) for shard in run.parts()]
         return torch.from_numpy(np.concatenate(parts)).to(self.queries.device, self.dtype)
 
     def _shares(self, grouping: Grouping) -> Tensor:
@@ -170,10 +172,10 @@ class LayerEffects:
 
         def compute() -> dict[str, Tensor]:
             shape = (len(grouping.labels), self.asked.rows.shape[1], self._extend.width(self.queries.shape[1]))
-            reducer = _Shares(shape, self._extend, self._pattern_rates())
+            reducer = _EffectShares(shape, self._extend, self._pattern_rates())
             like = torch.empty(0, dtype=self.dtype, device=self.queries.device)
-            found = sum_patterns(self.table, self.layer, grouping, reducer, values=True, like=like)
-            return {"shares": self.filter().apply(found)}
+            job = Pass(self.layer, self.table, reducer, like, groups=grouping, values=True)
+            return {"shares": self.filter().apply(self.table.answer(job))}
 
         what = ("effect shares", self.unfiltered, self.layer, self.table.conditions, self.table.horizon, grouping.parts)
         return self.cache.get(what, compute)["shares"].to(self.queries.device)
@@ -200,7 +202,7 @@ def losses(table: Table, cache: Cache) -> Losses:
     found: list[Losses] = []
 
     def compute() -> dict[str, Tensor]:
-        found.append(find_losses(run, layers))
+        found.append(find_losses(run, table.executor, layers))
         one = found[0]
         numbers = torch.tensor([layers.index(one.head), one.softmax, one.scaled])
         weights = {f"weights/{i}": torch.from_numpy(w) for i, w in one.weights.items()}
@@ -210,14 +212,14 @@ def losses(table: Table, cache: Cache) -> Losses:
     if found:
         return found[0]
     head, softmax, scaled = tensors["what"].tolist()
-    indices = [shard.entry.index for shard in run.shards]
+    indices = [shard.index for shard in run.parts()]
     weights, terms = ({i: tensors[f"{what}/{i}"].numpy() for i in indices} for what in ("weights", "terms"))
     return Losses(run, layers[head], bool(softmax), bool(scaled), weights, terms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Effect:
-    """Scores a chunk's patterns by their effect on each input of a block: -rate Σ_r (e·P_r g)(x·R_r q)."""
+    """Measures a block's patterns by their effect on each input of a block: -rate Σ_r (e·P_r g)(x·R_r q)."""
 
     values: Tensor  # (r, Q, d_out) P_r g
     keys: Tensor  # (r, Q, d_in) R_r q
@@ -227,42 +229,35 @@ class _Effect:
     inputs: int
     needs_values: bool = True
 
-    def __call__(self, queries: Tensor, chunk: Chunk, out: Tensor | None = None) -> Tensor:
+    def __call__(self, queries: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         """Return the effects, (inputs, n)."""
-        assert chunk.values is not None, "values were asked for"
-        keys = self.extend(chunk.keys)
+        assert block.values is not None, "values were asked for"
+        keys = self.extend(block.keys)
         total = torch.zeros(len(queries), len(keys), dtype=keys.dtype, device=keys.device)
         for on_values, on_keys in zip(self.values, self.keys, strict=True):
-            total += (on_values @ chunk.values.T).mul_(on_keys @ keys.T)
-        total *= -self.rates[torch.from_numpy(chunk.patterns).to(keys.device)]
+            total += (on_values @ block.values.T).mul_(on_keys @ keys.T)
+        total *= -self.rates[torch.from_numpy(block.patterns).to(keys.device)]
         return total.new_zeros(self.inputs, total.shape[1]).index_add_(0, self.place, total)
 
 
-class _Shares(Reducer[Tensor]):
-    """The sum of rate · e xᵀ per group, (G, d_out, d_in) in float64."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _EffectShares(Sums):
+    """The sum of rate · e xᵀ per group, (G, d_out, d_in)."""
 
-    wide = True
+    shape: tuple[int, ...]
+    extend: Extended
+    rates: Tensor  # (T,)
+    needs_all_threads = True
 
-    def __init__(self, shape: tuple[int, ...], extend: Extended, rates: Tensor) -> None:
-        self.sums = torch.zeros(shape, dtype=torch.float64, device=rates.device)
-        self._extend, self._rates = extend, rates
+    def new(self, like: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(self.shape, dtype=torch.float64, device=like.device)
 
-    def take(self, prepared: tuple[Chunk, Tensor, Tensor]) -> None:
-        """Add a chunk's updates, by group."""
-        chunk, _, codes = prepared
-        assert chunk.values is not None, "values were asked for"
-        rates = self._rates[torch.from_numpy(chunk.patterns).to(codes.device)]
-        values, keys = chunk.values * rates[:, None], self._extend(chunk.keys)
-        groups, counts = codes.unique(return_counts=True)
-        parts = codes.argsort(stable=True).split(counts.tolist())
-        for group, members in zip(groups.tolist(), parts, strict=True):
-            self.sums[group] += values[members].T @ keys[members]
-
-    def merge(self, other: "_Shares") -> "_Shares":
-        """Add the sums."""
-        self.sums += other.sums
-        return self
-
-    def result(self) -> Tensor:
-        """Return the sums."""
-        return self.sums
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add a block's updates by group."""
+        assert block.values is not None, "values were asked for"
+        rates = self.rates[torch.from_numpy(block.patterns).to(groups_of.device)]
+        values, keys = block.values * rates[:, None], self.extend(block.keys)
+        for group, members in each_group(groups_of):
+            state[group] += values[members].T @ keys[members]
+        return state

@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.progress import bar
-from dualform.store.reader import Run, Shard
-from dualform.store.stream import CHUNK, take
+from dualform.engine.block import Block
+from dualform.engine.jobs import Executor, Pass, WholeView
+from dualform.engine.reducers import Reducer
+from dualform.engine.source import PatternPart, PatternSource
 
 Numbers = npt.NDArray[np.float64]
 LARGEST = 1e4  # weight
@@ -34,25 +35,25 @@ class Losses:
         head: the layer whose outputs the softmax is over, or where there is none the last.
         softmax: whether the loss is a softmax cross-entropy.
         scaled: whether the values are that of the loss only after the rescaling between backward and step.
-        weights: shard -> (n,) w of each of the head's patterns.
-        terms: shard -> (n,) N of each of the head's patterns.
+        weights: part -> (n,) w of each of the head's patterns.
+        terms: part -> (n,) N of each of the head's patterns.
     """
 
-    run: Run
+    run: PatternSource
     head: str
     softmax: bool
     scaled: bool
     weights: Mapping[int, Numbers]
     terms: Mapping[int, Numbers]
 
-    def of(self, shard: Shard, layer: str) -> tuple[Numbers, Numbers]:
-        """Return w and N for each of a layer's patterns in a shard.
+    def of(self, part: PatternPart, layer: str) -> tuple[Numbers, Numbers]:
+        """Return w and N for each of a layer's patterns in a part.
 
         A pattern has the w of the head's pattern of the same row and position; where the head has no such position, the
         mean over the row's; where it has no such row, the mean over the step's.
         """
-        weights, terms = self.weights[shard.entry.index], self.terms[shard.entry.index]
-        mine, heads = shard.addresses(layer), shard.addresses(self.head)
+        weights, terms = self.weights[part.index], self.terms[part.index]
+        mine, heads = part.addresses(layer), part.addresses(self.head)
         if all(np.array_equal(mine[name], heads[name]) for name in ("step", "micro", "row", "position")):
             return weights, terms
         columns = ("step", "micro", "row", "position")
@@ -79,7 +80,7 @@ def _mean(codes: npt.NDArray[np.int64], numbers: Numbers, wanted: npt.NDArray[np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Head:
-    """What a layer's values are like, over all its patterns in a shard: (n,) each.
+    """What a layer's values are like, over all its patterns in a part: (n,) each.
 
     Attributes:
         positive: the sum of the positive elements: (1 - p of the label) / N at a softmax.
@@ -94,35 +95,61 @@ class _Head:
     alike: npt.NDArray[np.bool_]
 
 
-def find_losses(run: Run, layers: list[str]) -> Losses:
+def find_losses(run: PatternSource, executor: Executor, layers: list[str]) -> Losses:
     """Look for the softmax among these layers, from the last to the first."""
     assert layers, "there are layers with values"
     for layer in reversed(layers):
-        heads = {shard.entry.index: _look(shard, layer) for shard in run.shards}
-        if not all(bool(head.alike.all()) for head in heads.values()):
+        # Most layers are no softmax's, which their first steps tell.
+        if not _look(run, executor, layer, horizon=1)[3].all():
             continue
+        features = _look(run, executor, layer, horizon=run.steps)
+        if not features[3].all():
+            continue
+        heads: dict[int, _Head] = {}
+        for part in run.parts():
+            positive, square, target, alike = features[:, : part.count(layer)]
+            heads[part.index] = _Head(positive, square, target, alike.astype(bool))
+            features = features[:, part.count(layer) :]
         for scaled in (False, True):
             for way in ("step", "nonzero", "micro", "micro nonzero", "one"):
                 found = _weigh(run, layer, heads, way, scaled=scaled)
                 if found is not None:
                     return found
     last = layers[-1]
-    terms = {shard.entry.index: _count(shard, last, "step", None) for shard in run.shards}
+    terms = {part.index: _count(part, last, "step", None) for part in run.parts()}
     return Losses(run, last, False, False, {index: np.ones_like(n) for index, n in terms.items()}, terms)
 
 
-def _look(shard: Shard, layer: str) -> _Head:
-    count = shard.count(layer)
-    found = [torch.zeros(4, 0, dtype=torch.float64)]
-    with bar(f"values of {layer}", total=count) as advance:
-        for start in range(0, count, CHUNK):
-            rows = np.arange(start, min(start + CHUNK, count))
-            found.append(_features(take(shard.rows(layer, "values"), rows, torch.float64, "cpu")))
-            if not bool(found[-1][3].all()):  # no softmax's, whatever comes
-                break
-            advance(len(rows))
-    positive, square, target, alike = torch.cat(found, dim=1).numpy()
-    return _Head(positive, square, target, alike.astype(bool))
+@dataclass(frozen=True, slots=True)
+class ValueFeatures(Reducer[tuple[Tensor, ...], Tensor]):
+    """Four features of each pattern's value, (4, T), in the order of patterns: see `_Head`."""
+
+    def new(self, like: Tensor) -> tuple[Tensor, ...]:
+        """Return no features."""
+        return (torch.zeros(5, 0, dtype=torch.float64),)
+
+    def add(self, state: tuple[Tensor, ...], block: Block, measures: Tensor, groups_of: Tensor) -> tuple[Tensor, ...]:
+        """Keep the features of a block's values, with the patterns' numbers."""
+        assert block.values is not None, "values were asked for"
+        found = _features(block.values.double())
+        return (*state, torch.cat([found, torch.from_numpy(block.patterns).double()[None]]))
+
+    def merge(self, first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Keep both."""
+        return first + second
+
+    def result(self, state: tuple[Tensor, ...]) -> Tensor:
+        """Return the features in the order of patterns."""
+        every = torch.cat(state, dim=1)
+        return every[:4, every[4].argsort()]
+
+
+def _look(run: PatternSource, executor: Executor, layer: str, *, horizon: int) -> Numbers:
+    """Return positive, square, target and alike of each of a layer's values in the first steps, (4, n)."""
+    like = torch.empty(0, dtype=torch.float64)
+    job = Pass(layer, WholeView(run, horizon), ValueFeatures(), like, values=True)
+    found: Numbers = executor.run(run, [job])[0].numpy()
+    return found
 
 
 def _features(values: Tensor) -> Tensor:
@@ -132,16 +159,16 @@ def _features(values: Tensor) -> Tensor:
     return torch.stack([positive, values.square().sum(dim=1), values.min(dim=1).values, alike.double()])
 
 
-def _weigh(run: Run, layer: str, heads: Mapping[int, _Head], way: str, *, scaled: bool) -> Losses | None:
+def _weigh(run: PatternSource, layer: str, heads: Mapping[int, _Head], way: str, *, scaled: bool) -> Losses | None:
     """Return the losses if N counted this way makes every value a softmax's."""
     weights: dict[int, Numbers] = {}
     terms: dict[int, Numbers] = {}
     largest = 0.0
     _, factors = run.facts(next(iter(run.layer(layer).parameters.values())))
-    for shard in run.shards:
-        head = heads[shard.entry.index]
-        address = shard.addresses(layer)
-        n = _count(shard, layer, way, head)
+    for part in run.parts():
+        head = heads[part.index]
+        address = part.addresses(layer)
+        n = _count(part, layer, way, head)
         factor = factors[address["step"], address["micro"]] if scaled else np.ones(len(n))
         if not factor.all():  # not what was trained
             return None
@@ -153,17 +180,17 @@ def _weigh(run: Run, layer: str, heads: Mapping[int, _Head], way: str, *, scaled
         # p is N e but at the label, where it is 1 + N e; so |p|² = |N e|² + 1 + 2 N e_label
         uncertain = -square - 2 * target
         ratio = np.divide(uncertain, square, out=np.zeros_like(square), where=square > 0)
-        weights[shard.entry.index] = ratio.clip(0.0, LARGEST)
-        terms[shard.entry.index] = n
+        weights[part.index] = ratio.clip(0.0, LARGEST)
+        terms[part.index] = n
         largest = max(largest, float(positive.max(initial=0.0)))
     if largest < 100 * ROUNDING:  # anything would pass
         return None
     return Losses(run, layer, True, scaled, weights, terms)
 
 
-def _count(shard: Shard, layer: str, way: str, head: _Head | None) -> Numbers:
+def _count(part: PatternPart, layer: str, way: str, head: _Head | None) -> Numbers:
     """Return N for each of a layer's patterns: how many share its step (or backward), all or those with an error."""
-    address = shard.addresses(layer)
+    address = part.addresses(layer)
     step, micro = address["step"], address["micro"]
     if way == "one":
         return np.ones(len(step))

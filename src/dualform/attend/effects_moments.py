@@ -7,9 +7,7 @@ where w comes from too). Every pattern adds its own terms, so parts of a memory 
 order.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,64 +16,70 @@ from torch import Tensor
 
 from dualform.attend.effects_losses import Losses
 from dualform.attend.effects_rates import Rates, trained_roles
+from dualform.engine.block import Block
+from dualform.engine.jobs import Executor, Pass, WholeView
+from dualform.engine.reducers import Reducer
+from dualform.engine.source import PatternPart, PatternSource
 from dualform.errors import QueryError
 from dualform.forms import Constant, Outer, Part, Transposed, form
-from dualform.progress import bar
-from dualform.store.reader import Run, Shard
-from dualform.store.stream import CHUNK, everything, selected, take
 
 WIDEST = 8192  # of a layer whose moments are worth having
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """Sums over patterns, float64; `merge` adds those of other patterns."""
+    """Sums over a layer's patterns, float64."""
 
     keys: Tensor  # (d_in, d_in), T times A
     values: Tensor  # (d_out, d_out), T times G
-    time: float = 0.0  # T
-    decay: float = 0.0
+    time: float  # T
+    decay: float
 
-    @classmethod
-    def empty(cls, d_in: int, d_out: int) -> Self:
-        """Return the moments of no patterns."""
-        return cls(torch.zeros(d_in, d_in, dtype=torch.float64), torch.zeros(d_out, d_out, dtype=torch.float64))
 
-    def add(self, keys: Tensor, values: Tensor, *, on_keys: Tensor, on_values: Tensor, decay: float) -> None:
-        """Add patterns.
+@dataclass(frozen=True, slots=True, eq=False)
+class MomentSums(Reducer[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]):
+    """The weighted second moments of (extended) keys and of values.
 
-        Args:
-            keys: (n, d_in)
-            values: (n, d_out)
-            on_keys: (n,) rate / n of each pattern's step.
-            on_values: (n,) rate · N · w.
-            decay: these patterns' part of what weight decay takes.
-        """
-        for total, rows, weight in ((self.keys, keys, on_keys), (self.values, values, on_values)):
-            scaled = rows * weight.sqrt().to(rows.dtype)[:, None]
+    Attributes:
+        on_keys: (T,) rate / n of each pattern's step.
+        on_values: (T,) rate · N · w of each pattern.
+        extend: how biases extend keys.
+        shape: d_out and the width of extended keys.
+    """
+
+    on_keys: Tensor
+    on_values: Tensor
+    extend: "Extended"
+    shape: tuple[int, int]
+    needs_all_threads = True
+
+    def new(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return zeros."""
+        d_out, width = self.shape
+        return tuple(torch.zeros(d, d, dtype=torch.float64) for d in (width, d_out))  # type: ignore[return-value]
+
+    def add(
+        self, state: tuple[Tensor, Tensor], block: Block, measures: Tensor, groups_of: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add a block's moments."""
+        assert block.values is not None, "values were asked for"
+        at = block.pattern_ids
+        pairs = ((self.extend(block.keys), self.on_keys[at]), (block.values, self.on_values[at]))
+        for total, (rows, weights) in zip(state, pairs, strict=True):
+            scaled = rows * weights.sqrt().to(rows.dtype)[:, None]
             total += scaled.T @ scaled
-        self.time += float(on_keys.double().sum())
-        self.decay += decay
+        return state
 
-    def merge(self, other: Self) -> Self:
-        """Return the moments of both parts' patterns."""
-        return type(self)(
-            self.keys + other.keys, self.values + other.values, self.time + other.time, self.decay + other.decay
-        )
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Add the moments."""
+        return first[0] + second[0], first[1] + second[1]
 
-    def to_tensors(self) -> dict[str, Tensor]:
-        """Return the sums as tensors, by name."""
-        numbers = torch.tensor([self.time, self.decay], dtype=torch.float64)
-        return {"keys": self.keys, "values": self.values, "numbers": numbers}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Return moments from `to_tensors`."""
-        time, decay = tensors["numbers"].tolist()
-        return cls(tensors["keys"], tensors["values"], time, decay)
+    def result(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the moments of keys and of values."""
+        return state
 
 
-def outside(run: Run, layer: str) -> str | None:
+def outside(run: PatternSource, layer: str) -> str | None:
     """Say why a layer has no effects: it is outside the linear family, or too wide. Nothing where it may have them."""
     entry = run.layer(layer)
     if not is_linear(run, layer):
@@ -85,7 +89,7 @@ def outside(run: Run, layer: str) -> str | None:
     return None
 
 
-def is_linear(run: Run, layer: str) -> bool:
+def is_linear(run: PatternSource, layer: str) -> bool:
     """Say whether a layer is of the linear family, z = W x (+ b), with whole keys and values."""
     entry = run.layer(layer)
     for role in entry.parameters:
@@ -114,73 +118,65 @@ class Extended:
         return (d_in if self.weight else 0) + self.biases
 
 
-def extension(run: Run, layer: str, *, horizon: int) -> Extended:
+def extension(run: PatternSource, layer: str, *, horizon: int) -> Extended:
     """Return how a layer's keys are extended."""
     roles = trained_roles(run, layer, horizon=horizon)
     biases = sum(role.startswith("bias") for role in roles)
     return Extended(len(roles) > biases, biases)
 
 
-def pattern_factors(run: Run, layer: str, shard: Shard, rates: Rates) -> npt.NDArray[np.float64]:
-    """Return what rescaled the gradient of each of a layer's patterns in a shard between backward and step."""
+def pattern_factors(run: PatternSource, layer: str, part: PatternPart, rates: Rates) -> npt.NDArray[np.float64]:
+    """Return what rescaled the gradient of each of a layer's patterns in a part between backward and step."""
     trained = trained_roles(run, layer, horizon=len(rates.rate))
     first = next((name for role, name in trained.items() if not role.startswith("bias")), None)
-    address = shard.addresses(layer)
+    address = part.addresses(layer)
     _, factors = run.facts(first or next(iter(trained.values())))
     return np.asarray(factors[address["step"], address["micro"]])
 
 
-def pattern_rates(run: Run, layer: str, shard: Shard, rates: Rates) -> npt.NDArray[np.float64]:
-    """Return the rate of each of a layer's patterns in a shard: its step's, times its factor; 0 after the horizon."""
-    step = shard.addresses(layer)["step"]
+def pattern_rates(run: PatternSource, layer: str, part: PatternPart, rates: Rates) -> npt.NDArray[np.float64]:
+    """Return the rate of each of a layer's patterns in a part: its step's, times its factor; 0 after the horizon."""
+    step = part.addresses(layer)["step"]
     within = step < len(rates.rate)
-    each = rates.rate[np.where(within, step, 0)] * pattern_factors(run, layer, shard, rates)
+    each = rates.rate[np.where(within, step, 0)] * pattern_factors(run, layer, part, rates)
     return np.where(within, each, 0.0)
 
 
-def find_moments(run: Run, layer: str, rates: Rates, losses: Losses) -> Moments:
+def find_moments(source: PatternSource, executor: Executor, layer: str, rates: Rates, losses: Losses) -> Moments:
     """Add up a layer's moments over all its patterns within the rates' horizon."""
     horizon = len(rates.rate)
-    entry = run.require_values(layer)
-    extend = extension(run, layer, horizon=horizon)
-    total = Moments.empty(extend.width(entry.d_in), entry.d_out)
-    with bar(f"moments of {layer}", total=run.count(layer)) as advance:
-        for shard in run.shards:
-            if shard.entry.start < horizon and shard.count(layer):
-                part = _of_shard(run, layer, shard, rates, losses, extend)
-                total = total.merge(part)
-                advance(shard.count(layer))
-    for what, moment in (("keys", total.keys), ("values", total.values)):
+    entry = source.require_values(layer)
+    extend = extension(source, layer, horizon=horizon)
+    weights = [_weights(source, layer, part, rates, losses) for part in source.parts() if part.start < horizon]
+    on_keys, on_values, decay = (torch.from_numpy(np.concatenate(each)) for each in zip(*weights, strict=True))
+    reducer = MomentSums(on_keys, on_values, extend, (entry.d_out, extend.width(entry.d_in)))
+    like = torch.empty(0, dtype=torch.float64 if entry.dtype == "float64" else torch.float32)
+    job = Pass(layer, WholeView(source, horizon), reducer, like, values=True)
+    keys, values = executor.run(source, [job])[0]
+    for what, moment in (("keys", keys), ("values", values)):
         if not bool(torch.isfinite(moment).all()):
             raise QueryError(
                 f"Layer {layer!r} holds {what} that are not finite, or too large to be squared: the training diverged. "
                 "There are no effects; look at an earlier memory.at(step=...)."
             )
-    return total
+    return Moments(keys, values, float(on_keys.sum()), float(decay.sum()))
 
 
-def _of_shard(run: Run, layer: str, shard: Shard, rates: Rates, losses: Losses, extend: Extended) -> Moments:
-    entry = run.layer(layer)
-    kept = selected(shard, layer, len(rates.rate), everything)
-    step = shard.addresses(layer)["step"]
-    each = np.abs(pattern_rates(run, layer, shard, rates))
+def _weights(
+    source: PatternSource, layer: str, part: PatternPart, rates: Rates, losses: Losses
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return rate / n, rate · N · w and the part of what weight decay takes, for each of a layer's patterns, (n,).
+
+    All of them are 0 for patterns after the rates' horizon.
+    """
+    step = part.addresses(layer)["step"]
+    within = step < len(rates.rate)
+    each = np.abs(pattern_rates(source, layer, part, rates))
     count = np.bincount(step)[step]  # n
-    weights, terms = losses.of(shard, layer)
+    weights, terms = losses.of(part, layer)
     on_keys, on_values = each / count, each * terms * weights
     if losses.scaled:  # the factor belongs to the value and not to the rate
-        factors = pattern_factors(run, layer, shard, rates)
+        factors = pattern_factors(source, layer, part, rates)
         on_keys = np.divide(on_keys, factors, out=np.zeros_like(on_keys), where=factors != 0)
         on_values = on_values * factors
-    keys, values = shard.rows(layer, "keys"), shard.rows(layer, "values")
-    dtype = torch.float64 if entry.dtype == "float64" else torch.float32
-    total = Moments.empty(extend.width(entry.d_in), entry.d_out)
-    for start in range(0, len(kept), CHUNK):
-        rows = kept[start : start + CHUNK]
-        total.add(
-            extend(take(keys, rows, dtype, "cpu")),
-            take(values, rows, dtype, "cpu"),
-            on_keys=torch.from_numpy(on_keys[rows]),
-            on_values=torch.from_numpy(on_values[rows]),
-            decay=float((rates.decay[step[rows]] / count[rows]).sum()),
-        )
-    return total
+    return on_keys, on_values, np.where(within, rates.decay[np.where(within, step, 0)], 0.0) / count

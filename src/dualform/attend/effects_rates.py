@@ -19,9 +19,9 @@ from torch import Tensor
 
 from dualform.coefficients import kinds
 from dualform.coefficients.replayed import Kind, Map
+from dualform.engine.replay import maps
+from dualform.engine.source import PatternSource
 from dualform.progress import bar
-from dualform.store.reader import Run
-from dualform.store.replay import maps
 
 Series = npt.NDArray[np.float64]
 
@@ -34,7 +34,7 @@ class Rates:
     decay: Series
 
 
-def find_rates(run: Run, layer: str, *, horizon: int) -> Rates:
+def find_rates(run: PatternSource, layer: str, *, horizon: int) -> Rates:
     """Return a layer's rates over the first `horizon` steps, 0 where it was not updated.
 
     Weight and bias of a layer have one rate: the weight's, or where all are replayed the mean of theirs, each counting
@@ -61,13 +61,13 @@ def find_rates(run: Run, layer: str, *, horizon: int) -> Rates:
     return Rates(rate, decay)
 
 
-def trained_roles(run: Run, layer: str, *, horizon: int) -> dict[str, str]:
+def trained_roles(run: PatternSource, layer: str, *, horizon: int) -> dict[str, str]:
     """Return the layer's parameters that the optimizer moved within the horizon, by role."""
     parameters = run.layer(layer).parameters
     return {role: name for role, name in parameters.items() if bool((run.facts(name)[0].step < horizon).any())}
 
 
-def _scalar(run: Run, parameter: str, horizon: int) -> Rates:
+def _scalar(run: PatternSource, parameter: str, horizon: int) -> Rates:
     facts, _ = run.facts(parameter)
     seen = facts.step < horizon
     at = facts.step[seen]

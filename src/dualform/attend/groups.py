@@ -4,10 +4,11 @@ Conditions are keyword equality (plain Arrow) or SQL text (DuckDB, on one regist
 Both see a pattern's address (pattern, step, micro, call, row, position) and the user's columns.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +16,16 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dualform.attend.distinct import Distinct, find_distinct
 from dualform.attend.sql import sql_mask
+from dualform.engine.jobs import Executor, Pass
+from dualform.engine.local import LocalExecutor
+from dualform.engine.reading import PatternRange, count_kept, kept_patterns, kept_rows
+from dualform.engine.source import ADDRESS, PatternPart, PatternSource
 from dualform.errors import SelectionError
 from dualform.lazy import compute as pc
-from dualform.store.reader import Run, Shard
-from dualform.store.stream import Keep, count_kept, first_numbers, numbers_kept, selected
 
+R = TypeVar("R")
 GROUPINGS = 128 << 20  # bytes of groupings that are remembered, about
-ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,12 @@ class Grouping:
             self._there[device] = torch.from_numpy(self.codes).to(device)
         return self._there[device]
 
+    known_by_part = False
+
+    def of(self, wanted: PatternRange, device: torch.device) -> Tensor:
+        """Return the groups of a range's patterns, (n,)."""
+        return self.on(device)[wanted.kept_before : wanted.kept_before + len(wanted)]
+
     @property
     def by(self) -> tuple[str, ...]:
         """The names of the columns."""
@@ -104,7 +112,7 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A column of whole numbers 0 <= n < size that are groups as they stand, read shard by shard as a pass goes on.
+    """A column of whole numbers 0 <= n < size that are groups as they stand, read part by part as a pass goes on.
 
     For columns of millions of values, of which `Grouping` would make a list.
     """
@@ -113,23 +121,67 @@ class Numbered:
     size: int
 
 
+class NumberedGroups:
+    """The groups of the kept patterns of one layer by a numbered column, for a pass."""
+
+    known_by_part = True
+
+    def __init__(self, table: "Table", layer: str, numbered: Numbered) -> None:
+        self._table = table
+        self._layer = layer
+        self._numbered = numbered
+        self._found: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}  # of the last parts read
+
+    def of(self, wanted: PatternRange, device: torch.device) -> Tensor:
+        """Return the groups of a range's patterns, (n,)."""
+        part = wanted.part
+        assert part is not None, "numbers are read part by part"
+        found = self._found.get(part.index)
+        if found is None:
+            table = self._table
+            rows = kept_rows(part, self._layer, table.horizon, table.mask)
+            found = rows, table.numbers_of(part, self._layer, self._numbered)
+            self._found = {part.index: found, **dict(list(self._found.items())[:1])}
+        rows, numbers = found
+        start = int(np.searchsorted(rows, wanted.rows[0]))
+        return torch.from_numpy(numbers[start : start + len(wanted)]).to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The pattern table of a run, read column by column and shard by shard."""
+    """The pattern table of a view of a source, read column by column and part by part."""
 
-    run: Run
+    run: PatternSource
     conditions: tuple[Condition, ...]
     horizon: int
+    executor: Executor = field(default_factory=LocalExecutor)
     masks: dict[tuple[str, int], npt.NDArray[np.bool_] | None] = field(default_factory=dict)
     groupings: dict[tuple[str, tuple[str | Bins, ...]], Grouping] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     unknown_counts: dict[str, int] = field(default_factory=dict)
-    distinct_keys: dict[str, Distinct | None] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Names the view by its conditions and its horizon."""
+        return (self.conditions, self.horizon)
+
+    def narrowed(self, conditions: Iterable[Condition]) -> "Table":
+        """Return the view of those of these patterns for which more conditions hold."""
+        return Table(self.run, (*self.conditions, *conditions), self.horizon, self.executor)
+
+    def answer(self, job: Pass[R]) -> R:
+        """Run one job over this view's source."""
+        found: R = self.executor.run(self.run, [job])[0]
+        return found
+
+    def dtype(self, layer: str) -> torch.dtype:
+        """Return what a layer's patterns are computed in: float64 where they are stored as that, else float32."""
+        return torch.float64 if self.run.layer(layer).dtype == "float64" else torch.float32
 
     def count(self, layer: str) -> int:
         """Return how many patterns of a layer are kept."""
         if layer not in self.counts:
-            self.counts[layer] = count_kept(self.run, layer, horizon=self.horizon, keep=self._mask)
+            self.counts[layer] = count_kept(self.run, layer, horizon=self.horizon, mask=self.mask)
         return self.counts[layer]
 
     def unknown(self, layer: str) -> int:
@@ -139,27 +191,20 @@ class Table:
         `where` leaves it out.
         """
         if layer not in self.unknown_counts:
-            found = sum(self._undecided(shard, layer) for shard in self.run.shards) if self.conditions else 0
+            found = sum(self._undecided(part, layer) for part in self.run.parts()) if self.conditions else 0
             self.unknown_counts[layer] = found
         return self.unknown_counts[layer]
 
-    def kept(self, layer: str) -> npt.NDArray[np.int64]:
-        """Return the number of each kept pattern of a layer, counted over all shards."""
+    def patterns(self, layer: str) -> npt.NDArray[np.int64]:
+        """Return the number of each kept pattern of a layer, counted over all parts."""
         if not self.conditions:
-            return first_numbers(self.count(layer))
-        return numbers_kept(self.run, layer, horizon=self.horizon, keep=self._mask)
-
-    def distinct(self, layer: str) -> Distinct | None:
-        """Return the distinct keys of the kept patterns of a layer, where they are known and fewer."""
-        if layer not in self.distinct_keys:
-            found = find_distinct(self.run, layer, horizon=self.horizon, keep=self._mask)
-            self.distinct_keys[layer] = found
-        return self.distinct_keys[layer]
+            return _first_numbers(self.count(layer))
+        return kept_patterns(self.run, layer, horizon=self.horizon, mask=self.mask)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every column there is."""
-        return (*ADDRESS, *self.run.manifest.columns)
+        return (*ADDRESS, *self.run.description.columns)
 
     def require(self, names: Iterable[str]) -> None:
         """Raise unless all these columns exist."""
@@ -167,96 +212,87 @@ class Table:
             if name not in self.names:
                 raise SelectionError(f"There is no column {name!r}. There are: {', '.join(self.names)}.")
 
-    def keep(self) -> Keep:
-        """Return which patterns the conditions keep, as the streaming pass wants it."""
-        return self._mask
-
-    def _mask(self, shard: Shard, layer: str) -> npt.NDArray[np.bool_] | None:
+    def mask(self, part: PatternPart, layer: str) -> npt.NDArray[np.bool_] | None:
+        """Return which patterns of a part and layer the conditions keep; None for all of them."""
         if not self.conditions:
             return None
-        at = (layer, shard.entry.index)
+        at = (layer, part.index)
         if at not in self.masks:
-            mask = np.ones(shard.count(layer), dtype=bool)
+            mask = np.ones(part.count(layer), dtype=bool)
             for one in self.conditions:
-                mask &= self._holds(one, shard, layer) ^ one.negated
+                mask &= self._holds(one, part, layer) ^ one.negated
             self.masks[at] = mask
         return self.masks[at]
 
-    def _holds(self, one: Condition, shard: Shard, layer: str) -> npt.NDArray[np.bool_]:
-        holds = np.ones(shard.count(layer), dtype=bool)
+    def _holds(self, one: Condition, part: PatternPart, layer: str) -> npt.NDArray[np.bool_]:
+        holds = np.ones(part.count(layer), dtype=bool)
         for name, value in one.equal:
             self.require([name])
-            holds &= _equals(name, self.column(shard, layer, name), value)
+            holds &= _equals(name, self.column(part, layer, name), value)
         if one.sql is not None:
-            holds &= sql_mask(self._sql_table(one.sql, shard, layer), one.sql, self.names)
+            holds &= sql_mask(self._sql_table(one.sql, part, layer), one.sql, self.names)
         return holds
 
-    def _undecided(self, shard: Shard, layer: str) -> int:
-        """Return how many patterns of a layer in one shard the conditions cannot decide."""
-        if not any(self._has_nulls(shard, layer, name) for one in self.conditions for name in self._columns_of(one)):
+    def _undecided(self, part: PatternPart, layer: str) -> int:
+        """Return how many patterns of a layer in one part the conditions cannot decide."""
+        if not any(self._has_nulls(part, layer, name) for one in self.conditions for name in self._columns_of(one)):
             return 0
-        count = shard.count(layer)
+        count = part.count(layer)
         unknown, out = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
         for one in self.conditions:
-            missing = self._is_null(one, shard, layer)
+            missing = self._is_null(one, part, layer)
             unknown |= missing
-            out |= ~missing & ~(self._holds(one, shard, layer) ^ one.negated)
-        return int((unknown & ~out & (shard.addresses(layer)["step"] < self.horizon)).sum())
+            out |= ~missing & ~(self._holds(one, part, layer) ^ one.negated)
+        return int((unknown & ~out & (part.addresses(layer)["step"] < self.horizon)).sum())
 
     def _columns_of(self, one: Condition) -> list[str]:
         """Return the user's columns that a condition may depend on."""
         named = "" if one.sql is None else one.sql.casefold()
-        columns = [name for name in self.run.manifest.columns if '"' in name or name.casefold() in named]
+        columns = [name for name in self.run.description.columns if '"' in name or name.casefold() in named]
         return [*(columns if one.sql is not None else ()), *(name for name, _ in one.equal if name not in ADDRESS)]
 
-    def _has_nulls(self, shard: Shard, layer: str, name: str) -> bool:
+    def _has_nulls(self, part: PatternPart, layer: str, name: str) -> bool:
         """Say whether some pattern of a layer may have no value in a column; reads no addresses."""
-        if bool((shard.calls(layer)["annotation_offset"] < 0).any()):
+        if bool((part.calls(layer)["annotation_offset"] < 0).any()):
             return True
-        column = shard.annotations[name] if name in shard.annotations.column_names else None
+        column = part.annotation(name)
         return column is None or column.null_count > 0
 
-    def _is_null(self, one: Condition, shard: Shard, layer: str) -> npt.NDArray[np.bool_]:
+    def _is_null(self, one: Condition, part: PatternPart, layer: str) -> npt.NDArray[np.bool_]:
         """Return for which patterns a condition is neither true nor false, as in SQL, where null AND false is false."""
-        null = np.zeros(shard.count(layer), dtype=bool)
-        refuted = np.zeros(shard.count(layer), dtype=bool)
+        null = np.zeros(part.count(layer), dtype=bool)
+        refuted = np.zeros(part.count(layer), dtype=bool)
         for name, value in one.equal:
-            column = self.column(shard, layer, name)
+            column = self.column(part, layer, name)
             named = value is None or (isinstance(value, tuple) and None in value)  # a missing value is asked for
             missing = np.zeros(len(column), dtype=bool) if named else np.asarray(column.is_null())
             null |= missing
             refuted |= ~missing & ~_equals(name, column, value)
         if one.sql is not None:
-            table = self._sql_table(one.sql, shard, layer)
+            table = self._sql_table(one.sql, part, layer)
             missing = sql_mask(table, f"({one.sql}\n) IS NULL", self.names)
             null |= missing
             refuted |= ~missing & ~sql_mask(table, one.sql, self.names)
         return null & ~refuted
 
-    def _sql_table(self, sql: str, shard: Shard, layer: str) -> pa.Table:
-        """Return the columns that a condition may name, for all of a layer's patterns in a shard."""
+    def _sql_table(self, sql: str, part: PatternPart, layer: str) -> pa.Table:
+        """Return the columns that a condition may name, for all of a layer's patterns in a part."""
         named = sql.casefold()
         used = [name for name in self.names if name == "pattern" or '"' in name or name.casefold() in named]
-        return pa.table({name: self.column(shard, layer, name) for name in used})
+        return self.run.table(part, layer, used)
 
-    def column(self, shard: Shard, layer: str, name: str) -> pa.Array:
-        """Return one column for all of a layer's patterns in a shard."""
-        if name == "pattern":
-            before = sum(s.count(layer) for s in self.run.shards if s.entry.index < shard.entry.index)
-            return pa.array(np.arange(shard.count(layer)) + before)
-        address = shard.addresses(layer)
-        if name in address and name in ADDRESS:
-            return pa.array(address[name])
-        return _annotation(self.run, shard, name, address["annotation"])
+    def column(self, part: PatternPart, layer: str, name: str) -> pa.Array:
+        """Return one column for all of a layer's patterns in a part."""
+        return self.run.table(part, layer, [name])[name].combine_chunks()
 
     def rows(self, layer: str, names: Sequence[str] | None = None) -> pa.Table:
         """Return the kept patterns' rows with these columns, or with all."""
         wanted = self.names if names is None else tuple(names)
         self.require(wanted)
         parts = []
-        for shard in self.run.shards:
-            kept = selected(shard, layer, self.horizon, self._mask)
-            parts.append(pa.table({name: self.column(shard, layer, name).take(kept) for name in wanted}))
+        for part in self.run.parts():
+            kept = kept_rows(part, layer, self.horizon, self.mask)
+            parts.append(self.run.table(part, layer, wanted).take(kept))
         if not parts:
             return pa.table({name: pa.array([], pa.int64()) for name in wanted})
         return pa.concat_tables(parts, promote_options="permissive")
@@ -265,35 +301,15 @@ class Table:
         """Return these columns for the patterns with these numbers; None where a number is negative."""
         found: dict[str, list[Any]] = {name: [None] * len(patterns) for name in names}
         before = 0
-        for shard in self.run.shards:
-            count = shard.count(layer)
+        for part in self.run.parts():
+            count = part.count(layer)
             here = np.flatnonzero((patterns >= before) & (patterns < before + count))
             if len(here):
-                local = patterns[here] - before
-                address = shard.addresses(layer, local)
+                rows = self.run.table(part, layer, names, patterns[here] - before)
                 for name in names:
-                    values = self._looked_up(shard, name, local, address, before)
-                    for i, value in zip(here.tolist(), values, strict=True):
+                    for i, value in zip(here.tolist(), rows[name].to_pylist(), strict=True):
                         found[name][i] = value
             before += count
-        return found
-
-    def _looked_up(
-        self,
-        shard: Shard,
-        name: str,
-        local: npt.NDArray[np.int64],
-        address: Mapping[str, npt.NDArray[np.int64]],
-        before: int,
-    ) -> list[Any]:
-        """Return one column for some of a layer's patterns in a shard, given their addresses."""
-        found: list[Any]
-        if name == "pattern":
-            found = (local + before).tolist()
-        elif name in ADDRESS:
-            found = address[name].tolist()
-        else:
-            found = _annotation(self.run, shard, name, address["annotation"]).to_pylist()
         return found
 
     def group(self, layer: str, by: By) -> Grouping:
@@ -325,16 +341,16 @@ class Table:
         return Grouping(tuple(parts), tuple(labels[i] for i in order), place[codes] if len(codes) else codes)
 
     def numbers(self, layer: str, groups: Numbered) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield a column of the kept patterns, shard by shard; where it has no value, the number after the last."""
-        for shard in self.run.shards:
-            yield self.numbers_of(shard, layer, groups)
+        """Yield a column of the kept patterns, part by part; where it has no value, the number after the last."""
+        for part in self.run.parts():
+            yield self.numbers_of(part, layer, groups)
 
-    def numbers_of(self, shard: Shard, layer: str, groups: Numbered) -> npt.NDArray[np.int64]:
-        """Return a column of the kept patterns of one shard."""
+    def numbers_of(self, part: PatternPart, layer: str, groups: Numbered) -> npt.NDArray[np.int64]:
+        """Return a column of the kept patterns of one part."""
         self.require([groups.column])
-        kept = selected(shard, layer, self.horizon, self._mask)
-        rows = shard.addresses(layer)["annotation"][kept]
-        column = shard.annotation(groups.column)
+        kept = kept_rows(part, layer, self.horizon, self.mask)
+        rows = part.addresses(layer)["annotation"][kept]
+        column = part.annotation(groups.column, keep=False)
         found = np.full(len(kept), groups.size, dtype=np.int64)
         if column is not None:
             values = np.asarray(column.fill_null(groups.size), dtype=np.int64)
@@ -352,9 +368,9 @@ class Table:
         self.require([name])
         labels: dict[Any, int] = {}
         pieces = []
-        for shard in self.run.shards:
-            kept = selected(shard, layer, self.horizon, self._mask)
-            column = self.column(shard, layer, name).take(kept)
+        for piece in self.run.parts():
+            kept = kept_rows(piece, layer, self.horizon, self.mask)
+            column = self.column(piece, layer, name).take(kept)
             if isinstance(part, Bins):
                 column = _binned(column, part)
             encoded = column.dictionary_encode(null_encoding="encode")
@@ -367,12 +383,10 @@ class Table:
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-def _annotation(run: Run, shard: Shard, name: str, rows: npt.NDArray[np.int64]) -> pa.Array:
-    kind = pa.type_for_alias(run.manifest.columns[name])
-    if name not in shard.annotations.column_names or not shard.annotations.num_rows:
-        return pa.nulls(len(rows), kind)
-    column = shard.annotations[name].combine_chunks().cast(kind)
-    return column.take(pa.array(rows, mask=rows < 0))
+@functools.lru_cache(maxsize=2)
+def _first_numbers(count: int) -> npt.NDArray[np.int64]:
+    """Return the first whole numbers; to make millions of them for every question would take longer than the answer."""
+    return np.arange(count)
 
 
 def _equals(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,7 @@ groups' shares of the weight. Effects, which predict a retraining, are found in 
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 
 from dualform.attend.answers import Columns, Effects, Top, Totals
-from dualform.attend.backward import contribute_backward
 from dualform.attend.cache import Cache
 from dualform.attend.effects import LayerEffects
 from dualform.attend.effects_asked import Asked
 from dualform.attend.effects_moments import outside
-from dualform.attend.engine import Of, Score
-from dualform.attend.groups import ADDRESS, By, Grouping, Table
+from dualform.attend.groups import By, Grouping, Table
 from dualform.attend.queries import Captured
-from dualform.attend.ranking import Best, BestSums
-from dualform.attend.reducers import Everything, GroupSums, Outputs, Reducer
-from dualform.attend.scoring import LayerScoring
 from dualform.attend.sums import LayerSums, respond
+from dualform.engine.jobs import Pass, Sweep
+from dualform.engine.measures import Of, PatternMeasure
+from dualform.engine.reducers import Best, BestMembers, Everything, GroupSums, Outputs, Reducer, joined
+from dualform.engine.source import ADDRESS
 from dualform.errors import QueryError, SelectionError
 from dualform.store.media import Media
 from dualform.threads import in_own_dtype
@@ -34,6 +33,7 @@ from dualform.threads import in_own_dtype
 Per = Literal["pattern", "sample"]
 R = TypeVar("R")
 DENSE = 4 << 30  # bytes of an answer at most
+MAX_PASS_QUERIES = 1 << 14
 SHARES = 1 << 30  # bytes of group shares that may be held at most
 
 
@@ -47,10 +47,12 @@ class LayerSpotlight:
         layer: str,
         queries: Captured,
         *,
+        media: Media,
         asked: Asked | None = None,
         chunk_size: int | None = None,
     ) -> None:
         self.name = layer
+        self._media = media
         self.leading = queries.leading
         self._table = table
         self._entry = table.run.layer(layer)
@@ -60,7 +62,6 @@ class LayerSpotlight:
         self._chunk_size = chunk_size
         like = torch.empty(0, dtype=self._dtype, device=self.queries.device)
         self._sums = LayerSums(table, cache, layer, like)
-        self._scoring = LayerScoring(table, layer, self.queries, self._sums, chunk_size)
         self._effects = None
         if asked is not None:
             self._effects = LayerEffects(table, cache, layer, self.queries, asked, self._dtype)
@@ -79,34 +80,27 @@ class LayerSpotlight:
     @property
     def media(self) -> Media:
         """What the run keeps for people to look at."""
-        return Media(self._table.run)
+        return self._media
 
     def count(self) -> int:
         """Return the number of patterns in this view of the layer."""
-        return self._scoring.count()
+        return self._table.count(self.name)
 
     @in_own_dtype
     def attention(self) -> Tensor:
         """Return every attention, (Q, T). For small memories; see `totals` and `top` for any."""
         self._affordable(self.queries.element_size() * len(self) * self.count(), "attention()")
-        return self._score(Score("attention"), None, self._everything)
-
-    def _everything(self, rows: int) -> Everything:
-        return Everything(rows, self._scoring.numbers())
+        return self._reduce(PatternMeasure("attention"), None, Everything())
 
     @in_own_dtype
     def contributions(self) -> Tensor:
         """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
         size = self._dtype.itemsize * len(self) * self.count() * self._entry.d_out
         self._affordable(size, "contributions()")
-        if self._sums.replayed:
-            self._require_patterns()
-            return contribute_backward(self._table, self.name, self.queries, self._dtype)
         parts = []
         for unit in range(self._entry.d_out):
             units = torch.full((len(self),), unit, device=self._device)
-            score = Score("contribution", units, self._sums.shapes)
-            parts.append(self._score(score, None, self._everything))
+            parts.append(self._reduce(self._contribution(units), None, Everything()))
         return torch.stack(parts, dim=2)
 
     @in_own_dtype
@@ -128,7 +122,7 @@ class LayerSpotlight:
         if linear and (of == "attention" or (of == "magnitude" and self._never_negative())):
             values = self.queries.double() @ self._sums.keys(grouping).T
         elif of != "contribution":
-            values = self._score(Score(of), grouping, lambda rows: GroupSums(rows, len(grouping.labels), self._device))
+            values = self._reduce(PatternMeasure(of), grouping, GroupSums(len(grouping.labels)))
         else:
             values = self._contribution_totals(grouping)
         return Totals(self.name, of, grouping.by, grouping.labels, values.to(self._dtype))
@@ -180,16 +174,14 @@ class LayerSpotlight:
             raise QueryError(f"top({k}) asks for no patterns. Ask for at least one.")
         _check_per(per)
         self._require_patterns()
-        score = Score(of, self._units(unit) if of == "contribution" else None, self._sums.shapes)
+        measure = self._contribution(self._units(unit)) if of == "contribution" else PatternMeasure(of)
         if per == "sample":
-            return self._top_samples(k, by, score, largest=largest, columns=columns)
+            return self._top_samples(k, by, measure, largest=largest, columns=columns)
         grouping = None if by is None else self._group(by)
         groups = 1 if grouping is None else len(grouping.labels)
         self._affordable(16 * len(self) * groups * k, f"top({k})")
-        scores, patterns = self._score(
-            score, grouping, lambda rows: Best(rows, groups, k, largest=largest, device=self._device)
-        )
-        return self._ranked(scores, patterns, grouping, score, "pattern", columns)
+        scores, patterns = self._reduce(measure, grouping, Best(groups, k, largest))
+        return self._ranked(scores, patterns, grouping, of, "pattern", columns)
 
     @in_own_dtype
     def output(self) -> Tensor:
@@ -252,14 +244,40 @@ class LayerSpotlight:
                 f"{what} would take {size / 1e9:.0f} GB. Use totals() or top(), fewer queries, or a narrower view."
             )
 
-    def _score(
-        self, score: Score, grouping: Grouping | None, make: Callable[[int], Reducer[R]], block: int | None = None
+    def _contribution(self, units: Tensor | None) -> PatternMeasure:
+        return PatternMeasure("contribution", units, self._sums.shapes)
+
+    def _reduce(
+        self,
+        measure: PatternMeasure,
+        grouping: Grouping | None,
+        reducer: Reducer[Any, R],
+        most_queries: int = MAX_PASS_QUERIES,
     ) -> R:
-        """Reduce the scores of all patterns: those that are kept, or else by a pass over them."""
+        """Reduce the measures of all patterns, by passes of at most so many queries each."""
         self._require_patterns()
-        if score.of == "effect":
-            return self._require_asked().score(grouping, make, block=block, chunk_size=self._chunk_size)
-        return self._scoring.reduce(score, grouping, make, block)
+        if measure.of == "effect":
+            return self._require_asked().reduce(grouping, reducer, block=most_queries, chunk_size=self._chunk_size)
+        size = min(most_queries, MAX_PASS_QUERIES)
+        results = []
+        for start in range(0, len(self), size):
+            whole = len(self) <= size
+            rows = self.queries if whole else self.queries[start : start + size]
+            units = measure.units if whole or measure.units is None else measure.units[start : start + size]
+            kind = Sweep if units is not None and self._sums.replayed else Pass
+            job = kind(
+                layer=self.name,
+                view=self._table,
+                reducer=reducer,
+                like=rows if rows.is_floating_point() else self._sums.like,
+                queries=rows,
+                measure=dataclasses.replace(measure, units=units),
+                groups=grouping,
+                block_patterns=self._chunk_size,
+            )
+            results.append(self._table.answer(job))
+        found: R = joined(results)
+        return found
 
     def _never_negative(self) -> bool:
         low, high = self._table.run.key_range(self.name)
@@ -280,12 +298,7 @@ class LayerSpotlight:
             shares = self._sums.shares(grouping)
             each = [respond({role: share[g] for role, share in shares.items()}, self.queries) for g in range(groups)]
             return torch.stack(each, dim=1)
-        return self._score(
-            Score("contribution"),
-            grouping,
-            lambda rows: Outputs(rows, groups, d_out, self._device),
-            block=1024,
-        )
+        return self._reduce(self._contribution(None), grouping, Outputs(groups, d_out), most_queries=1024)
 
     def _units(self, unit: int | Tensor | None) -> Tensor:
         self._table.run.require_values(self.name)
@@ -300,7 +313,7 @@ class LayerSpotlight:
         return units
 
     def _top_samples(
-        self, k: int, by: By | None, score: Score, *, largest: bool, columns: Collection[str] | None
+        self, k: int, by: By | None, measure: PatternMeasure, *, largest: bool, columns: Collection[str] | None
     ) -> Top:
         self._column("sample")
         outer = None if by is None else self._group(by)
@@ -310,7 +323,7 @@ class LayerSpotlight:
         else:
             pairs, codes = np.unique(outer.codes * len(samples.labels) + samples.codes, return_inverse=True)
         first = np.full(len(pairs), -1, dtype=np.int64)
-        numbers = self._scoring.numbers()
+        numbers = self._table.patterns(self.name)
         first[codes[::-1]] = numbers[::-1]  # the first pattern of each sample stands for it
         fine = Grouping(("sample",), tuple(range(len(pairs))), codes)
         group_of = pairs // len(samples.labels)
@@ -319,16 +332,16 @@ class LayerSpotlight:
         groups = 1 if outer is None else len(outer.labels)
         self._affordable(16 * len(self) * groups * k, f"top({k})")
         contest = torch.from_numpy(group_of).to(self._device), torch.from_numpy(first).to(self._device)
-        scores, patterns = self._score(
-            score,
+        scores, patterns = self._reduce(
+            measure,
             fine,
-            lambda rows: BestSums(rows, groups, k, *contest, largest=largest),
-            block=max(1, (256 << 20) // (8 * len(pairs))),
+            BestMembers(groups, k, *contest, largest),
+            most_queries=max(1, (256 << 20) // (8 * len(pairs))),
         )
         ranked_ones = np.isin(first, patterns.cpu().numpy())
         seen = dict(zip(first[ranked_ones].tolist(), np.bincount(codes)[ranked_ones].tolist(), strict=True))
         occurrences = [seen.get(number) for number in patterns.reshape(-1).tolist()]
-        ranked = self._ranked(scores, patterns, outer, score, "sample", columns)
+        ranked = self._ranked(scores, patterns, outer, measure.of, "sample", columns)
         return dataclasses.replace(ranked, columns={"occurrences": occurrences, **ranked.columns})
 
     def _ranked(
@@ -336,7 +349,7 @@ class LayerSpotlight:
         scores: Tensor,
         patterns: Tensor,
         grouping: Grouping | None,
-        score: Score,
+        of: Of,
         per: Per,
         columns: Collection[str] | None,
     ) -> Top:
@@ -351,7 +364,7 @@ class LayerSpotlight:
 
         return Top(
             layer=self.name,
-            of=score.of,
+            of=of,
             per=per,
             by=() if grouping is None else grouping.by,
             groups=(None,) if grouping is None else grouping.labels,

@@ -31,12 +31,15 @@ from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
+from dualform.engine import rebuild
+from dualform.engine.jobs import Executor
+from dualform.engine.local import LocalExecutor
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.record.media import example_files, media_files
 from dualform.record.saying import warn_user
 from dualform.record.watch import plain_name
-from dualform.store import audit, kept_state, media, rebuild
+from dualform.store import audit, kept_state, media
 from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
 from dualform.store.corpus_fit import check_fit
@@ -60,11 +63,11 @@ class Memory:
         shared: "_Shared | None" = None,
     ) -> None:
         self._run = run
-        self._shared = shared or _Shared(Cache(run))
+        self._shared = shared or _Shared(Cache(run), LocalExecutor())
         self._cache = self._shared.cache
         self._conditions = conditions
         self._horizon = run.steps if horizon is None else horizon
-        self._table = Table(run, conditions, self._horizon)
+        self._table = Table(run, conditions, self._horizon, self._shared.executor)
         self._parts: dict[str, rebuild.Parts] | None = None
 
     # What there is ------------------------------------------------------------------------------------------------
@@ -206,7 +209,7 @@ class Memory:
         view = Memory(self._run, conditions=(*self._conditions, more), horizon=self._horizon, shared=self._shared)
         if more.sql is not None and self._run.shards:
             # One shard is enough to find a malformed condition now rather than at the first question.
-            view._table.keep()(self._run.shards[0], next(iter(self.layers)))
+            view._table.mask(self._run.shards[0], next(iter(self.layers)))
         return view
 
     def unknown(self, layers: str | Collection[str] | None = None) -> dict[str, int]:
@@ -257,7 +260,7 @@ class Memory:
         final = self._run.final
         if final is None or self._conditions or self._horizon != self._run.steps:
             return {}
-        checks = audit.compare(self._run, weights.rebuilt(), final, horizon=self._horizon)
+        checks = audit.compare(self._run, weights.rebuilt(), final, self._shared.executor, horizon=self._horizon)
         return audit.by_layer(self._run, checks)
 
     @in_own_dtype
@@ -346,7 +349,7 @@ class Memory:
                 raise QueryError(
                     f"Parameter {name!r} is {entry.shape} in the memory, but {tuple(live[name].shape)} in this model."
                 )
-        outcome = audit.verify(self._run, live, horizon=self._horizon)
+        outcome = audit.verify(self._run, live, self._shared.executor, horizon=self._horizon)
         if outcome.passed or model is None:
             return outcome
         recorded = {name: live[name] for name in self._run.manifest.parameters}
@@ -405,7 +408,15 @@ class Memory:
         self._say_unknown(names)
         return Spotlight(
             {
-                name: LayerSpotlight(self._table, self._cache, name, rows, asked=asked.get(name), chunk_size=chunk_size)
+                name: LayerSpotlight(
+                    self._table,
+                    self._cache,
+                    name,
+                    rows,
+                    media=self.media,
+                    asked=asked.get(name),
+                    chunk_size=chunk_size,
+                )
                 for name, rows in captured.items()
             }
         )
@@ -521,7 +532,7 @@ class Memory:
         if self._parts is None:
             if not self._run.exact_parameters():
                 self._run.require_values(next(iter(self.layers)))
-            self._parts = rebuild.parts(self._run, horizon=self._horizon, keep=self._table.keep())
+            self._parts = rebuild.parts(self._run, self._table, self._table.executor)
             self._say_unknown()
         return self._parts
 
@@ -536,12 +547,14 @@ class _Shared:
 
     Attributes:
         cache: derived sums.
+        executor: runs jobs over the patterns.
         said: masks and messages that the user was warned of already.
         marks: horizon -> the fingerprints of the recorded parameters there.
         state: what the run knows of uncovered state at its end, once it was asked for.
     """
 
     cache: Cache
+    executor: Executor
     said: set[object] = dataclasses.field(default_factory=set)
     marks: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
     state: kept_state.KnownState | None = None

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from dualform.attend.answers import Effects, Vote, add_effects
 from dualform.attend.effects_moments import outside
-from dualform.attend.engine import Of
 from dualform.attend.groups import By
 from dualform.attend.layer import LayerSpotlight, Per
+from dualform.engine.measures import Of
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.threads import in_own_dtype
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from dualform.attend.cache import Cache
-from dualform.attend.engine import sum_patterns
 from dualform.attend.groups import Grouping, Table
-from dualform.attend.reducers import GroupShares, KeySums
+from dualform.engine import rebuild
+from dualform.engine.jobs import Pass
+from dualform.engine.reading import kept_by_part
+from dualform.engine.reducers import GroupShares, KeySums
+from dualform.engine.replay import Replayed, replay, replayed_parameters
+from dualform.engine.source import PatternSource
 from dualform.forms import form
-from dualform.store import rebuild
-from dualform.store.reader import Run
-from dualform.store.replay import Replayed, replay, replayed_parameters
-from dualform.store.stream import selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class LayerSums:
         """Return the sum of keys per group, (G, d_in)."""
 
         def compute() -> dict[str, Tensor]:
-            reducer = KeySums(len(grouping.labels), self.table.run.layer(self.layer).d_in, self.like.device)
-            return {"sums": sum_patterns(self.table, self.layer, grouping, reducer, values=False, like=self.like)}
+            reducer = KeySums(len(grouping.labels), self.table.run.layer(self.layer).d_in)
+            job = Pass(self.layer, self.table, reducer, self.like, groups=grouping)
+            return {"sums": self.table.answer(job)}
 
         return self.cache.get(("key sums", *self._view(), grouping.parts), compute)["sums"].to(self.like.device)
 
@@ -52,9 +53,9 @@ class LayerSums:
         return self.shapes_of(self.table.run, self.layer)
 
     @staticmethod
-    def shapes_of(run: Run, layer: str) -> dict[str, tuple[int, ...]]:
+    def shapes_of(run: PatternSource, layer: str) -> dict[str, tuple[int, ...]]:
         """Return the shape of each of a layer's parameters, by role."""
-        return {role: run.manifest.parameters[p].shape for role, p in run.layer(layer).parameters.items()}
+        return {role: run.description.parameters[p].shape for role, p in run.layer(layer).parameters.items()}
 
     def shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
         """Return each group's share of each parameter, role -> (G, *shape)."""
@@ -67,10 +68,12 @@ class LayerSums:
         """Compute `shares`, whether or not they are cached, by one pass."""
         entry = self.table.run.require_values(self.layer)
         groups = 1 if grouping is None else len(grouping.labels)
-        reducer = GroupShares(groups, self.shapes, self.like.device)
-        if not all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
-            sum_patterns(self.table, self.layer, grouping, reducer, values=True, like=self.like)
-        found = reducer.result()
+        reducer = GroupShares(groups, self.shapes)
+        if all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
+            found = reducer.new(self.like)
+        else:
+            job = Pass(self.layer, self.table, reducer, self.like, groups=grouping, values=True)
+            found = self.table.answer(job)
         if self.replayed:
             replayed = self._replay(grouping, groups=groups)
             found |= {role: replayed[name].shares for role, name in entry.parameters.items() if name in replayed}
@@ -99,8 +102,7 @@ class LayerSums:
         others = [n for n, e in run.layers.items() if n != self.layer and set(e.parameters.values()) & set(mine)]
         if not others:
             return {}
-        keep = self.table.keep()
-        everywhere = rebuild.parts(run, horizon=self.table.horizon, keep=keep, layers=[self.layer, *others])
+        everywhere = rebuild.parts(run, self.table, self.table.executor, layers=[self.layer, *others])
         here = self.shares(None)
         return {
             role: everywhere[name].share.to(self.like.device) - here[role][0]
@@ -115,19 +117,17 @@ class LayerSums:
         """Replay this layer's parameters, following the groups of this view's patterns."""
         table = self.table
         places: dict[int, npt.NDArray[np.int64]] = {}
-        taken = 0
-        for shard in table.run.shards:
-            rows = selected(shard, self.layer, table.horizon, table.keep())
-            codes = np.full(shard.count(self.layer), -1, dtype=np.int64)
-            codes[rows] = 0 if grouping is None else grouping.codes[taken : taken + len(rows)]
-            places[shard.entry.index] = codes
-            taken += len(rows)
+        kept = kept_by_part(table.run, self.layer, horizon=table.horizon, mask=table.mask)
+        for part, rows, _, before in kept:
+            codes = np.full(part.count(self.layer), -1, dtype=np.int64)
+            codes[rows] = 0 if grouping is None else grouping.codes[before : before + len(rows)]
+            places[part.index] = codes
         return replay(
             table.run,
             [self.layer],
             horizon=table.horizon,
             groups=groups,
-            codes=lambda shard, layer: places[shard.entry.index],
+            codes=lambda part, layer: places[part.index],
             contributing=[self.layer],
         )
 

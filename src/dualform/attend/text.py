@@ -5,19 +5,21 @@ patterns, and how many those are. Totals of documents and tokens are sums of tho
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dualform.attend.context import check_context, context_of
-from dualform.attend.engine import Score, score_patterns
-from dualform.attend.groups import Numbered, Table
+from dualform.attend.groups import Numbered, NumberedGroups, Table
 from dualform.attend.last_tokens import prompt_queries
 from dualform.attend.passages import Passage, Place, by_document, by_token, gather
 from dualform.attend.prompts import go_on, next_tokens, read_prompt
-from dualform.attend.reducers import GroupSums, Places
 from dualform.attend.text_answers import TextLayer, TextSpotlight, Total
+from dualform.engine.jobs import Pass
+from dualform.engine.measures import PatternMeasure
+from dualform.engine.reducers import GroupSums, Places, PlaceState, Reducer
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.store.corpus import Corpus
 from dualform.store.corpus_fit import PLACE
@@ -25,6 +27,7 @@ from dualform.store.format import LayerEntry
 from dualform.store.pieces import Tokenizer
 from dualform.tokens import Unit
 
+R = TypeVar("R")
 GOES_ON: Mapping[Unit, int] = {"chars": 40, "words": 10, "pieces": 20}  # tokens that a model goes on with
 CANDIDATES = 20  # places per passage asked for, since places that overlap are one passage
 NO_PLACES = (
@@ -68,7 +71,7 @@ def attend_text(
         )
     check_context(context)
     context = context_of(model) if context is None else context
-    batch_axis = table.run.manifest.batch_axis
+    batch_axis = table.run.description.batch_axis
     read = read_prompt(corpus, prompt, context=context, tokenizer=tokenizer)
     groups = _places(table, corpus)
     empty = {name: NO_PLACES for name in layers if not _any_place(table, name, groups)}
@@ -121,18 +124,22 @@ def _any_place(table: Table, layer: str, groups: Numbered) -> bool:
     return any(bool((codes < groups.size).any()) for codes in table.numbers(layer, groups))
 
 
-def score_places(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Places:
-    """Score every pattern of a layer against queries (Q, d_in), by place in the text; the last group has no place."""
-    rows, groups = _rows(table, layer, queries), _places(table, corpus)
-    reducer = Places(len(rows), groups.size + 1, rows.device)
-    return score_patterns(table, layer, rows, Score("attention"), groups, reducer)
+def score_places(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> PlaceState:
+    """Attend every pattern of a layer by queries (Q, d_in), by place in the text; the last group has no place."""
+    return _attend(table, layer, queries, corpus, Places(len(corpus.train) + 1))
 
 
 def place_totals(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Tensor:
     """Return the total attention of queries (Q, d_in) to each place of the text, (Q, N)."""
-    rows, groups = _rows(table, layer, queries), _places(table, corpus)
-    reducer = GroupSums(len(rows), groups.size + 1, rows.device)
-    return score_patterns(table, layer, rows, Score("attention"), groups, reducer)[:, : groups.size]
+    size = len(corpus.train)
+    return _attend(table, layer, queries, corpus, GroupSums(size + 1))[:, :size]
+
+
+def _attend(table: Table, layer: str, queries: Tensor, corpus: Corpus, reducer: Reducer[Any, R]) -> R:
+    rows = queries if "rows" in table.run.layer(layer).parameters else queries.float()
+    groups = NumberedGroups(table, layer, _places(table, corpus))
+    like = rows if rows.is_floating_point() else torch.empty(0, device=rows.device)
+    return table.answer(Pass(layer, table, reducer, like, rows, PatternMeasure("attention"), groups=groups))
 
 
 def place_counts(table: Table, layer: str, corpus: Corpus) -> Tensor:
@@ -144,17 +151,13 @@ def place_counts(table: Table, layer: str, corpus: Corpus) -> Tensor:
     return counts[: groups.size]
 
 
-def _rows(table: Table, layer: str, queries: Tensor) -> Tensor:
-    return queries if "rows" in table.run.layer(layer).parameters else queries.float()
-
-
 def _places(table: Table, corpus: Corpus) -> Numbered:
     if PLACE not in table.names:
         raise QueryError(f"Patterns have no column {PLACE!r}; record with annotate(place=...).")
     return Numbered(PLACE, len(corpus.train))
 
 
-def _describe(name: str, places: Places, corpus: Corpus, *, top: int, around: int) -> TextLayer:
+def _describe(name: str, places: PlaceState, corpus: Corpus, *, top: int, around: int) -> TextLayer:
     size = len(corpus.train)
     counts, sums, highest = (found[:size].cpu() for found in (places.counts, places.sums[0], places.best[0]))
     absent = counts == 0

@@ -18,8 +18,7 @@ from dualform.attend.cache import Cache
 from dualform.attend.groups import Bins, Condition, Table
 from dualform.attend.removal import Removal, uncovered
 from dualform.attend.sums import LayerSums
-from dualform.store import rebuild
-from dualform.store.stream import selected
+from dualform.engine import rebuild
 
 MOST_BINS = 60
 
@@ -91,7 +90,7 @@ class GroupWeights:
     def rebuilt(self) -> dict[str, rebuild.Parts]:
         """Return every parameter as start plus all kept shares, in float64."""
         run = self._table.run
-        parameters = run.manifest.parameters
+        parameters = run.description.parameters
         total = {name: torch.zeros(parameters[name].shape, dtype=torch.float64) for name in run.exact_parameters()}
         for layer, cells in self._cells.items():
             for role, name in run.layer(layer).parameters.items():
@@ -121,15 +120,15 @@ class GroupWeights:
         """Return the selected patterns' share of every parameter."""
         groups, bins, rest = self.covered(removal)
         run = self._table.run
-        parameters = run.manifest.parameters
+        parameters = run.description.parameters
         total = {name: torch.zeros(parameters[name].shape) for name in run.exact_parameters()}
         if groups or bins:
             for layer, cells in self._cells.items():
                 for role, name in run.layer(layer).parameters.items():
                     _add(total[name], cells, role, groups, set(bins))
         if rest:
-            view = Table(run, (*self._table.conditions, *rest), self._table.horizon)
-            for name, part in rebuild.parts(run, horizon=self._table.horizon, keep=view.keep()).items():
+            view = self._table.narrowed(rest)
+            for name, part in rebuild.parts(run, view, view.executor).items():
                 total[name] += part.share.float()
         return total
 
@@ -154,14 +153,14 @@ class GroupWeights:
             grouping = self._table.group(layer, list(removal.by))
             wanted = {i for i, label in enumerate(grouping.labels) if label in removal.groups}
             return int(sum((grouping.codes == i).sum() for i in wanted))
-        view = Table(self._table.run, (*self._table.conditions, *_selected(removal)), self._table.horizon)
-        return sum(len(selected(s, layer, view.horizon, view.keep())) for s in self._table.run.shards)
+        view = self._table.narrowed(_selected(removal))
+        return view.count(layer)
 
     def unknown(self, removal: Removal) -> dict[str, int]:
         """Return how many patterns of each layer have no value by which the removal could select them, where any."""
         if removal.empty:
             return {}
-        view = Table(self._table.run, (*self._table.conditions, *_selected(removal)), self._table.horizon)
+        view = self._table.narrowed(_selected(removal))
         counts = {layer: view.unknown(layer) for layer in self._table.run.layers}
         return {layer: count for layer, count in counts.items() if count}
 

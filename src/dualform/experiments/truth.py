@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,14 +21,15 @@ from torch import Tensor
 
 import dualform
 from dualform.attend.effects import LayerEffects
-from dualform.attend.engine import Score, score_patterns
 from dualform.attend.groups import Grouping
-from dualform.attend.reducers import GroupSums
+from dualform.engine.block import Block
+from dualform.engine.jobs import Pass
+from dualform.engine.measures import PatternMeasure
+from dualform.engine.reducers import GroupSums
 from dualform.errors import DataError
 from dualform.experiments.truth_config import Split, Truth, make_split
 from dualform.experiments.truth_training import measure_stack, train_recorded, train_stack
 from dualform.progress import bar
-from dualform.store.stream import Chunk
 
 RETRAINING, ATTRIBUTION = 10_000, 20_000  # where seeds begin
 CHECKPOINTS = 5  # kept on the way, for methods that want them
@@ -133,23 +133,33 @@ def _direct(source: LayerEffects, grouping: Grouping) -> Tensor:
     return plain.totals(grouping)
 
 
-class _InputSums(GroupSums):
-    """The sum of scores per group and input, (M, G), over all queries of an input."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _MagnitudeOfInputs:
+    """The absolute attention of each input to each pattern, summed over the input's queries."""
 
-    def __init__(self, source: LayerEffects, groups: int) -> None:
-        super().__init__(len(source), groups, source.queries.device)
-        self._of = source.asked.of
+    inputs: int
+    of: Tensor  # (Q,) each query's input
+    needs_values: bool = False
 
-    def prepare(self, chunk: Chunk, scores: Tensor, codes: Tensor) -> Any:
-        """Sum a chunk's scores by input, and by group where groups are few."""
-        by_input = scores.new_zeros(len(self.sums), scores.shape[1]).index_add_(0, self._of, scores)
-        return super().prepare(chunk, by_input, codes)
+    def __call__(self, queries: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        """Return the sums, (inputs, n)."""
+        each = PatternMeasure("magnitude")(queries, block, out)
+        return each.new_zeros(self.inputs, each.shape[1]).index_add_(0, self.of, each)
 
 
 def _magnitudes(source: LayerEffects, grouping: Grouping) -> Tensor:
     """Return the absolute attention of each input's queries to each sample, (M, G)."""
-    reducer = _InputSums(source, len(grouping.labels))
-    return score_patterns(source.table, source.layer, source.queries, Score("magnitude"), grouping, reducer)
+    job = Pass(
+        layer=source.layer,
+        view=source.table,
+        reducer=GroupSums(len(grouping.labels)),
+        like=source.queries,
+        queries=source.queries,
+        measure=_MagnitudeOfInputs(len(source), source.asked.of),
+        rows=len(source),
+        groups=grouping,
+    )
+    return source.table.answer(job)
 
 
 # What was found -------------------------------------------------------------------------------------------------------

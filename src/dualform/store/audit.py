@@ -22,15 +22,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dualform.engine.block import Block
+from dualform.engine.jobs import Executor, Pass, WholeView
+from dualform.engine.rebuild import Parts, parts
+from dualform.engine.reducers import Sums
+from dualform.engine.replay import doubts
 from dualform.errors import CorruptError
 from dualform.forms import form
 from dualform.record.estimate import size_text
 from dualform.store.coverage import Coverage, coverage
 from dualform.store.format import checksum
 from dualform.store.reader import Run
-from dualform.store.rebuild import Parts, parts
-from dualform.store.replay import doubts
-from dualform.store.stream import stream
 
 TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """What may be lost relative to the change, by the dtype that the patterns are stored in."""
@@ -250,11 +252,11 @@ def check_files(run: Run) -> int:
 
 
 def compare(
-    run: Run, rebuilt: Mapping[str, Parts], live: Mapping[str, Tensor], *, horizon: int
+    run: Run, rebuilt: Mapping[str, Parts], live: Mapping[str, Tensor], executor: Executor, *, horizon: int
 ) -> dict[str, ParameterCheck]:
     """Compare rebuilt parameters with live ones, by the bound above."""
     checks = {}
-    noise = _float16_noise(run, horizon=horizon)
+    noise = _float16_noise(run, executor, horizon=horizon)
     for name, found in rebuilt.items():
         now = live[name].detach().cpu().double()
         change = float((now - run.initial[name].double()).norm())
@@ -312,28 +314,45 @@ def _excused(
     return found
 
 
-def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
-    """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
-    power: dict[str, float] = {}
-    for layer, entry in run.layers.items():
-        if entry.dtype != "float16" or entry.store == "keys":
-            continue
-        for parameter in entry.parameters.values():
-            power.setdefault(parameter, 0.0)
-        for chunk in stream(run, layer, horizon=horizon, values=True, dtype=torch.float64, reuse=True):
-            assert chunk.values is not None, "values were asked for"
-            of_values = chunk.values.square().sum(dim=1)  # (n,)
-            of_keys = chunk.keys.double().square().sum(dim=1)
-            for role, coefficients in chunk.coefficients.items():
+@dataclass(frozen=True, slots=True)
+class PatternPower(Sums):
+    """The sum over patterns of |coefficient · value ⊗ key|², for each use of a layer, (uses,)."""
+
+    uses: tuple[str, ...]
+
+    def new(self, like: Tensor) -> Tensor:
+        """Return zeros, (uses,)."""
+        return torch.zeros(len(self.uses), dtype=torch.float64, device=like.device)
+
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add the power of a block's patterns."""
+        assert block.values is not None, "values were asked for"
+        of_values = block.values.square().sum(dim=1)  # (n,)
+        of_keys = block.keys.double().square().sum(dim=1)
+        for i, role in enumerate(self.uses):
+            if role in block.coefficients:
                 squares = of_values if form(role).constant_key else of_values * of_keys
-                power[entry.parameters[role]] += float((coefficients.square() * squares).sum())
+                state[i] += (block.coefficients[role].square() * squares).sum()
+        return state
+
+
+def _float16_noise(run: Run, executor: Executor, *, horizon: int) -> dict[str, float]:
+    """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
+    coarse = {n: e for n, e in run.layers.items() if e.dtype == "float16" and e.store != "keys"}
+    view, like = WholeView(run, horizon), torch.empty(0, dtype=torch.float64)
+    jobs = [Pass(n, view, PatternPower(tuple(e.parameters)), like, values=True) for n, e in coarse.items()]
+    power: dict[str, float] = {}
+    for entry, found in zip(coarse.values(), executor.run(run, jobs), strict=True):
+        for parameter, one in zip(entry.parameters.values(), found.tolist(), strict=True):
+            power[parameter] = power.get(parameter, 0.0) + one
     return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
 
 
-def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verification:
+def verify(run: Run, live: Mapping[str, Tensor], executor: Executor, *, horizon: int) -> Verification:
     """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
     files = check_files(run)
-    checks = compare(run, parts(run, horizon=horizon), live, horizon=horizon)
+    rebuilt = parts(run, WholeView(run, horizon), executor)
+    checks = compare(run, rebuilt, live, executor, horizon=horizon)
     return Verification(horizon, files, tuple(by_layer(run, checks).values()), coverage(run))
 
 

@@ -7,32 +7,32 @@ cut short is an error at opening; changed bytes are found by `dualform.store.aud
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 from torch import Tensor
 
-from dualform.coefficients import Coefficients, Facts, derive, kinds
-from dualform.coefficients.family import Of
-from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
+from dualform.coefficients import Facts
+from dualform.engine.description import RunDescription
+from dualform.engine.source import Factors, PatternPart, PatternSource, Which
+from dualform.errors import CorruptError
 from dualform.lazy import compute as pc
 from dualform.lazy import parquet as pq
-from dualform.store.format import FINAL, INITIAL, STATE, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
+from dualform.store.format import FINAL, INITIAL, STATE, Manifest, ShardEntry, opened_tensors, shard_files
 from dualform.store.pool import DIGESTS, REFERENCES
-from dualform.store.resident import Resident
 from dualform.store.rows import FileRows, PooledRows
-from dualform.store.tables import CALLS, addresses
+from dualform.store.tables import CALLS
 from dualform.store.tensors import OpenFiles, TensorFile
 
 Columns = dict[str, npt.NDArray[Any]]
-Factors = npt.NDArray[np.float64]
 OPEN = 100  # files that stay open at most
 MAPPED = 5 << 28  # bytes of a run whose files may all be mapped at once
 
 
-class Shard:
+class Shard(PatternPart):
     """One published shard, of which only steps before `stop` belong to the memory."""
 
     def __init__(
@@ -47,6 +47,7 @@ class Shard:
         self.folder = folder
         self._before = before  # where the keys of a pool may lie
         self.entry = entry
+        self.index, self.start, self.stop = entry.index, entry.start, entry.stop
         self._files = files
         self._batch_axis = batch_axis
         self._names = shard_files(entry.index)
@@ -72,11 +73,7 @@ class Shard:
             self._calls[layer] = columns
         return self._calls[layer]
 
-    def addresses(self, layer: str, patterns: npt.NDArray[np.int64] | None = None) -> dict[str, npt.NDArray[np.int64]]:
-        """Return step, micro, call, row, position and row in the annotation table of all patterns, or of some."""
-        return addresses(self.calls(layer), patterns)
-
-    def rows(self, layer: str, what: str) -> FileRows | PooledRows:
+    def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows:
         """Return the keys or values of a layer, as they are stored, to be read where they are used."""
         count = self.count(layer)
         if what != "keys" or layer not in self.entry.pools:
@@ -91,6 +88,18 @@ class Shard:
     def references(self, layer: str) -> Tensor:
         """Return the number of each pattern's key in the layer's pool, (n,)."""
         return self._stored(f"{layer}/{REFERENCES}", self.count(layer)).take(slice(None))[0]
+
+    def key_ids(self, layer: str) -> Tensor | None:
+        """Return the number of each pattern's key in the layer's pool, (n,); None where it has no pool here."""
+        return self.references(layer) if layer in self.entry.pools else None
+
+    def key_range(self, layer: str) -> tuple[float, float] | None:
+        """Return the least and the greatest element of a layer's keys, as the manifest has it."""
+        return self.entry.key_range.get(layer)
+
+    def own_keys(self, layer: str) -> tuple[int, FileRows] | None:
+        """Return the keys of a layer's pool that lie in this shard, and the number of the first."""
+        return (self.entry.pools[layer][0], self.pool(layer)) if layer in self.entry.pools else None
 
     def pool(self, layer: str) -> FileRows:
         """Return the keys of a layer's pool that lie in this shard."""
@@ -118,8 +127,10 @@ class Shard:
         """The user's columns in this shard."""
         return self._read("annotations")
 
-    def annotation(self, name: str) -> pa.ChunkedArray | None:
-        """Read one of the user's columns alone, without keeping it; nothing where this shard does not have it."""
+    def annotation(self, name: str, *, keep: bool = True) -> pa.ChunkedArray | None:
+        """Return one of the user's columns, None where this shard does not have it; unless `keep`, read it alone."""
+        if keep:
+            return self.annotations[name] if name in self.annotations.column_names else None
         if name not in pq.read_schema(self.path("annotations")).names:
             return None
         return self._read("annotations", [name])[name]
@@ -154,7 +165,7 @@ class Shard:
             raise CorruptError(f"{self.path(what)} cannot be read: {error}. Restore the file from a copy.") from error
 
 
-class Run:
+class Run(PatternSource):
     """A run folder, opened for reading."""
 
     def __init__(self, folder: Path) -> None:
@@ -168,36 +179,44 @@ class Run:
             if entry.stop > entry.start:
                 shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards), files=files))
         self.shards = tuple(shards)
-        self.resident = Resident()
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 
-    @property
-    def steps(self) -> int:
-        """The number of published steps."""
-        return self.manifest.steps
+    @cached_property
+    def description(self) -> RunDescription:
+        """What was trained, from the manifest."""
+        manifest = self.manifest
+        return RunDescription(
+            layers=manifest.layers,
+            parameters=manifest.parameters,
+            optimizers=manifest.optimizers,
+            columns=manifest.columns,
+            steps=manifest.steps,
+            batch_axis=manifest.batch_axis,
+        )
 
     @cached_property
-    def layers(self) -> dict[str, LayerEntry]:
-        """The layers of the run, without those that only might have been used."""
-        every = self.manifest.layers
-        return {name: entry for name, entry in every.items() if not entry.optional or self.count(name)}
+    def digest(self) -> str:
+        """A digest of everything in the run that derived sums depend on."""
+        manifest = self.manifest
+        parts = (
+            [shard.entry for shard in self.shards],
+            manifest.files.get(INITIAL),
+            manifest.layers,
+            manifest.parameters,
+            manifest.optimizers,
+            manifest.batch_axis,
+            manifest.columns,
+        )
+        return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
-    def layer(self, name: str) -> LayerEntry:
-        """Return a layer's entry, or raise with the names there are."""
-        try:
-            return self.layers[name]
-        except KeyError:
-            known = ", ".join(map(repr, self.layers))
-            raise UnknownLayerError(f"Layer {name!r} was not recorded in {self.folder}. There are: {known}.") from None
+    @property
+    def name(self) -> str:
+        """The path of the run folder."""
+        return str(self.folder)
 
-    def count(self, layer: str) -> int:
-        """Return how many patterns of a layer are stored."""
-        return sum(shard.count(layer) for shard in self.shards)
-
-    def key_range(self, layer: str) -> tuple[float, float]:
-        """Return the least and greatest element over all of a layer's keys; (0, 0) without patterns."""
-        ranges = [s.entry.key_range[layer] for s in self.shards if layer in s.entry.key_range]
-        return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (0.0, 0.0)
+    def parts(self) -> Sequence[Shard]:
+        """Return the published shards in the order of steps."""
+        return self.shards
 
     @cached_property
     def steps_table(self) -> pa.Table:
@@ -239,38 +258,11 @@ class Run:
         dense[row, column] = flat
         return dense
 
-    def coefficients(self, parameter: str, horizon: int, of: Of = "parameter") -> tuple[Coefficients, Factors]:
-        """Return a parameter's coefficients after `horizon` steps, and its factor per (step, micro)."""
-        facts, factors = self.facts(parameter)
-        if not len(facts.step):  # never updated: what it was, whatever the optimizer
-            start, buffer = (1.0, 0.0) if of == "parameter" else (0.0, 1.0)
-            return Coefficients(np.zeros(horizon), start, buffer), factors
-        return derive(facts, horizon=horizon, of=of), factors
-
-    def is_replayed(self, parameter: str) -> bool:
-        """Say whether a parameter was updated by an optimizer that has no coefficients, and must be replayed."""
-        facts, _ = self.facts(parameter)
-        return facts.optimizer in kinds() and len(facts.step) > 0
-
-    def require_values(self, layer: str) -> LayerEntry:
-        """Return a layer's entry if its values are stored, or raise."""
-        entry = self.layer(layer)
-        if entry.store == "keys":
-            raise KeysOnlyError(
-                f"Layer {layer!r} was recorded with its keys only: attention works, but weights, contributions and "
-                'outputs need values. Record it with layers={...: "keys+values"}.'
-            )
-        return entry
-
-    def exact_parameters(self) -> tuple[str, ...]:
-        """Return the parameters that can be rebuilt: those of layers whose values are stored."""
-        layers = [entry for entry in self.layers.values() if entry.store != "keys"]
-        return tuple(dict.fromkeys(parameter for entry in layers for parameter in entry.parameters.values()))
-
-    @cached_property
-    def initial(self) -> dict[str, Tensor]:
-        """The parameters at the start."""
-        return {name: tensor for name, tensor in self._tensors(INITIAL).items() if name in self.manifest.parameters}
+    def tensors(self, which: Which) -> dict[str, Tensor] | None:
+        """Return the parameters at the start, or after the last step if the recording was closed with them."""
+        if which == "initial":
+            return {name: found for name, found in self._tensors(INITIAL).items() if name in self.manifest.parameters}
+        return self._tensors(FINAL) if self.manifest.closed and not self.manifest.no_final else None
 
     @cached_property
     def initial_states(self) -> dict[str, dict[str, Tensor]]:
@@ -281,11 +273,6 @@ class Run:
                 entry, _, parameter = name.partition(STATE)
                 states.setdefault(parameter, {})[entry] = tensor
         return states
-
-    @cached_property
-    def final(self) -> dict[str, Tensor] | None:
-        """The parameters after the last step, if the recording was closed and they were still there."""
-        return self._tensors(FINAL) if self.manifest.closed and not self.manifest.no_final else None
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         with opened_tensors(self.folder / name) as file:

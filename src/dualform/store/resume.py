@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dualform.engine.jobs import WholeView
+from dualform.engine.local import LocalExecutor
+from dualform.engine.rebuild import parts, states
 from dualform.errors import ResumeError
 from dualform.lazy import compute as pc
 from dualform.record.sinks import Start, sample
@@ -19,7 +22,6 @@ from dualform.store.folder import own_files, remove_partial, remove_unlisted
 from dualform.store.format import FINAL, FROZEN, UNCOVERED, Manifest, shard_files
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
-from dualform.store.rebuild import parts, states
 from dualform.store.tables import fingerprint
 
 
@@ -131,7 +133,9 @@ def _within(run: Run, step: int) -> int:
 def _prove(run: Run, start: Start, step: int) -> None:
     whole = {name: fingerprint(tensor) for name, tensor in start.parameters.items()}
     if not any(shard.stop == step and shard.parameters == whole for shard in run.manifest.shards):
-        checks = compare(run, parts(run, horizon=step), start.parameters, horizon=step)
+        executor = LocalExecutor()
+        weights = parts(run, WholeView(run, step), executor)
+        checks = compare(run, weights, start.parameters, executor, horizon=step)
         wrong = [check for check in checks.values() if not check.passed]
         if wrong:
             raise ResumeError(
@@ -139,7 +143,7 @@ def _prove(run: Run, start: Start, step: int) -> None:
                 f"{wrong[0].error:.1e} (at most {wrong[0].bound:.1e} is rounding). Load the checkpoint of that step."
             )
     if start.states:
-        for name, rebuilt in states(run, horizon=step).items():
+        for name, rebuilt in states(run, LocalExecutor(), horizon=step).items():
             for entry, tensor in start.states.get(name, {}).items():
                 expected, now = rebuilt.get(entry, torch.zeros_like(tensor)).double(), tensor.double()
                 if not float((expected - now).norm()) <= 2e-3 * max(float(now.norm()), float(expected.norm())):

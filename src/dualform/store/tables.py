@@ -7,8 +7,6 @@ follows by arithmetic, and so does its place in the annotation table.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 import xxhash
@@ -140,52 +138,3 @@ def steps_table(records: Sequence[StepRecord]) -> pa.Table:
 def fingerprint(tensor: Tensor) -> str:
     """Return the xxh3 checksum of a tensor's bytes, as hexadecimal."""
     return xxhash.xxh3_64_hexdigest(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def addresses(
-    calls: Mapping[str, npt.NDArray[Any]], patterns: npt.NDArray[np.int64] | None = None
-) -> dict[str, npt.NDArray[np.int64]]:
-    """Return the address of each pattern, or of those with these places, from its layer's calls in one shard.
-
-    Columns: which call row it belongs to (`at`), step, micro, call, row, position, and `annotation`, its row in the
-    shard's annotation table or -1.
-    """
-    sizes = calls["rows"] * calls["positions"]
-    ends = np.cumsum(sizes)
-    if patterns is None:
-        at = np.repeat(np.arange(len(sizes)), sizes)
-        local = np.arange(len(at)) - (ends - sizes)[at]
-    else:
-        at = np.searchsorted(ends, patterns, side="right")
-        local = patterns - (ends - sizes)[at]
-    rows, inner = calls["rows"][at], calls["inner"][at]
-    row = (local // np.maximum(inner, 1)) % np.maximum(rows, 1)
-    position = (local // np.maximum(inner * rows, 1)) * inner + local % np.maximum(inner, 1)
-    return {
-        "at": at,
-        "step": calls["step"][at],
-        "micro": calls["micro"][at],
-        "call": calls["call"][at],
-        "row": row,
-        "position": position,
-        "annotation": _annotation_rows(calls, at, row, position),
-    }
-
-
-def _annotation_rows(
-    calls: Mapping[str, npt.NDArray[Any]],
-    at: npt.NDArray[np.int64],
-    row: npt.NDArray[np.int64],
-    position: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
-    offset = calls["annotation_offset"][at]  # -1 where there is none
-    rows, positions = calls["annotation_rows"][at], calls["annotation_positions"][at]
-    seen_rows = calls["rows"][at]
-    batch_last = calls["batch_axis"][at] > 0
-    local = row * np.maximum(positions, 1) + np.where(positions > 0, position, 0)
-    # A layer that saw the batch flattened to (B · L) rows: its row number runs over both axes.
-    flattened = (positions > 0) & (seen_rows == rows * positions) & (seen_rows != rows)
-    in_order = np.where(batch_last, (row % np.maximum(rows, 1)) * positions + row // np.maximum(rows, 1), row)
-    local = np.where(flattened, in_order, local)
-    local = np.where(rows == 0, 0, local)
-    return np.where(offset < 0, -1, offset + local)

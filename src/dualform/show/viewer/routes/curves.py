@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from dualform.attend.engine import Of
+from dualform.engine.measures import Of
 from dualform.show.viewer.ask import Ask
 from dualform.show.viewer.questions import question
 from dualform.show.viewer.session import By, Session, Subject, group_name

@@ -5,8 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dualform.attend.engine import Of
 from dualform.attend.sums import respond
+from dualform.engine.measures import Of
 from dualform.show.viewer.ask import Ask
 from dualform.show.viewer.questions import question
 from dualform.show.viewer.session import By, Session, Subject, group_name

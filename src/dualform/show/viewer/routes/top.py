@@ -2,9 +2,9 @@
 
 from typing import Any, cast
 
-from dualform.attend.engine import Of
 from dualform.attend.layer import LayerSpotlight, Per
 from dualform.attend.removal import in_steps
+from dualform.engine.measures import Of
 from dualform.show.passages import PLACE, around
 from dualform.show.viewer.ask import Ask, BadQuestion
 from dualform.show.viewer.questions import question

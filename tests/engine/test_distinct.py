@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend import distinct, engine, scoring
-from dualform.attend.distinct import Distinct
-from dualform.attend.reducers import FEW, GroupSums
+from dualform.engine import distinct, local
+from dualform.engine.distinct import DistinctKeys, distinct_ranges
+from dualform.engine.jobs import Pass, WholeView
+from dualform.engine.measures import PatternMeasure
+from dualform.engine.reducers import FEW_GROUPS, GroupSums
 from dualform.store.reader import Run
-from dualform.store.stream import pool_pieces
 
 SAMPLES, EPOCHS, BATCH, D_IN = 50, 4, 10, 48
 
@@ -68,13 +69,13 @@ def test_the_answers_are_the_same(
     inputs = torch.randn(7, D_IN)
     monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
     if not kept:
-        monkeypatch.setattr(scoring, "KEPT", 0)
+        monkeypatch.setattr(local, "MAX_REMEMBERED_MEASURES_BYTES", 0)
 
     def ask() -> Any:
         return QUESTIONS[question](VIEWS[view](dualform.open(folder)).attend(model, inputs, other_model=True)["0"])
 
     found = outcome(ask)
-    monkeypatch.setattr(distinct, "WORTH", 0.0)
+    monkeypatch.setattr(distinct, "WORTHWHILE_KEYS_PER_PATTERN", 0.0)
     expected = outcome(ask)
     if isinstance(expected, str):
         assert found == expected
@@ -99,11 +100,11 @@ def test_keys_are_read_as_often_as_there_are_different_ones(
     read: list[int] = []
 
     def counted(*args: Any, **options: Any) -> Any:
-        for piece in pool_pieces(*args, **options):
+        for piece in distinct_ranges(*args, **options):
             read.append(len(piece))
             yield piece
 
-    monkeypatch.setattr(engine, "pool_pieces", counted)
+    monkeypatch.setattr(local, "distinct_ranges", counted)
     memory = dualform.open(folder)
     queries = torch.randn(7, D_IN)
     memory.attend(model, queries)["0"].attention()
@@ -130,22 +131,28 @@ def test_several_threads_give_the_same(
         totals, attention = layer.totals(by="label", of="magnitude"), layer.attention()
     finally:
         torch.set_num_threads(before)
-    monkeypatch.setattr(distinct, "WORTH", 0.0)
+    monkeypatch.setattr(distinct, "WORTHWHILE_KEYS_PER_PATTERN", 0.0)
     plain = dualform.open(folder).attend(model, queries)["0"]
     torch.testing.assert_close(attention, plain.attention(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(totals.values, plain.totals(by="label", of="magnitude").values, rtol=1e-5, atol=1e-5)
 
 
 def test_patterns_are_counted_by_key_and_group() -> None:
-    found = Distinct(np.array([4, 7, 9]), np.array([0, 2, 2, 1, 0])).counts(
+    found = DistinctKeys(np.array([4, 7, 9]), np.array([0, 2, 2, 1, 0])).counts(
         torch.tensor([1, 0, 0, 1, 1]), 2, torch.float64
     )
     assert found.tolist() == [[0, 0, 2], [2, 1, 0]]
 
 
-def test_counts_are_made_for_few_groups_only() -> None:
+def test_counts_are_made_for_few_groups_only(recorded: tuple[Path, nn.Module]) -> None:
     """They take memory for every key and group."""
-    keys = Distinct(np.array([4, 7]), np.array([0, 1, 1]))
-    codes = torch.tensor([0, 1, 0])
-    assert GroupSums(3, FEW, torch.device("cpu")).of_distinct(keys, codes) is not None
-    assert GroupSums(3, FEW + 1, torch.device("cpu")).of_distinct(keys, codes) is None
+    source, queries = Run(recorded[0]), torch.randn(3, D_IN)
+    executor = local.LocalExecutor()
+
+    def usable(groups: int) -> bool:
+        reducer = GroupSums(groups)
+        job = Pass("0", WholeView(source, source.steps), reducer, queries, queries, PatternMeasure("magnitude"))
+        return executor._usable_distinct(source, [job]) is not None
+
+    assert usable(FEW_GROUPS)
+    assert not usable(FEW_GROUPS + 1)

@@ -13,9 +13,14 @@ import dualform
 from dualform import algebra
 from dualform import threads as threads_module
 from dualform.algebra import attend
-from dualform.attend import engine, ranking, reducers, scoring
-from dualform.store import reader, rebuild, stream
+from dualform.attend import layer as layer_module
+from dualform.engine import local, measures, reading, reducers
+from dualform.engine.block import Block
+from dualform.engine.jobs import Pass, WholeView
+from dualform.engine.racing import RacingBest
+from dualform.store import reader
 from dualform.store import rows as rows_module
+from dualform.store.reader import Run
 from small import sgd
 
 PATTERNS = 3000
@@ -43,13 +48,13 @@ class Watch:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
-        real = stream.decode
+        real = reading.decode
 
         def decode(stored: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
             self.rows.append(len(stored))
             return real(stored, scales, dtype)
 
-        patch.setattr(stream, "decode", decode)
+        patch.setattr(reading, "decode", decode)
 
 
 QUESTIONS: dict[str, Any] = {
@@ -69,7 +74,7 @@ def test_a_question_reads_the_patterns_chunk_by_chunk(
     wide: tuple[Path, nn.Linear], question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, model = wide
-    monkeypatch.setattr(engine, "CHUNK", 64)  # of passes without queries
+    monkeypatch.setattr(local, "BLOCK_PATTERNS", 64)  # of passes without queries
     monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
     watch = Watch(monkeypatch)
     layer = dualform.open(path).attend(model, torch.randn(20, WIDTH), chunk_size=64)[""]
@@ -81,7 +86,7 @@ def test_a_question_reads_the_patterns_chunk_by_chunk(
 def test_the_weights_are_rebuilt_chunk_by_chunk(wide: tuple[Path, nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
     path, model = wide
     watch = Watch(monkeypatch)
-    monkeypatch.setattr(rebuild.stream, "__kwdefaults__", {**rebuild.stream.__kwdefaults__, "size": 50})
+    monkeypatch.setattr(local, "BLOCK_PATTERNS", 50)
     memory = dualform.open(path)
     for name, weight in memory.weights().items():
         torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
@@ -92,15 +97,15 @@ def test_the_weights_are_rebuilt_chunk_by_chunk(wide: tuple[Path, nn.Linear], mo
 def test_many_queries_make_the_chunks_smaller(wide: tuple[Path, nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = wide
     sizes = []
-    real = engine.attend
+    real = measures.attend
 
     def attend(queries: Tensor, keys: Tensor, out: Tensor | None) -> Tensor:
         sizes.append(queries.shape[0] * keys.shape[0])
         return real(queries, keys, out)
 
-    monkeypatch.setattr(engine, "attend", attend)
-    monkeypatch.setattr(engine, "SCORES", 300_000)
-    monkeypatch.setattr(scoring, "BLOCK", 1000)
+    monkeypatch.setattr(measures, "attend", attend)
+    monkeypatch.setattr(local, "MAX_BLOCK_MEASURES", 300_000)
+    monkeypatch.setattr(layer_module, "MAX_PASS_QUERIES", 1000)
     layer = dualform.open(path).attend(queries={"": torch.randn(2500, WIDTH)})[""]
     top = layer.top(2)
     assert top.values.shape == (2500, 1, 2)
@@ -112,11 +117,9 @@ def test_a_stream_holds_one_chunk_at_a_time(wide: tuple[Path, nn.Linear]) -> Non
     """The tensors of a chunk are free before the next but one is read."""
     import weakref
 
-    from dualform.store.reader import Run
-
     run = Run(wide[0])
     alive: list[weakref.ref[Tensor]] = []
-    for chunk in stream.stream(run, "", horizon=3, values=True, size=100):
+    for chunk in reading.read_blocks(run, "", horizon=3, values=True, size=100):
         alive.append(weakref.ref(chunk.keys))
         assert sum(reference() is not None for reference in alive) <= 2
     assert len(alive) == 30
@@ -127,14 +130,14 @@ def test_top_samples_hold_a_block_of_sums_at_a_time(
 ) -> None:
     path, model = wide
     held: list[int] = []
-    real = ranking.BestSums.__init__
+    real = reducers.BestMembers.result
 
-    def watched(self: Any, queries: int, groups: int, k: int, group_of: Tensor, *rest: Any, **options: Any) -> None:
-        held.append(queries * len(group_of))
-        real(self, queries, groups, k, group_of, *rest, **options)
+    def watched(self: reducers.BestMembers, state: Tensor) -> reducers.BestState:
+        held.append(state.numel())
+        return real(self, state)
 
-    monkeypatch.setattr(ranking.BestSums, "__init__", watched)
-    monkeypatch.setattr(scoring, "BLOCK", 7)
+    monkeypatch.setattr(reducers.BestMembers, "result", watched)
+    monkeypatch.setattr(layer_module, "MAX_PASS_QUERIES", 7)
     queries = torch.randn(30, WIDTH)
     top = dualform.open(path).attend(queries={"": queries})[""].top(2, per="sample")
     assert held == [7000, 7000, 7000, 7000, 2000]
@@ -160,18 +163,24 @@ def test_scales_multiply_attention_as_they_would_the_keys(tmp_path: Path, masked
     queries = torch.randn(4, WIDTH)
     found = memory.attend(queries={"": queries})[""].attention()
     table = memory._table
-    keys = torch.cat([chunk.keys for chunk in stream.stream(table.run, "", horizon=3, keep=table.keep())])
+    keys = torch.cat([chunk.keys for chunk in reading.read_blocks(table.run, "", horizon=3, mask=table.mask)])
     assert found.shape == (4, 3 * (48 if masked else 50))
     torch.testing.assert_close(found, queries @ keys.T, rtol=1e-6, atol=0)
 
 
-def test_chunks_fit_a_cpus_cache_and_memory() -> None:
-    assert engine._chunk_size(torch.empty(40, 8)) == stream.CHUNK
-    assert engine._chunk_size(torch.empty(40, 400)) == 20 * engine.STEP  # of 1 << 21 elements, 5242
-    assert engine._chunk_size(torch.empty(5, 800)) == 20 * engine.STEP  # of twice as many, 5242
-    assert engine._chunk_size(torch.empty(1, 800)) == 40 * engine.STEP  # of four times as many, 10485
-    assert engine._chunk_size(torch.empty(5, 1 << 20)) == engine.STEP
-    assert engine._chunk_size(torch.empty(1 << 14, 8)) == engine.SCORES >> 14
+def test_blocks_fit_a_cpus_cache_and_memory(wide: tuple[Path, nn.Linear]) -> None:
+    view = WholeView(Run(wide[0]), 3)
+
+    def patterns(*shape: int) -> int:
+        queries = torch.empty(shape)
+        return local.block_patterns(Pass("", view, reducers.Everything(), queries, queries))
+
+    assert patterns(40, 8) == reading.BLOCK_PATTERNS
+    assert patterns(40, 400) == 20 * local.BLOCK_PATTERNS_MULTIPLE  # of 1 << 21 elements, 5242
+    assert patterns(5, 800) == 20 * local.BLOCK_PATTERNS_MULTIPLE  # of twice as many, 5242
+    assert patterns(1, 800) == 40 * local.BLOCK_PATTERNS_MULTIPLE  # of four times as many, 10485
+    assert patterns(5, 1 << 20) == local.BLOCK_PATTERNS_MULTIPLE
+    assert patterns(1 << 14, 8) == local.MAX_BLOCK_MEASURES >> 14
 
 
 @pytest.mark.parametrize("view", ["whole", "masked", "early"])
@@ -193,7 +202,7 @@ def test_keys_that_stay_on_a_device_give_the_same_answers(
 
     monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
     plain = ask()
-    monkeypatch.setattr("dualform.store.resident.fits", lambda size, device: True)
+    monkeypatch.setattr("dualform.engine.local.fits_on_device", lambda size, device: True)
     torch.testing.assert_close(ask(), plain, rtol=1e-5, atol=1e-5)
 
 
@@ -209,13 +218,14 @@ def test_the_best_are_the_best_however_they_come(threads: int, largest: bool, gr
     scores = scores.round() if ties else scores
     scores[2] = torch.linspace(-1, 1, patterns)  # every chunk beats the ones before
     codes = torch.randint(groups, (patterns,))
-    best = ranking.Best(queries, groups, k, largest=largest, device=torch.device("cpu"))
+    reducer = reducers.Best(groups, k, largest)
+    best = RacingBest(reducer, reducer.new(scores))
     starts = list(range(0, patterns, 150))
 
     def prepare(start: int) -> Any:
         part = slice(start, start + 150)
         numbers = torch.arange(patterns)[part].numpy()
-        return best.prepare(stream.Chunk(numbers, torch.zeros(len(numbers), 1)), scores[:, part], codes[part])
+        return best.prepare(Block(numbers, torch.zeros(len(numbers), 1)), scores[:, part], codes[part])
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -353,15 +363,15 @@ def test_files_that_are_read_give_what_files_that_are_mapped_give(
 def test_sums_of_many_scores_are_taken_in_parts(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     scores, codes = torch.randn(4, 1000), torch.randint(groups, (1000,))
-    chunk = stream.Chunk(torch.arange(1000).numpy(), torch.randn(1000, 3))
+    chunk = Block(torch.arange(1000).numpy(), torch.randn(1000, 3))
     expected = torch.zeros(4, groups, dtype=torch.float64).index_add_(1, codes, scores.double())
     keys = torch.zeros(groups, 3, dtype=torch.float64).index_add_(0, codes, chunk.keys.double())
     for long in (1 << 19, 64):
-        monkeypatch.setattr(reducers, "LONG", long)
-        monkeypatch.setattr(reducers, "BLOCK", long)
-        sums = reducers.GroupSums(4, groups, torch.device("cpu"))
-        sums.update(chunk, scores, codes)
-        torch.testing.assert_close(sums.result(), expected, rtol=1e-5, atol=1e-5)
-        of_keys = reducers.KeySums(groups, 3, torch.device("cpu"))
-        of_keys.update(chunk, scores[:0], codes)
-        torch.testing.assert_close(of_keys.result(), keys, rtol=1e-5, atol=1e-5)
+        monkeypatch.setattr(reducers, "FLOAT32_SUM_MEASURES", long)
+        monkeypatch.setattr(reducers, "FLOAT32_SUM_KEYS", long)
+        sums = reducers.GroupSums(groups)
+        found = sums.add(sums.new(scores), chunk, scores, codes)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        of_keys = reducers.KeySums(groups, 3)
+        found = of_keys.add(of_keys.new(scores), chunk, scores[:0], codes)
+        torch.testing.assert_close(found, keys, rtol=1e-5, atol=1e-5)

@@ -21,19 +21,18 @@ from torch import Tensor
 from dualform.coefficients import kinds
 from dualform.coefficients.replayed import Kind, Map, Multiplier, Replay, Share, Spread, machine
 from dualform.coefficients.scalar import Descent
+from dualform.engine.addresses import Calls
+from dualform.engine.description import LayerEntry
+from dualform.engine.reading import Mask, decode, keep_all
+from dualform.engine.source import PatternPart, PatternSource, Rows, find_part
 from dualform.forms import form
 from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
 from dualform.record.layouts import bias_gradient, laid_out
 from dualform.record.sinks import RESIDUAL
-from dualform.store.encoding import decode
-from dualform.store.format import LayerEntry
-from dualform.store.reader import Columns, Run, Shard
-from dualform.store.rows import Source
-from dualform.store.stream import Keep, everything
 
-Codes = Callable[[Shard, str], npt.NDArray[np.int64] | None]
-"""The group of each pattern of a shard and layer, -1 for none; nothing where all are in group 0."""
+Codes = Callable[[PatternPart, str], npt.NDArray[np.int64] | None]
+"""The group of each pattern of a part and layer, -1 for none; nothing where all are in group 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +130,24 @@ class _Call:
         return form(role).gradient(self.values[rows].double(), keys, shape)
 
 
-def replayed_parameters(run: Run, layers: Collection[str]) -> tuple[str, ...]:
+def replayed_parameters(run: PatternSource, layers: Collection[str]) -> tuple[str, ...]:
     """Return the parameters of these layers whose optimizer has to be replayed."""
     names = dict.fromkeys(p for layer in layers for p in run.layer(layer).parameters.values())
     return tuple(name for name in names if run.is_replayed(name))
 
 
-def kept(keep: Keep) -> Codes:
+def kept(mask: Mask) -> Codes:
     """Return the grouping whose only group is what a mask keeps."""
 
-    def codes(shard: Shard, layer: str) -> npt.NDArray[np.int64] | None:
-        mask = keep(shard, layer)
-        return None if mask is None else np.where(mask, 0, -1)
+    def codes(part: PatternPart, layer: str) -> npt.NDArray[np.int64] | None:
+        found = mask(part, layer)
+        return None if found is None else np.where(found, 0, -1)
 
     return codes
 
 
 def replay(
-    run: Run,
+    run: PatternSource,
     layers: Collection[str],
     *,
     horizon: int,
@@ -178,14 +177,14 @@ def replay(
     return {name: parameter.result() for name, parameter in parameters.items()}
 
 
-def multipliers(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, Multiplier]]]:
+def multipliers(run: PatternSource, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, Multiplier]]]:
     """Yield, for each step from the last to the first, what multiplies its gradients in each of a layer's parameters.
 
     A multiplier depends on all later steps, so it is found backward, from segments of about sqrt(S) steps that are
     replayed once more; that many matrices are held, never S.
     """
     names = replayed_parameters(run, [layer])
-    reader = _Reader(run, names, kept(everything), None)
+    reader = _Reader(run, names, kept(keep_all), None)
     steps = min(horizon, run.steps)
     length = max(1, math.isqrt(steps))
     parameters = {name: _Parameter(run, name) for name in names}
@@ -211,13 +210,13 @@ def multipliers(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, di
             yield step, {role: by_name[name] for role, name in roles if name in by_name}
 
 
-def maps(run: Run, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, tuple[Map, Tensor, float]]]]:
+def maps(run: PatternSource, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, tuple[Map, Tensor, float]]]]:
     """Yield, for each step, the linear map of each of a layer's replayed parameters, its gradient, and its age.
 
     The age is how many steps the parameter's optimizer has taken, as bias corrections count them.
     """
     names = replayed_parameters(run, [layer])
-    reader = _Reader(run, names, kept(everything), None)
+    reader = _Reader(run, names, kept(keep_all), None)
     parameters = {name: _Parameter(run, name) for name in names}
     for step in range(min(horizon, run.steps)):
         calls = reader.calls(step)
@@ -261,7 +260,7 @@ class Doubt:
         return (live - nearest).abs()
 
 
-def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Doubt]:
+def doubts(run: PatternSource, names: Collection[str], *, horizon: int) -> dict[str, Doubt]:
     """Replay these parameters, and return how far each may be from its rebuilt value.
 
     Parameters that no step touched, or whose optimizer's own rounding is followed as a term, are left out.
@@ -269,7 +268,7 @@ def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Doubt
     wanted = [name for name in names if len(run.facts(name)[0].step) and not _kind(run, name).rounds]
     parameters = {name: _Parameter(run, name, doubted=True) for name in wanted}
     if parameters:
-        reader = _Reader(run, list(parameters), kept(everything), None)
+        reader = _Reader(run, list(parameters), kept(keep_all), None)
         with bar("replaying", total=min(horizon, run.steps)) as advance:
             for step in range(min(horizon, run.steps)):
                 calls = reader.calls(step)
@@ -279,7 +278,7 @@ def doubts(run: Run, names: Collection[str], *, horizon: int) -> dict[str, Doubt
     return {name: parameter.doubt() for name, parameter in parameters.items()}
 
 
-def _kind(run: Run, name: str) -> Kind[Any]:
+def _kind(run: PatternSource, name: str) -> Kind[Any]:
     """Return how a parameter's steps are taken again; those of an optimizer that has coefficients by torch's SGD."""
     return kinds().get(run.facts(name)[0].optimizer, Descent())
 
@@ -290,7 +289,7 @@ class _Parameter:
     Its shares are followed where a number of groups is given, and the doubt about its gradients where `doubted`.
     """
 
-    def __init__(self, run: Run, name: str, groups: int | None = None, *, doubted: bool = False) -> None:
+    def __init__(self, run: PatternSource, name: str, groups: int | None = None, *, doubted: bool = False) -> None:
         facts, self._factors = run.facts(name)
         kind = _kind(run, name)
         initial = run.initial[name]
@@ -468,38 +467,42 @@ def _lost(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Reader:
-    """The calls of any step that reach some parameters, a shard at a time."""
+    """The calls of any step that reach some parameters, a part at a time."""
 
-    def __init__(self, run: Run, names: Collection[str], codes: Codes, contributing: Collection[str] | None) -> None:
+    def __init__(
+        self, run: PatternSource, names: Collection[str], codes: Codes, contributing: Collection[str] | None
+    ) -> None:
         self._run = run
         self._codes = codes
         self._contributing = contributing
         self._layers = [n for n, entry in run.layers.items() if set(entry.parameters.values()) & set(names)]
         for layer in self._layers:
             run.require_values(layer)
-        self._shard: Shard | None = None
-        self._sources: dict[str, tuple[Columns, Source, Source, npt.NDArray[np.int64] | None]] = {}
+        self._part: PatternPart | None = None
+        self._sources: dict[str, tuple[Calls, Rows, Rows, npt.NDArray[np.int64] | None]] = {}
 
     def calls(self, step: int) -> list[_Call]:
         """Return a step's calls, in the order of layers and forward calls."""
-        if self._shard is None or not self._shard.entry.start <= step < self._shard.entry.stop:
-            self._open(next(s for s in self._run.shards if s.entry.start <= step < s.entry.stop))
+        if self._part is None or not self._part.start <= step < self._part.stop:
+            self._open(find_part(self._run, step))
         return [call for layer in self._sources for call in self._of(layer, step)]
 
-    def _open(self, shard: Shard) -> None:
-        self._shard = shard
+    def _open(self, part: PatternPart) -> None:
+        self._part = part
         self._sources = {}
         for layer in self._layers:
-            if count := shard.count(layer):
+            if count := part.count(layer):
                 counted = self._contributing is None or layer in self._contributing
-                groups = self._codes(shard, layer) if counted else np.full(count, -1)
-                rows = (shard.rows(layer, "keys"), shard.rows(layer, "values"))
-                self._sources[layer] = (shard.calls(layer), *rows, groups)
+                groups = self._codes(part, layer) if counted else np.full(count, -1)
+                rows = (part.rows(layer, "keys"), part.rows(layer, "values"))
+                self._sources[layer] = (part.calls(layer), *rows, groups)
 
     def _of(self, layer: str, step: int) -> Iterator[_Call]:
         table, keys, values, groups = self._sources[layer]
         entry = self._run.layer(layer)
-        dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[next(iter(entry.parameters.values()))].dtype)
+        dtype: torch.dtype = getattr(
+            torch, self._run.description.parameters[next(iter(entry.parameters.values()))].dtype
+        )
         for i in range(*np.searchsorted(table["step"], [step, step + 1]).tolist()):
             at = slice(int(table["offset"][i]), int(table["offset"][i] + table["rows"][i] * table["positions"][i]))
             yield _Call(

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from dualform.algebra import attend, scale
-from dualform.attend.ranking import Best, BestSums
-from dualform.attend.reducers import (
+from dualform.engine.block import Block
+from dualform.engine.reducers import (
+    Best,
+    BestMembers,
     Everything,
     GroupShares,
     GroupSums,
@@ -22,9 +24,6 @@ from dualform.attend.reducers import (
     Places,
     Reducer,
 )
-from dualform.store.stream import Chunk
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -43,18 +42,18 @@ class Patterns:
     def scores(self) -> Tensor:
         return attend(self.queries, self.keys)
 
-    def feed(self, reducer: Reducer[Any], members: Tensor, *, contributions: bool) -> None:
-        """Give a reducer some patterns as one chunk."""
-        chunk = Chunk(
+    def feed(self, reducer: Reducer[Any, Any], state: Any, members: Tensor, *, contributions: bool) -> Any:
+        """Give a reducer some patterns as one block."""
+        block = Block(
             patterns=members.numpy(),
             keys=self.keys[members],
             values=self.values[members],
             coefficients={"weight": self.weight[members], "bias": self.bias[members]},
         )
-        scores = attend(self.queries, chunk.keys)
+        scores = attend(self.queries, block.keys)
         if contributions:
             scores = scale(scores, self.weight[members], self.bias[members])
-        reducer.update(chunk, scores, self.codes[members])
+        return reducer.add(state, block, scores, self.codes[members])
 
 
 @st.composite
@@ -78,28 +77,26 @@ def patterns(draw: st.DrawFn) -> Patterns:
     )
 
 
-KINDS: dict[str, tuple[Callable[[Patterns], Reducer[Any]], bool]] = {
-    "sums": (lambda p: GroupSums(3, p.groups, CPU), False),
-    "best": (lambda p: Best(3, p.groups, 4, largest=True, device=CPU), False),
-    "worst": (lambda p: Best(3, p.groups, 4, largest=False, device=CPU), False),
-    "best sums": (
-        lambda p: BestSums(3, 2, 3, torch.arange(p.groups) % 3 - 1, torch.arange(p.groups) + 100, largest=True),
+KINDS: dict[str, tuple[Callable[[Patterns], Reducer[Any, Any]], bool]] = {
+    "sums": (lambda p: GroupSums(p.groups), False),
+    "best": (lambda p: Best(p.groups, 4), False),
+    "worst": (lambda p: Best(p.groups, 4, largest=False), False),
+    "best members": (
+        lambda p: BestMembers(2, 3, torch.arange(p.groups) % 3 - 1, torch.arange(p.groups) + 100),
         False,
     ),
-    "everything": (lambda p: Everything(3, np.arange(len(p.keys))), False),
-    "outputs": (lambda p: Outputs(3, p.groups, 2, CPU), True),
-    "key sums": (lambda p: KeySums(p.groups, 4, CPU), False),
-    "places": (lambda p: Places(3, p.groups, CPU), False),
-    "shares": (lambda p: GroupShares(p.groups, {"weight": (2, 4), "bias": (2,)}, CPU), False),
+    "everything": (lambda p: Everything(), False),
+    "outputs": (lambda p: Outputs(p.groups, 2), True),
+    "key sums": (lambda p: KeySums(p.groups, 4), False),
+    "places": (lambda p: Places(p.groups), False),
+    "shares": (lambda p: GroupShares(p.groups, {"weight": (2, 4), "bias": (2,)}), False),
 }
 
 
 def comparable(result: Any, kind: str) -> list[Tensor]:
     """Return what has to be the same; of the best, only the scores, because ties may go to any of the tied."""
-    if isinstance(result, Places):
-        return [result.sums.clone(), result.best.clone(), result.counts.clone()]
     parts = list(result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else [result])
-    return parts[:1] if kind in ("best", "worst", "best sums") else parts
+    return parts[:1] if kind in ("best", "worst", "best members") else parts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,25 +107,27 @@ def test_any_split_and_any_tree_of_merges_gives_the_same(
 ) -> None:
     make, contributions = KINDS[kind]
     total = len(all_patterns.keys)
-    at_once = make(all_patterns)
-    all_patterns.feed(at_once, torch.arange(total), contributions=contributions)
+    reducer = make(all_patterns)
 
+    def new() -> Any:
+        return reducer.new(all_patterns.queries)
+
+    at_once = all_patterns.feed(reducer, new(), torch.arange(total), contributions=contributions)
     cuts = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=5))) if total > 1 else []
     pieces = [torch.arange(a, b) for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
-    reducers = []
+    states: list[Any] = []
     for piece in data.draw(st.permutations(pieces)):
-        if reducers and data.draw(st.booleans()):
-            all_patterns.feed(reducers[-1], piece, contributions=contributions)  # a further chunk of the same pass
-        else:
-            reducers.append(make(all_patterns))
-            all_patterns.feed(reducers[-1], piece, contributions=contributions)
+        if not states or not data.draw(st.booleans()):
+            states.append(new())
+        states[-1] = all_patterns.feed(reducer, states[-1], piece, contributions=contributions)
     if data.draw(st.booleans()):
-        reducers.append(make(all_patterns))  # a part of the pass that saw no patterns
-    while len(reducers) > 1:
-        i = data.draw(st.integers(0, len(reducers) - 2))
-        reducers[i : i + 2] = [reducers[i].merge(reducers[i + 1])]
-    for found, expected in zip(comparable(reducers[0].result(), kind), comparable(at_once.result(), kind), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        states.append(new())  # a part of the pass that saw no patterns
+    while len(states) > 1:
+        i = data.draw(st.integers(0, len(states) - 2))
+        states[i : i + 2] = [reducer.merge(states[i], states[i + 1])]
+    found, expected = reducer.result(states[0]), reducer.result(at_once)
+    for one, other in zip(comparable(found, kind), comparable(expected, kind), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @settings(deadline=None, max_examples=40)
@@ -139,9 +138,9 @@ def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
     found = {}
     for kind, (make, contributions) in KINDS.items():
         reducer = make(p)
-        p.feed(reducer, everyone, contributions=contributions)
-        found[kind] = reducer.result()
-        again = reducer.result()
+        state = p.feed(reducer, reducer.new(p.queries), everyone, contributions=contributions)
+        found[kind] = reducer.result(state)
+        again = reducer.result(state)
         for first, second in zip(comparable(found[kind], kind), comparable(again, kind), strict=True):
             torch.testing.assert_close(first, second, rtol=0, atol=0)  # a result may be asked for twice
     torch.testing.assert_close(found["everything"], p.scores, rtol=0, atol=0)
@@ -173,10 +172,10 @@ def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
 @given(all_patterns=patterns())
 def test_places_are_sums_and_best_scores_by_group(all_patterns: Patterns) -> None:
     p = all_patterns
-    reducer = Places(3, p.groups, CPU)
+    reducer = Places(p.groups)
+    found = reducer.new(p.queries)
     for part in torch.arange(len(p.keys)).split(7):
-        p.feed(reducer, part, contributions=False)
-    found = reducer.result()
+        found = p.feed(reducer, found, part, contributions=False)
     for group in range(p.groups):
         members = (p.codes == group).nonzero()[:, 0]
         mine = p.scores[:, members]
@@ -186,11 +185,11 @@ def test_places_are_sums_and_best_scores_by_group(all_patterns: Patterns) -> Non
         torch.testing.assert_close(found.best[:, group].double(), best.double(), rtol=0, atol=0)
 
 
-def test_best_sums_rank_members_and_leave_out_those_of_no_group() -> None:
+def test_best_members_are_ranked_and_those_of_no_group_left_out() -> None:
     scores = torch.tensor([[1.0, 1.0, 3.0, 100.0, -5.0]])
-    codes = torch.tensor([0, 0, 1, 2, 3])  # members 0 and 1 compete in group 0, member 3 in group 1, 2 nowhere
-    reducer = BestSums(1, 2, 3, torch.tensor([0, 0, -1, 1]), torch.tensor([10, 11, 12, 13]), largest=True)
-    reducer.update(Chunk(np.arange(5), torch.zeros(5, 1)), scores, codes)
-    found, numbers = reducer.result()
+    members = torch.tensor([0, 0, 1, 2, 3])  # members 0 and 1 compete in group 0, member 3 in group 1, 2 nowhere
+    reducer = BestMembers(2, 3, torch.tensor([0, 0, -1, 1]), torch.tensor([10, 11, 12, 13]))
+    state = reducer.add(reducer.new(scores), Block(np.arange(5), torch.zeros(5, 1)), scores, members)
+    found, numbers = reducer.result(state)
     assert found.tolist() == [[[3.0, 2.0, -torch.inf], [-5.0, -torch.inf, -torch.inf]]]
     assert numbers.tolist() == [[[11, 10, -1], [13, -1, -1]]]

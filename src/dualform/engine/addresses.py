@@ -1,0 +1,63 @@
+"""From calls to patterns: a pattern has no row of its own, and its address follows from its call's row by arithmetic.
+
+A call is one forward of a layer whose gradient was accumulated. Its leading axes are (outer, rows, inner), with the
+batch axis in the middle, and it has rows × positions patterns, positions = outer × inner.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Calls = Mapping[str, npt.NDArray[Any]]
+"""The calls of a layer in one part, in the order of steps, as columns: step, micro, call, rows, positions, inner,
+offset (of the call's first pattern), annotation_offset (-1: none), annotation_rows, annotation_positions, layout,
+batch_axis."""
+
+
+def addresses(calls: Calls, patterns: npt.NDArray[np.int64] | None = None) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the address of each pattern, or of those with these places, from its layer's calls in one part.
+
+    Columns: which call row it belongs to (`at`), step, micro, call, row, position, and `annotation`, its row in the
+    part's annotation table or -1.
+    """
+    sizes = calls["rows"] * calls["positions"]
+    ends = np.cumsum(sizes)
+    if patterns is None:
+        at = np.repeat(np.arange(len(sizes)), sizes)
+        local = np.arange(len(at)) - (ends - sizes)[at]
+    else:
+        at = np.searchsorted(ends, patterns, side="right")
+        local = patterns - (ends - sizes)[at]
+    rows, inner = calls["rows"][at], calls["inner"][at]
+    row = (local // np.maximum(inner, 1)) % np.maximum(rows, 1)
+    position = (local // np.maximum(inner * rows, 1)) * inner + local % np.maximum(inner, 1)
+    return {
+        "at": at,
+        "step": calls["step"][at],
+        "micro": calls["micro"][at],
+        "call": calls["call"][at],
+        "row": row,
+        "position": position,
+        "annotation": _annotation_rows(calls, at, row, position),
+    }
+
+
+def _annotation_rows(
+    calls: Calls,
+    at: npt.NDArray[np.int64],
+    row: npt.NDArray[np.int64],
+    position: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    offset = calls["annotation_offset"][at]  # -1 where there is none
+    rows, positions = calls["annotation_rows"][at], calls["annotation_positions"][at]
+    seen_rows = calls["rows"][at]
+    batch_last = calls["batch_axis"][at] > 0
+    local = row * np.maximum(positions, 1) + np.where(positions > 0, position, 0)
+    # A layer that saw the batch flattened to (B · L) rows: its row number runs over both axes.
+    flattened = (positions > 0) & (seen_rows == rows * positions) & (seen_rows != rows)
+    in_order = np.where(batch_last, (row % np.maximum(rows, 1)) * positions + row // np.maximum(rows, 1), row)
+    local = np.where(flattened, in_order, local)
+    local = np.where(rows == 0, 0, local)
+    return np.where(offset < 0, -1, offset + local)

@@ -1,0 +1,122 @@
+"""The weights that patterns imply: what is left of the start, plus the kept patterns' shares.
+
+`weight = start + share` (and `+ rounding`, where the optimizer rounds coarsely), each parameter summed over all layers
+that use it, in float64 over float32 products. Parameters whose optimizer has coefficients are summed in any order; the
+others are replayed step by step.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.coefficients.family import Of
+from dualform.engine.description import LayerEntry
+from dualform.engine.jobs import Executor, Pass, View, WholeView
+from dualform.engine.reading import keep_all
+from dualform.engine.reducers import GroupShares
+from dualform.engine.replay import Rounding, kept, replay, replayed_parameters
+from dualform.engine.source import PatternSource
+from dualform.record.sinks import RESIDUAL
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A parameter in two parts, float64, or three where its optimizer rounds more coarsely than its dtype."""
+
+    start: Tensor  # what decay and momentum left of the start
+    share: Tensor  # what the kept patterns added
+    rounding: Rounding | None = None
+    noise: float = 0.0  # the size of what coarsely rounded gradients did beyond their patterns, at random
+
+    @property
+    def whole(self) -> Tensor:
+        """The parameter: all parts together. Rounding is no pattern's, so that every view keeps it, like the start."""
+        total = self.start + self.share
+        return total if self.rounding is None else total + self.rounding.term
+
+
+def parts(
+    source: PatternSource, view: View, executor: Executor, *, layers: Collection[str] | None = None
+) -> dict[str, Parts]:
+    """Return start and share of each parameter of these layers in a view; by default of all layers with values."""
+    if layers is None:
+        layers = layers_with_values(source)
+    horizon = view.horizon
+    scalar = shares(source, view, executor, layers=layers)
+    found = {
+        name: Parts(start(source, name, horizon=horizon), share, noise=_noise(source, name, horizon))
+        for name, share in scalar.items()
+    }
+    if replayed_parameters(source, layers):
+        for name, outcome in replay(source, layers, horizon=horizon, groups=1, codes=kept(view.mask)).items():
+            found[name] = Parts(outcome.start, outcome.shares[0], outcome.rounding, outcome.noise)
+    return found
+
+
+def layers_with_values(source: PatternSource) -> list[str]:
+    """Return the layers whose values are kept, so that their parameters can be rebuilt."""
+    return [name for name, entry in source.layers.items() if entry.store != "keys"]
+
+
+def _noise(source: PatternSource, parameter: str, horizon: int) -> float:
+    """Return the root of the sum of squares of what each step's residual did to a parameter with coefficients."""
+    facts, _ = source.facts(parameter)
+    if RESIDUAL not in facts.settings:
+        return 0.0
+    residual = np.nan_to_num(np.asarray(facts.settings[RESIDUAL], dtype=np.float64))
+    within = facts.step < horizon
+    coefficients = source.coefficients(parameter, horizon)[0].step[facts.step[within]]
+    return float(np.linalg.norm(coefficients * residual[within]))
+
+
+def start(source: PatternSource, parameter: str, *, horizon: int, of: Of = "parameter") -> Tensor:
+    """Return what `horizon` steps left of the start of a parameter that has coefficients, in float64."""
+    found, _ = source.coefficients(parameter, horizon, of)
+    left = found.start * source.initial[parameter].double()
+    buffer = source.initial_states.get(parameter, {}).get("momentum_buffer")
+    return left if buffer is None else left + found.buffer * buffer.double()
+
+
+def shares(
+    source: PatternSource, view: View, executor: Executor, *, layers: Collection[str], of: Of = "parameter"
+) -> dict[str, Tensor]:
+    """Return the kept patterns' share of each parameter that has coefficients (or of its buffer), in float64."""
+    total: dict[str, Tensor] = {}
+    jobs: list[Pass[dict[str, Tensor]]] = []
+    for layer in layers:
+        entry = source.require_values(layer)
+        names = {role: name for role, name in entry.parameters.items() if not source.is_replayed(name)}
+        shapes = {role: source.description.parameters[name].shape for role, name in names.items()}
+        for role, name in names.items():
+            total.setdefault(name, torch.zeros(shapes[role], dtype=torch.float64))
+        if names:
+            like = torch.empty(0, dtype=_dtype(entry))
+            jobs.append(Pass(layer, view, GroupShares(1, shapes), like, values=True, coefficients_of=of))
+    for job, found in zip(jobs, executor.run(source, jobs), strict=True):
+        for role, share in found.items():
+            total[source.layer(job.layer).parameters[role]] += share[0]
+    return total
+
+
+def _dtype(entry: LayerEntry) -> torch.dtype:
+    return torch.float64 if entry.dtype == "float64" else torch.float32
+
+
+def states(source: PatternSource, executor: Executor, *, horizon: int) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizer state that the patterns imply after `horizon` steps: parameter -> entry -> tensor."""
+    layers = layers_with_values(source)
+    buffers = shares(source, WholeView(source, horizon), executor, layers=layers, of="buffer")
+    found = {
+        name: {"momentum_buffer": start(source, name, horizon=horizon, of="buffer") + share}
+        for name, share in buffers.items()
+    }
+    for name in found:  # a parameter that no step touched has the state that it had, whatever the optimizer
+        if not len(source.facts(name)[0].step):
+            found[name] = {entry: tensor.double() for entry, tensor in source.initial_states.get(name, {}).items()}
+    if replayed_parameters(source, layers):
+        for name, outcome in replay(source, layers, horizon=horizon, groups=0, codes=kept(keep_all)).items():
+            found[name] = {e: t.double() for e, t in outcome.state.items() if isinstance(t, Tensor)}
+    return found

@@ -1,0 +1,246 @@
+"""Where patterns come from: the interface between the engine and whatever keeps or makes patterns.
+
+A `PatternSource` describes a training run, knows the facts of every optimizer step, and gives its patterns in parts.
+The run folder is one source (`dualform.store.reader`); the engine and everything behind it see only what is defined
+here. To add a source, derive from `PatternSource` and `PatternPart` and implement their abstract methods.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from dualform.coefficients import Coefficients, Facts, derive, kinds
+from dualform.coefficients.family import Of
+from dualform.engine.addresses import Calls, addresses
+from dualform.engine.description import LayerEntry, RunDescription
+from dualform.errors import KeysOnlyError, UnknownLayerError
+
+Factors = npt.NDArray[np.float64]
+"""What a parameter's gradient was multiplied with between backward and step, (steps, micros)."""
+Which = Literal["initial", "final"]
+ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
+"""The columns that every pattern has, beside the user's own."""
+
+
+class Rows(Protocol):
+    """Keys or values of one layer in one part, as they are stored, (n, d); read when some of them are taken."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which rows are stored."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return some rows as they are stored, and their scales where they are row-scaled.
+
+        Args:
+            index: consecutive rows, or numbers of rows.
+            into: a buffer (uint8) that may be used; the returned rows are then valid until it is used again.
+        """
+
+
+class PatternPart(ABC):
+    """The patterns of a range of steps, `start <= step < stop`, that can be read without the others.
+
+    Attributes:
+        index: names the part within its source; ascending in the order of steps.
+    """
+
+    index: int
+    start: int
+    stop: int
+
+    @abstractmethod
+    def calls(self, layer: str) -> Calls:
+        """Return a layer's calls; those of steps from `stop` on are left out."""
+
+    @abstractmethod
+    def rows(self, layer: str, what: Literal["keys", "values"]) -> Rows:
+        """Return a layer's keys or values, in the order of its calls."""
+
+    @abstractmethod
+    def annotation(self, name: str, *, keep: bool = True) -> pa.ChunkedArray | None:
+        """Return one of the user's columns, over the rows that calls refer to; None where this part has none of it.
+
+        Without `keep` the column is not asked for again soon, and need not stay in memory.
+        """
+
+    def key_range(self, layer: str) -> tuple[float, float] | None:
+        """Return the least and the greatest element of a layer's keys; None without patterns."""
+        keys = self.rows(layer, "keys").take(slice(None)) if self.count(layer) else None
+        if keys is None or not keys[0].numel():
+            return None
+        whole = keys[0].double() if keys[1] is None else keys[0].double() * keys[1].double()[:, None]
+        return float(whole.min()), float(whole.max())
+
+    def key_ids(self, layer: str) -> Tensor | None:
+        """Return the number of each pattern's key among the layer's distinct keys, (n,); None where it is not known."""
+        return None
+
+    def own_keys(self, layer: str) -> tuple[int, Rows] | None:
+        """Return the distinct keys that came first in this part, and the number of the first of them."""
+        return None
+
+    def count(self, layer: str) -> int:
+        """Return how many patterns of a layer are here."""
+        calls = self.calls(layer)
+        return int((calls["rows"] * calls["positions"]).sum())
+
+    def addresses(self, layer: str, patterns: npt.NDArray[np.int64] | None = None) -> dict[str, npt.NDArray[np.int64]]:
+        """Return step, micro, call, row, position and row in the annotation table of all patterns, or of some."""
+        return addresses(self.calls(layer), patterns)
+
+
+class PatternSource(ABC):
+    """A recorded training run: its description, the facts of its steps, and its patterns in parts."""
+
+    @property
+    @abstractmethod
+    def description(self) -> RunDescription:
+        """What was trained: layers, parameters, columns, number of steps."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Names the content: two sources of one digest give the same answers."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The source as messages call it, for example the path of its folder."""
+
+    @abstractmethod
+    def parts(self) -> Sequence[PatternPart]:
+        """Return the parts in the order of steps."""
+
+    @abstractmethod
+    def facts(self, parameter: str) -> tuple[Facts, Factors]:
+        """Return what the optimizer did to a parameter, and its gradient's factors."""
+
+    @abstractmethod
+    def tensors(self, which: Which) -> Mapping[str, Tensor] | None:
+        """Return the covered parameters at the start or at the end; None where they are not known."""
+
+    @property
+    @abstractmethod
+    def initial_states(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
+
+    # What follows from these --------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return self.description.steps
+
+    @cached_property
+    def layers(self) -> dict[str, LayerEntry]:
+        """The layers of the run, without optional ones that were never used."""
+        every = self.description.layers
+        return {name: entry for name, entry in every.items() if not entry.optional or self.count(name)}
+
+    def layer(self, name: str) -> LayerEntry:
+        """Return a layer's entry, or raise with the names of all layers."""
+        try:
+            return self.layers[name]
+        except KeyError:
+            known = ", ".join(map(repr, self.layers))
+            raise UnknownLayerError(f"Layer {name!r} was not recorded in {self.name}. There are: {known}.") from None
+
+    def require_values(self, layer: str) -> LayerEntry:
+        """Return a layer's entry if its values are kept, or raise."""
+        entry = self.layer(layer)
+        if entry.store == "keys":
+            raise KeysOnlyError(
+                f"Layer {layer!r} was recorded with its keys only: attention works, but weights, contributions and "
+                'outputs need values. Record it with layers={...: "keys+values"}.'
+            )
+        return entry
+
+    def count(self, layer: str) -> int:
+        """Return how many patterns of a layer there are."""
+        return sum(part.count(layer) for part in self.parts())
+
+    def key_range(self, layer: str) -> tuple[float, float]:
+        """Return the least and the greatest element of all of a layer's keys; (0, 0) without patterns."""
+        ranges = [found for part in self.parts() if (found := part.key_range(layer)) is not None]
+        return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (0.0, 0.0)
+
+    def coefficients(self, parameter: str, horizon: int, of: Of = "parameter") -> tuple[Coefficients, Factors]:
+        """Return a parameter's coefficients after `horizon` steps, and its gradient's factors."""
+        facts, factors = self.facts(parameter)
+        if not len(facts.step):  # never updated: the start, whatever the optimizer
+            start, buffer = (1.0, 0.0) if of == "parameter" else (0.0, 1.0)
+            return Coefficients(np.zeros(horizon), start, buffer), factors
+        return derive(facts, horizon=horizon, of=of), factors
+
+    def is_replayed(self, parameter: str) -> bool:
+        """Say whether a parameter's optimizer has no coefficients, so that its steps have to be taken again."""
+        facts, _ = self.facts(parameter)
+        return facts.optimizer in kinds() and len(facts.step) > 0
+
+    def exact_parameters(self) -> tuple[str, ...]:
+        """Return the parameters that can be rebuilt: those of layers whose values are kept."""
+        layers = [entry for entry in self.layers.values() if entry.store != "keys"]
+        return tuple(dict.fromkeys(parameter for entry in layers for parameter in entry.parameters.values()))
+
+    @cached_property
+    def initial(self) -> Mapping[str, Tensor]:
+        """The covered parameters at the start."""
+        found = self.tensors("initial")
+        assert found is not None, "every source knows its start"
+        return found
+
+    @cached_property
+    def final(self) -> Mapping[str, Tensor] | None:
+        """The covered parameters after the last step, where they are known."""
+        return self.tensors("final")
+
+    def table(
+        self,
+        part: PatternPart,
+        layer: str,
+        columns: Sequence[str],
+        patterns: npt.NDArray[np.int64] | None = None,
+    ) -> pa.Table:
+        """Return columns of the pattern table, a row per pattern of a layer in a part; reads no keys.
+
+        Args:
+            part: the part.
+            layer: the layer's name.
+            columns: columns of the address, or the user's.
+            patterns: the places in the part of the patterns that are wanted; by default all of them.
+        """
+        places = np.arange(part.count(layer)) if patterns is None else patterns
+        address = part.addresses(layer, patterns) if set(columns) - {"pattern"} else {}
+        found: dict[str, pa.Array] = {}
+        for name in columns:
+            if name == "pattern":
+                before = sum(other.count(layer) for other in self.parts() if other.index < part.index)
+                found[name] = pa.array(places + before)
+            elif name in ADDRESS:
+                found[name] = pa.array(address[name])
+            else:
+                found[name] = self._annotation(part, name, address["annotation"])
+        return pa.table(found)
+
+    def _annotation(self, part: PatternPart, name: str, rows: npt.NDArray[np.int64]) -> pa.Array:
+        """Return one of the user's columns for patterns with these rows in the annotation table, -1 for none."""
+        kind = pa.type_for_alias(self.description.columns[name])
+        column = part.annotation(name)
+        if column is None or not len(column):
+            return pa.nulls(len(rows), kind)
+        return column.combine_chunks().cast(kind).take(pa.array(rows, mask=rows < 0))
+
+
+def find_part(source: PatternSource, step: int) -> PatternPart:
+    """Return the part that holds a step."""
+    return next(part for part in source.parts() if part.start <= step < part.stop)
