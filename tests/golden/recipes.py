@@ -1,6 +1,6 @@
 """The small models, optimizers and batches that the golden runs were recorded with, and the questions asked of them.
 
-`make.py` records the runs and writes the answers down; `test_version1.py` opens them and asks again.
+`make.py` records the runs and writes the answers down; `test_golden_runs.py` opens them and asks again.
 """
 
 import math

@@ -18,7 +18,7 @@ from dualform.attend.groups import Grouping, Table
 from dualform.attend.reducers import Reducer
 from dualform.coefficients.elementwise import Entrywise
 from dualform.coefficients.replayed import Multiplier
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse
 from dualform.store.reader import Shard
 from dualform.store.replay import multipliers
 from dualform.store.stream import Chunk, selected, take
@@ -28,12 +28,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The kept patterns of one step: their chunk, their groups, and what multiplies their gradients, by role."""
+    """The kept patterns of one step: their chunk, their groups, and what multiplies their gradients, by use."""
 
     chunk: Chunk
     codes: Tensor  # (n,)
-    multipliers: dict[str, Multiplier]  # by role
-    factors: dict[str, Tensor]  # role -> (n,)
+    multipliers: dict[ParameterUse, Multiplier]
+    factors: dict[ParameterUse, Tensor]  # (n,) each
 
 
 def score_backward(
@@ -67,8 +67,8 @@ def _contribution(step: _Step, queries: Tensor, units: Tensor) -> Tensor:
     assert step.chunk.values is not None, "values were asked for"
     keys, values = step.chunk.keys, step.chunk.values
     total = torch.zeros(len(queries), len(keys), dtype=values.dtype, device=queries.device)
-    for role, multiplier in step.multipliers.items():
-        total += multiplier.contribute(form(role), queries, keys, values, units) * step.factors[role]
+    for use, multiplier in step.multipliers.items():
+        total += multiplier.contribute(use.parameter_map, queries, keys, values, units) * step.factors[use]
     return total
 
 
@@ -79,18 +79,20 @@ def _steps(
     run, horizon = table.run, table.horizon
     entry = run.require_values(layer)
     scalar = {
-        role: run.coefficients(p, horizon)[0].step for role, p in entry.parameters.items() if not run.is_replayed(p)
+        use: run.coefficients(use.parameter, horizon)[0].step
+        for use in entry.uses
+        if not run.is_replayed(use.parameter)
     }
-    factors = {role: run.facts(parameter)[1] for role, parameter in entry.parameters.items()}
+    factors = {use: run.facts(use.parameter)[1] for use in entry.uses}
     places = _places(table, layer)
     for step, found in multipliers(run, layer, horizon=horizon):
         if step not in places:
             continue
         shard, rows, number, taken, micros = places[step]
-        by_role = {role: multiplier.to(like) for role, multiplier in found.items()}
-        for role, coefficients in scalar.items():
-            shape = run.manifest.parameters[entry.parameters[role]].shape
-            by_role[role] = Entrywise(torch.full(shape, float(coefficients[step]), dtype=torch.float64)).to(like)
+        by_use = {use: multiplier.to(like) for use, multiplier in found.items()}
+        for use, coefficients in scalar.items():
+            shape = run.manifest.parameters[use.parameter].shape
+            by_use[use] = Entrywise(torch.full(shape, float(coefficients[step]), dtype=torch.float64)).to(like)
         chunk = Chunk(
             patterns=rows + number,
             keys=take(shard.rows(layer, "keys"), rows, like.dtype, like.device),
@@ -100,8 +102,8 @@ def _steps(
         yield _Step(
             chunk=chunk,
             codes=torch.from_numpy(codes).to(like.device),
-            multipliers=by_role,
-            factors={role: torch.from_numpy(each[step, micros]).to(like) for role, each in factors.items()},
+            multipliers=by_use,
+            factors={use: torch.from_numpy(each[step, micros]).to(like) for use, each in factors.items()},
         )
 
 

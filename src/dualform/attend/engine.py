@@ -17,7 +17,7 @@ from torch import Tensor
 from dualform.algebra import FEW, attend, scale
 from dualform.attend.groups import Grouping, Numbered, Table
 from dualform.attend.reducers import Reducer, one_group
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse, matrix_and_bias
 from dualform.progress import bar
 from dualform.store.reader import Shard
 from dualform.store.stream import CHUNK, Chunk, Piece, Reader, long_pieces, pieces, pool_pieces, resident_keys
@@ -46,7 +46,7 @@ class Score:
 
     of: Of
     units: Tensor | None = None
-    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of the layer's parameters, by role
+    shapes: Mapping[ParameterUse, Sequence[int]] = field(default_factory=dict)  # of the layer's parameters
 
     @property
     def needs_values(self) -> bool:
@@ -64,15 +64,17 @@ class Score:
 
     def _contribution(self, queries: Tensor, chunk: Chunk) -> Tensor:
         assert chunk.values is not None, "contributions need values"
-        if chunk.coefficients.keys() <= {"weight", "bias"}:
-            weight = chunk.coefficients.get("weight", torch.zeros_like(chunk.keys[:, 0]))
-            scaled = scale(attend(queries, chunk.keys), weight, chunk.coefficients.get("bias"))
+        plain = matrix_and_bias(chunk.coefficients)
+        if plain is not None:
+            of_matrix, of_bias = (None if use is None else chunk.coefficients[use] for use in plain)
+            of_matrix = torch.zeros_like(chunk.keys[:, 0]) if of_matrix is None else of_matrix
+            scaled = scale(attend(queries, chunk.keys), of_matrix, of_bias)
             return scaled if self.units is None else scaled * chunk.values[:, self.units].T
         assert self.units is not None, "only a linear layer's values are multiplied by one number"
         total = torch.zeros(len(queries), len(chunk.keys), dtype=chunk.values.dtype, device=queries.device)
-        for role, coefficients in chunk.coefficients.items():
-            ones = torch.ones(self.shapes[role], dtype=chunk.values.dtype, device=queries.device)
-            total += form(role).meet(queries, chunk.keys, self.units, ones) * coefficients
+        for use, coefficients in chunk.coefficients.items():
+            ones = torch.ones(self.shapes[use], dtype=chunk.values.dtype, device=queries.device)
+            total += use.parameter_map.unit_factors(queries, chunk.keys, self.units, ones) * coefficients
         return total * chunk.values[:, self.units].T
 
 

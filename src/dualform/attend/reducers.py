@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dualform.attend.distinct import Distinct
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse
 from dualform.store.rebuild import scaled
 from dualform.store.stream import Chunk
 
@@ -277,14 +277,14 @@ class KeySums(Reducer[Tensor]):
         return self.sums
 
 
-class GroupShares(Reducer[dict[str, Tensor]]):
-    """Each group's share of each of a layer's parameters, role -> (G, *shape) in float64."""
+class GroupShares(Reducer[dict[ParameterUse, Tensor]]):
+    """Each group's share of each of a layer's parameters, use -> (G, *shape) in float64."""
 
     wide = True
 
-    def __init__(self, groups: int, shapes: Mapping[str, Sequence[int]], device: torch.device) -> None:
+    def __init__(self, groups: int, shapes: Mapping[ParameterUse, Sequence[int]], device: torch.device) -> None:
         self.shares = {
-            role: torch.zeros(groups, *shape, dtype=torch.float64, device=device) for role, shape in shapes.items()
+            use: torch.zeros(groups, *shape, dtype=torch.float64, device=device) for use, shape in shapes.items()
         }
 
     def take(self, prepared: Any) -> None:
@@ -294,18 +294,19 @@ class GroupShares(Reducer[dict[str, Tensor]]):
         for group in codes.unique().tolist():
             members = codes == group
             values, keys = chunk.values[members], chunk.keys[members]
-            for role, coefficients in chunk.coefficients.items():
-                share = self.shares[role][group]
-                share += form(role).gradient(scaled(values, coefficients[members], role), keys, share.shape)
+            for use, coefficients in chunk.coefficients.items():
+                share, parameter_map = self.shares[use][group], use.parameter_map
+                scaled_values = scaled(values, coefficients[members], parameter_map)
+                share += parameter_map.gradient(scaled_values, keys, share.shape)
 
     def merge(self, other: Self) -> Self:
         """Add the shares."""
-        for role, share in other.shares.items():
-            self.shares[role] += share
+        for use, share in other.shares.items():
+            self.shares[use] += share
         return self
 
-    def result(self) -> dict[str, Tensor]:
-        """Return the shares by role."""
+    def result(self) -> dict[ParameterUse, Tensor]:
+        """Return the shares by use."""
         return self.shares
 
 

@@ -19,6 +19,7 @@ from dualform.attend.prompts import go_on, next_tokens, read_prompt
 from dualform.attend.reducers import GroupSums, Places
 from dualform.attend.text_answers import TextLayer, TextSpotlight, Total
 from dualform.errors import QueryError, UnknownLayerError
+from dualform.identity.parameter_use import takes_ids
 from dualform.store.corpus import Corpus
 from dualform.store.corpus_fit import PLACE
 from dualform.store.format import LayerEntry
@@ -145,7 +146,7 @@ def place_counts(table: Table, layer: str, corpus: Corpus) -> Tensor:
 
 
 def _rows(table: Table, layer: str, queries: Tensor) -> Tensor:
-    return queries if "rows" in table.run.layer(layer).parameters else queries.float()
+    return queries if takes_ids(table.run.layer(layer).uses) else queries.float()
 
 
 def _places(table: Table, corpus: Corpus) -> Numbered:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError
-from dualform.forms import form
 from dualform.record.estimate import size_text
 from dualform.store.coverage import Coverage, coverage
 from dualform.store.format import checksum
@@ -324,9 +323,9 @@ def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
             assert chunk.values is not None, "values were asked for"
             of_values = chunk.values.square().sum(dim=1)  # (n,)
             of_keys = chunk.keys.double().square().sum(dim=1)
-            for role, coefficients in chunk.coefficients.items():
-                squares = of_values if form(role).constant_key else of_values * of_keys
-                power[entry.parameters[role]] += float((coefficients.square() * squares).sum())
+            for use, coefficients in chunk.coefficients.items():
+                squares = of_values * of_keys if use.parameter_map.multiplies_keys else of_values
+                power[use.parameter] += float((coefficients.square() * squares).sum())
     return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
 
 

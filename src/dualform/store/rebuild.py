@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients.family import Of
-from dualform.forms import form
+from dualform.identity.parameter_maps import ParameterMap
 from dualform.progress import bar
 from dualform.record.sinks import RESIDUAL
 from dualform.store.reader import Run
@@ -87,8 +87,8 @@ def shares(
     total: dict[str, Tensor] = {}
     for layer in layers:
         entry = run.require_values(layer)
-        scalar = {role: name for role, name in entry.parameters.items() if not run.is_replayed(name)}
-        for parameter in scalar.values():
+        scalar = [name for name in entry.parameters.values() if not run.is_replayed(name)]
+        for parameter in scalar:
             shape = run.manifest.parameters[parameter].shape
             total.setdefault(parameter, torch.zeros(shape, dtype=torch.float64))
         if not scalar:
@@ -96,16 +96,17 @@ def shares(
         with bar(f"rebuilding {layer}", total=run.count(layer)) as advance:
             for chunk in stream(run, layer, horizon=horizon, keep=keep, values=True, of=of, reuse=True):
                 assert chunk.values is not None, "values were asked for"
-                for role, coefficients in chunk.coefficients.items():
-                    share = total[scalar[role]]
-                    share += form(role).gradient(scaled(chunk.values, coefficients, role), chunk.keys, share.shape)
+                for use, coefficients in chunk.coefficients.items():
+                    share, parameter_map = total[use.parameter], use.parameter_map
+                    values = scaled(chunk.values, coefficients, parameter_map)
+                    share += parameter_map.gradient(values, chunk.keys, share.shape)
                 advance(len(chunk.patterns))
     return total
 
 
-def scaled(values: Tensor, coefficients: Tensor, role: str) -> Tensor:
+def scaled(values: Tensor, coefficients: Tensor, parameter_map: ParameterMap) -> Tensor:
     """Return values (T, d_out) times coefficients (T,); a bias's in float64, since they nearly cancel in its sum."""
-    if role.startswith("bias"):
+    if parameter_map.is_bias:
         values, coefficients = values.double(), coefficients.double()
     return values * coefficients[:, None]
 

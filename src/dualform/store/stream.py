@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dualform.coefficients.family import Of
+from dualform.identity.parameter_use import ParameterUse
 from dualform.store.encoding import decode
 from dualform.store.reader import Run, Shard
 from dualform.store.rows import Source
@@ -30,14 +31,14 @@ class Chunk:
         patterns: (n,) their numbers in the layer, counted over all shards.
         keys: (n, d_in)
         values: (n, d_out), where asked for.
-        coefficients: role -> (n,) of each of the layer's parameters whose optimizer has them, where asked for.
+        coefficients: use -> (n,), of each of the layer's parameters whose optimizer has coefficients, where asked for.
         scales: (n,) what each key has still to be multiplied with; nothing where keys are whole.
     """
 
     patterns: npt.NDArray[np.int64]
     keys: Tensor
     values: Tensor | None = None
-    coefficients: Mapping[str, Tensor] = field(default_factory=dict)
+    coefficients: Mapping[ParameterUse, Tensor] = field(default_factory=dict)
     scales: Tensor | None = None
 
     @property
@@ -211,9 +212,9 @@ class Reader:
         self._layer = layer
         self._values = values
         self._coefficients = {
-            role: run.coefficients(parameter, horizon, of)
-            for role, parameter in entry.parameters.items()
-            if values and not run.is_replayed(parameter)
+            use: run.coefficients(use.parameter, horizon, of)
+            for use in entry.uses
+            if values and not run.is_replayed(use.parameter)
         }
         self._device = device
         self._dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
@@ -230,8 +231,8 @@ class Reader:
             values = decode(*_taken(shard.rows(layer, "values"), rows, self._device, errors_into), dtype)
             steps = _repeat(shard, layer, rows)
             coefficients = {
-                role: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(self._device, dtype)
-                for role, (found, factors) in self._coefficients.items()
+                use: torch.from_numpy(found.step[steps[0]] * factors[steps]).to(self._device, dtype)
+                for use, (found, factors) in self._coefficients.items()
             }
         return Chunk(
             patterns=rows + piece.before,
