@@ -10,7 +10,6 @@ from torch.nn import functional
 
 import dualform
 from dualform.experiments.datasets import load, standardised
-from dualform.forms import FORMS
 from dualform.record.layers import find_kind
 
 OPTIONS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
@@ -40,8 +39,8 @@ def test_patches_times_kernel_are_the_output(name: str) -> None:
     inputs = torch.randn(3, 4, *size, dtype=torch.float64)
     output = conv(inputs)
     patches = kind.keys(conv, inputs)
-    role = kind.roles(conv)["weight"]
-    flat = FORMS[role].respond(conv.weight, patches.flatten(0, -2))
+    kernel = kind.uses(conv)[0]
+    flat = kernel.parameter_map.apply(conv.weight, patches.flatten(0, -2))
     rebuilt = flat.reshape(*patches.shape[:-1], -1) + (0 if conv.bias is None else conv.bias)
     torch.testing.assert_close(rebuilt, kind.values(conv, inputs, output), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(kind.keys(conv, inputs[0]), patches[:1], rtol=0, atol=0)

@@ -18,7 +18,8 @@ from dualform.coefficients.onesided import polynomial
 from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay
 from dualform.errors import ResumeError
-from dualform.forms import Form, Outer, Rows, Scale, Transposed
+from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
 from dualform.store.audit import Verification
 from dualform.store.format import checksum
@@ -523,32 +524,36 @@ def test_the_polynomial_is_what_the_rounds_do_one_after_the_other(name: str, ran
 
 
 @pytest.mark.parametrize(
-    ("form", "shape"),
+    ("parameter_map", "shape"),
     [
-        *((Outer(), shape) for shape in ((3, 5), (7, 4), (4, 4))),
-        *((Transposed(), shape) for shape in ((5, 3), (4, 7), (4, 4))),
-        *((Rows(), shape) for shape in ((6, 4), (3, 5))),
-        *((Scale(), shape) for shape in ((2, 3), (3, 2))),
+        *((OuterMap(), shape) for shape in ((3, 5), (7, 4), (4, 4))),
+        *((TransposedMap(), shape) for shape in ((5, 3), (4, 7), (4, 4))),
+        *((RowsMap(), shape) for shape in ((6, 4), (3, 5))),
+        *((ScaleMap(), shape) for shape in ((2, 3), (3, 2))),
     ],
-    ids=lambda found: type(found).__name__ if isinstance(found, Form) else str(found),
+    ids=lambda found: type(found).__name__ if isinstance(found, ParameterMap) else str(found),
 )
-def test_every_form_multiplied_from_one_side_equals_its_definition(form: Form, shape: Sequence[int]) -> None:
+def test_every_map_multiplied_from_one_side_equals_its_definition(
+    parameter_map: ParameterMap, shape: Sequence[int]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, cols = shape
-    d_in, d_out = {Outer: (cols, rows), Transposed: (rows, cols), Rows: (1, cols), Scale: (6, 6)}[type(form)]
+    widths = {OuterMap: (cols, rows), TransposedMap: (rows, cols), RowsMap: (1, cols), ScaleMap: (6, 6)}
+    d_in, d_out = widths[type(parameter_map)]
     keys, queries = (torch.randn(n, d_in, generator=generator, dtype=torch.float64) for n in (8, 5))
-    if isinstance(form, Rows):
+    if isinstance(parameter_map, RowsMap):
         keys, queries = (torch.randint(rows, (n, 1), generator=generator) for n in (8, 5))
     values = torch.randn(8, d_out, generator=generator, dtype=torch.float64)
     units = torch.arange(5) % d_out
     side = torch.randn(min(shape), min(shape), generator=generator, dtype=torch.float64)
     side = side + side.T
-    found = form.through(queries, keys, values, units, side, shape)
-    torch.testing.assert_close(found, Form.through(form, queries, keys, values, units, side, shape))
+    found = parameter_map.unit_contributions(queries, keys, values, units, side, shape)
+    general = ParameterMap.unit_contributions(parameter_map, queries, keys, values, units, side, shape)
+    torch.testing.assert_close(found, general)
     for t in range(8):
-        gradient = form.gradient(values[t : t + 1], keys[t : t + 1], shape)
+        gradient = parameter_map.gradient(values[t : t + 1], keys[t : t + 1], shape)
         moved = gradient @ side if rows > cols else side @ gradient
-        outputs = form.respond(moved, queries)
+        outputs = parameter_map.apply(moved, queries)
         torch.testing.assert_close(found[:, t], outputs[torch.arange(5), units])
 
 
@@ -563,7 +568,8 @@ def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: type[torch.o
     sink = DiskWriter(run, **options, steps=None, factory=None, factory_arguments={})
     names = {"weight": ("fc.weight", first, layer.weight), "bias": ("fc.bias", second, layer.bias)}
     now = {name: parameter.detach().clone() for name, _, parameter in names.values()}
-    entry = LayerStart("Linear", 6, 4, {role: name for role, (name, _, _) in names.items()}, keys_only=False)
+    uses = (ParameterUse("weight", "fc.weight", "outer"), ParameterUse("bias", "fc.bias", "bias"))
+    entry = LayerStart("Linear", 6, 4, uses, keys_only=False)
     sink.open(Start({"fc": entry}, now, {}, ("Muon", other.__name__), {}, 0))
     for step in range(25):
         keys = batch(step, torch.float64)[0][:, :6]

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.forms import FORMS
 from dualform.record.layers import find_kind
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -165,29 +164,6 @@ def test_a_table_that_is_also_the_output_layer(run: Path, optimizer: str, dtype:
     torch.testing.assert_close(spotlight["table"].output(), model.table(inputs).detach(), **close)
     parts = [view.shares()["table.weight"] for view in (memory.where("token < 4"), memory.without("token < 4"))]
     torch.testing.assert_close(parts[0] + parts[1], memory.shares()["table.weight"], **close)
-
-
-def test_forms_are_linear_and_meet_as_they_respond() -> None:
-    """For every form: responding to the gradient of one pattern is what it meets the query with, times its value."""
-    torch.manual_seed(0)
-    cases = {
-        "weight": (torch.randn(5, 4), torch.randn(3, 4), (2, 4), 2),
-        "transposed": (torch.randn(5, 4), torch.randn(3, 4), (4, 2), 2),
-        "grouped": (torch.randn(5, 6), torch.randn(3, 6), (6, 2), 6),
-        "rows": (torch.randint(0, 3, (5, 1)), torch.randint(0, 3, (3, 1)), (3, 2), 2),
-        "scale": (torch.randn(5, 4), torch.randn(3, 4), (4,), 4),
-        "bias": (torch.randn(5, 4), torch.randn(3, 4), (2,), 2),
-    }
-    assert cases.keys() == FORMS.keys()
-    for role, (keys, queries, shape, width) in cases.items():
-        form, values, matrix = FORMS[role], torch.randn(5, width), torch.randn(shape)
-        one_by_one = sum(form.gradient(values[i : i + 1], keys[i : i + 1], shape) for i in range(5))
-        torch.testing.assert_close(form.gradient(values, keys, shape), one_by_one, rtol=1e-5, atol=1e-6)
-        for unit in range(width):
-            met = form.meet(queries, keys, torch.full((3,), unit), matrix) * values[:, unit]
-            for i in range(5):
-                share = matrix * form.gradient(values[i : i + 1], keys[i : i + 1], shape)
-                torch.testing.assert_close(met[:, i], form.respond(share, queries)[:, unit], rtol=1e-5, atol=1e-6)
 
 
 class Conv1D(nn.Module):

@@ -1,4 +1,4 @@
-"""The identity of a linear layer, as pure functions; `forms.py` has those of other parameters.
+"""The identity of a linear layer, as pure functions; `identity/parameter_maps.py` has those of other parameters.
 
 A linear layer `z = W q + b` that was trained by gradient descent is a sum over its training patterns:
 

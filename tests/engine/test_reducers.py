@@ -24,6 +24,9 @@ from dualform.engine.reducers import (
     Places,
     Reducer,
 )
+from dualform.identity.parameter_use import ParameterUse
+
+WEIGHT, BIAS = ParameterUse("weight", "fc.weight", "outer"), ParameterUse("bias", "fc.bias", "bias")
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Patterns:
             patterns=members.numpy(),
             keys=self.keys[members],
             values=self.values[members],
-            coefficients={"weight": self.weight[members], "bias": self.bias[members]},
+            coefficients={WEIGHT: self.weight[members], BIAS: self.bias[members]},
         )
         scores = attend(self.queries, block.keys)
         if contributions:
@@ -89,7 +92,7 @@ KINDS: dict[str, tuple[Callable[[Patterns], Reducer[Any, Any]], bool]] = {
     "outputs": (lambda p: Outputs(p.groups, 2), True),
     "key sums": (lambda p: KeySums(p.groups, 4), False),
     "places": (lambda p: Places(p.groups), False),
-    "shares": (lambda p: GroupShares(p.groups, {"weight": (2, 4), "bias": (2,)}), False),
+    "shares": (lambda p: GroupShares(p.groups, {WEIGHT: (2, 4), BIAS: (2,)}), False),
 }
 
 
@@ -151,8 +154,8 @@ def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
         torch.testing.assert_close(found["key sums"][group], p.keys[members].sum(dim=0), rtol=0, atol=0)
         shares = found["shares"]
         share = (p.values[members] * p.weight[members, None]).T @ p.keys[members]
-        torch.testing.assert_close(shares["weight"][group], share, rtol=0, atol=0)
-        torch.testing.assert_close(shares["bias"][group], p.bias[members] @ p.values[members], rtol=0, atol=0)
+        torch.testing.assert_close(shares[WEIGHT][group], share, rtol=0, atol=0)
+        torch.testing.assert_close(shares[BIAS][group], p.bias[members] @ p.values[members], rtol=0, atol=0)
         multiplied = scale(mine, p.weight[members], p.bias[members])
         torch.testing.assert_close(found["outputs"][:, group], multiplied @ p.values[members], rtol=0, atol=0)
         for kind, largest in (("best", True), ("worst", False)):

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 import dualform
 from dualform.errors import CoverageError, RefusedError, UnknownLayerError
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.layers import LayerKind, find_kind, kinds
 from dualform.record.layers.kind import _KINDS
 from dualform.record.watch import watch
@@ -200,23 +201,51 @@ def test_a_model_that_is_one_layer(run: Path) -> None:
     torch.testing.assert_close(memory.attend(model, torch.eye(5))[""].output(), model(torch.eye(5)), rtol=0, atol=1e-6)
 
 
-def test_two_parameters_of_one_role_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+class Twice(nn.Module):
+    """z = (A + B) x: two parameters that are made of the same keys and values in the same way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(3, 5) / 5), nn.Parameter(torch.zeros(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (A + B) x."""
+        return x @ (self.one + self.two).T
+
+
+class TwiceKind(LayerKind):
+    """The layer kind of `Twice`, with a name for each use."""
+
+    name = "Twice"
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
+        """Return the two uses, whose maps are equal."""
+        one, two = self._names
+        return ParameterUse(one, "one", "outer"), ParameterUse(two, "two", "outer")
+
+    def widths(self, module: nn.Module) -> tuple[int, int]:
+        """Return 5 and 3."""
+        return 5, 3
+
+
+def test_two_parameters_of_equal_maps_are_both_recorded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_KINDS, Twice, TwiceKind("first", "second"))
+    model = Twice()
+    optimizer = torch.optim.SGD([{"params": [model.one], "lr": 0.05}, {"params": [model.two], "lr": 0.01}])
+    memory = record(run, model, optimizer)
+    assert memory.layers[""].parameters == {"first": "one", "second": "two"}
+    assert_exact(memory, model)
+    asked = memory.attend(model, torch.eye(5))[""]
+    torch.testing.assert_close(asked.output(), model(torch.eye(5)).detach(), rtol=0, atol=1e-6)
+    sums = asked.start() + asked.contributions().sum(dim=1)
+    torch.testing.assert_close(sums, model(torch.eye(5)).detach(), rtol=0, atol=1e-6)
+
+
+def test_two_uses_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them would stand for both, and the other's updates would be nobody's."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(3, 5))
-
-    class TwiceKind(LayerKind):
-        name = "Twice"
-
-        def roles(self, module: nn.Module) -> dict[str, str]:
-            return {"one": "weight", "two": "weight"}
-
-        def widths(self, module: nn.Module) -> tuple[int, int]:
-            return 5, 3
-
-    monkeypatch.setitem(_KINDS, Twice, TwiceKind())
-    with pytest.raises(RefusedError, match=r"'one' and 'two' in the same way \('weight'\)"):
+    monkeypatch.setitem(_KINDS, Twice, TwiceKind("weight", "weight"))
+    with pytest.raises(RefusedError, match=r"'one' and 'two' by the same name, 'weight'"):
         watch(Twice(), None)

@@ -47,7 +47,7 @@ def test_a_run_holds_these_files_and_no_others(whole: Path) -> None:
 def test_the_manifest_has_these_entries(whole: Path) -> None:
     manifest = json.loads((whole / "manifest.json").read_text(encoding="utf-8"))
     assert list(manifest)[:3] == ["format", "version", "steps"]
-    assert (manifest["format"], manifest["version"], manifest["steps"], manifest["closed"]) == ("dualform", 1, 7, True)
+    assert (manifest["format"], manifest["version"], manifest["steps"], manifest["closed"]) == ("dualform", 2, 7, True)
     assert set(manifest) == {
         *("format", "version", "steps", "closed", "created", "versions", "layers", "parameters", "uncovered"),
         *("optimizers", "batch_axis", "columns", "files", "shards", "factory", "factory_arguments", "no_final", "rows"),
@@ -57,7 +57,10 @@ def test_the_manifest_has_these_entries(whole: Path) -> None:
         "kind": "Linear",
         "d_in": 5,
         "d_out": 4,
-        "parameters": {"weight": "0.weight", "bias": "0.bias"},
+        "uses": [
+            {"name": "weight", "parameter": "0.weight", "map": "outer"},
+            {"name": "bias", "parameter": "0.bias", "map": "bias"},
+        ],
         "store": "keys+values",
         "dtype": "float32",
         "optional": False,

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from dualform.attend.effects_losses import Losses
-from dualform.attend.effects_rates import Rates, trained_roles
+from dualform.attend.effects_rates import Rates, trained_uses
 from dualform.engine.block import Block
 from dualform.engine.jobs import Executor, Pass, WholeView
 from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
 from dualform.errors import QueryError
-from dualform.forms import Constant, Outer, Part, Transposed, form
 
 WIDEST = 8192  # of a layer whose moments are worth having
 
@@ -90,15 +89,8 @@ def outside(run: PatternSource, layer: str) -> str | None:
 
 
 def is_linear(run: PatternSource, layer: str) -> bool:
-    """Say whether a layer is of the linear family, z = W x (+ b), with whole keys and values."""
-    entry = run.layer(layer)
-    for role in entry.parameters:
-        known = form(role)
-        whole = known.whole if isinstance(known, Part) else known
-        every = f"values=0:{entry.d_out}/{entry.d_out}"  # which meets all of a value after all
-        if not isinstance(whole, Outer | Transposed | Constant) or "values=" in role.replace(every, ""):
-            return False
-    return True
+    """Say whether a layer is of the linear family, z = W x (+ b), with whole values."""
+    return all(use.parameter_map.is_affine for use in run.layer(layer).uses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +112,17 @@ class Extended:
 
 def extension(run: PatternSource, layer: str, *, horizon: int) -> Extended:
     """Return how a layer's keys are extended."""
-    roles = trained_roles(run, layer, horizon=horizon)
-    biases = sum(role.startswith("bias") for role in roles)
-    return Extended(len(roles) > biases, biases)
+    uses = trained_uses(run, layer, horizon=horizon)
+    biases = sum(use.parameter_map.is_bias for use in uses)
+    return Extended(len(uses) > biases, biases)
 
 
 def pattern_factors(run: PatternSource, layer: str, part: PatternPart, rates: Rates) -> npt.NDArray[np.float64]:
     """Return what rescaled the gradient of each of a layer's patterns in a part between backward and step."""
-    trained = trained_roles(run, layer, horizon=len(rates.rate))
-    first = next((name for role, name in trained.items() if not role.startswith("bias")), None)
+    trained = trained_uses(run, layer, horizon=len(rates.rate))
+    first = next((use for use in trained if not use.parameter_map.is_bias), trained[0])
     address = part.addresses(layer)
-    _, factors = run.facts(first or next(iter(trained.values())))
+    _, factors = run.facts(first.parameter)
     return np.asarray(factors[address["step"], address["micro"]])
 
 

@@ -21,6 +21,7 @@ from dualform.coefficients import kinds
 from dualform.coefficients.replayed import Kind, Map
 from dualform.engine.replay import maps
 from dualform.engine.source import PatternSource
+from dualform.identity.parameter_use import ParameterUse
 from dualform.progress import bar
 
 Series = npt.NDArray[np.float64]
@@ -40,13 +41,13 @@ def find_rates(run: PatternSource, layer: str, *, horizon: int) -> Rates:
     Weight and bias of a layer have one rate: the weight's, or where all are replayed the mean of theirs, each counting
     as much as its gradient.
     """
-    trained = trained_roles(run, layer, horizon=horizon)
-    names = list(dict.fromkeys(trained.values()))
+    trained = trained_uses(run, layer, horizon=horizon)
+    names = list(dict.fromkeys(use.parameter for use in trained))
     scalar = {name: _scalar(run, name, horizon) for name in names if not run.is_replayed(name)}
     replayed = [name for name in names if name not in scalar]
-    first = next((name for role, name in trained.items() if not role.startswith("bias")), names[0] if names else None)
-    if first is None:
+    if not names:
         return Rates(np.zeros(horizon), np.zeros(horizon))
+    first = next((use.parameter for use in trained if not use.parameter_map.is_bias), names[0])
     if not replayed or first in scalar:
         return scalar[first]
     optimizers = {name: kinds()[run.facts(name)[0].optimizer] for name in replayed}
@@ -61,10 +62,9 @@ def find_rates(run: PatternSource, layer: str, *, horizon: int) -> Rates:
     return Rates(rate, decay)
 
 
-def trained_roles(run: PatternSource, layer: str, *, horizon: int) -> dict[str, str]:
-    """Return the layer's parameters that the optimizer moved within the horizon, by role."""
-    parameters = run.layer(layer).parameters
-    return {role: name for role, name in parameters.items() if bool((run.facts(name)[0].step < horizon).any())}
+def trained_uses(run: PatternSource, layer: str, *, horizon: int) -> list[ParameterUse]:
+    """Return the uses of those parameters of a layer that the optimizer moved within the horizon."""
+    return [use for use in run.layer(layer).uses if bool((run.facts(use.parameter)[0].step < horizon).any())]
 
 
 def _scalar(run: PatternSource, parameter: str, horizon: int) -> Rates:

@@ -21,12 +21,13 @@ from dualform.attend.effects_asked import Asked
 from dualform.attend.effects_moments import outside
 from dualform.attend.groups import By, Grouping, Table
 from dualform.attend.queries import Captured
-from dualform.attend.sums import LayerSums, respond
+from dualform.attend.sums import LayerSums, apply_uses
 from dualform.engine.jobs import Pass, Sweep
 from dualform.engine.measures import Of, PatternMeasure
 from dualform.engine.reducers import Best, BestMembers, Everything, GroupSums, Outputs, Reducer, joined
 from dualform.engine.source import ADDRESS
 from dualform.errors import QueryError, SelectionError
+from dualform.identity.parameter_use import matrix_and_bias, takes_ids
 from dualform.store.media import Media
 from dualform.threads import in_own_dtype
 
@@ -57,8 +58,8 @@ class LayerSpotlight:
         self._table = table
         self._entry = table.run.layer(layer)
         self._dtype = torch.float64 if self._entry.dtype == "float64" else torch.float32
-        integer = "rows" in self._entry.parameters
-        self.queries = queries.rows.to(torch.int64 if integer else self._dtype)  # (Q, d_in)
+        ids = takes_ids(self._entry.uses)
+        self.queries = queries.rows.to(torch.int64 if ids else self._dtype)  # (Q, d_in)
         self._chunk_size = chunk_size
         like = torch.empty(0, dtype=self._dtype, device=self.queries.device)
         self._sums = LayerSums(table, cache, layer, like)
@@ -194,13 +195,13 @@ class LayerSpotlight:
         if self.count():
             total = total + self._contribution_totals(None)[:, 0]
         if elsewhere := self._sums.elsewhere():
-            total = total + respond(elsewhere, self.queries)
+            total = total + apply_uses(elsewhere, self.queries)
         return total.to(self._dtype).reshape(*self.leading, -1)
 
     @in_own_dtype
     def start(self) -> Tensor:
         """Return what the start alone gives, (Q, d_out); with Muon, start and rounding: all that is no pattern's."""
-        return respond(self._sums.starts(), self.queries).to(self._dtype)
+        return apply_uses(self._sums.starts(), self.queries).to(self._dtype)
 
     # How ----------------------------------------------------------------------------------------------------------
 
@@ -291,12 +292,12 @@ class LayerSpotlight:
         d_in, d_out = self._entry.d_in, self._entry.d_out
         self._affordable(8 * len(self) * groups * d_out, "totals of contributions")
         size = sum(math.prod(shape) for shape in self._sums.shapes.values())
-        plain = not self._sums.replayed and self._sums.shapes.keys() <= {"weight", "bias"}
+        plain = not self._sums.replayed and matrix_and_bias(self._entry.uses) is not None
         if not plain:
             self._affordable(16 * groups * size, "totals of contributions by so many groups")
         if not plain or (len(self) * (d_in + d_out) >= d_in * d_out and 8 * groups * size <= SHARES):
             shares = self._sums.shares(grouping)
-            each = [respond({role: share[g] for role, share in shares.items()}, self.queries) for g in range(groups)]
+            each = [apply_uses({use: s[g] for use, s in shares.items()}, self.queries) for g in range(groups)]
             return torch.stack(each, dim=1)
         return self._reduce(self._contribution(None), grouping, Outputs(groups, d_out), most_queries=1024)
 

@@ -20,7 +20,7 @@ from dualform.engine.reading import kept_by_part
 from dualform.engine.reducers import GroupShares, KeySums
 from dualform.engine.replay import Replayed, replay, replayed_parameters
 from dualform.engine.source import PatternSource
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +48,40 @@ class LayerSums:
         return self.cache.get(("key sums", *self._view(), grouping.parts), compute)["sums"].to(self.like.device)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each of the layer's parameters, by role."""
+    def shapes(self) -> dict[ParameterUse, tuple[int, ...]]:
+        """The shape of each of the layer's parameters, by use."""
         return self.shapes_of(self.table.run, self.layer)
 
     @staticmethod
-    def shapes_of(run: PatternSource, layer: str) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each of a layer's parameters, by role."""
-        return {role: run.description.parameters[p].shape for role, p in run.layer(layer).parameters.items()}
+    def shapes_of(run: PatternSource, layer: str) -> dict[ParameterUse, tuple[int, ...]]:
+        """Return the shape of each of a layer's parameters, by use."""
+        return {use: run.description.parameters[use.parameter].shape for use in run.layer(layer).uses}
 
-    def shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
-        """Return each group's share of each parameter, role -> (G, *shape)."""
+    def shares(self, grouping: Grouping | None) -> dict[ParameterUse, Tensor]:
+        """Return each group's share of each parameter, use -> (G, *shape)."""
         self.table.run.require_values(self.layer)
         parts = None if grouping is None else grouping.parts
         found = self.cache.get(("group shares", *self._view(), parts), lambda: self.compute_shares(grouping))
-        return {role: share.to(self.like.device) for role, share in found.items()}
+        return {use: found[use.name].to(self.like.device) for use in self.table.run.layer(self.layer).uses}
 
     def compute_shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
-        """Compute `shares`, whether or not they are cached, by one pass."""
+        """Compute `shares`, whether or not they are cached, by one pass; by the name of the use."""
         entry = self.table.run.require_values(self.layer)
         groups = 1 if grouping is None else len(grouping.labels)
         reducer = GroupShares(groups, self.shapes)
         if all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
-            found = reducer.new(self.like)
+            by_use = reducer.new(self.like)
         else:
             job = Pass(self.layer, self.table, reducer, self.like, groups=grouping, values=True)
-            found = self.table.answer(job)
+            by_use = self.table.answer(job)
+        found = {use.name: share for use, share in by_use.items()}
         if self.replayed:
             replayed = self._replay(grouping, groups=groups)
-            found |= {role: replayed[name].shares for role, name in entry.parameters.items() if name in replayed}
+            found |= {name: replayed[p].shares for name, p in entry.parameters.items() if p in replayed}
         return found
 
-    def starts(self) -> dict[str, Tensor]:
-        """Return what no pattern adds to weight and bias, by role: what is left of the start (and Muon's rounding)."""
+    def starts(self) -> dict[ParameterUse, Tensor]:
+        """Return each parameter's part that no pattern added, by use: the rest of the start, and Muon's rounding."""
         run, horizon = self.table.run, self.table.horizon
         entry = run.require_values(self.layer)
 
@@ -88,26 +89,27 @@ class LayerSums:
             return {name: found.fixed for name, found in self._replay(None, groups=0).items()}
 
         replayed = self.cache.get(("starts", self.layer, horizon), compute) if self.replayed else {}
-        return {
-            role: (replayed[name] if name in replayed else rebuild.start(run, name, horizon=horizon)).to(
-                self.like.device
-            )
-            for role, name in entry.parameters.items()
-        }
+        found = {}
+        for use in entry.uses:
+            start = replayed.get(use.parameter)
+            start = rebuild.start(run, use.parameter, horizon=horizon) if start is None else start
+            found[use] = start.to(self.like.device)
+        return found
 
-    def elsewhere(self) -> dict[str, Tensor]:
-        """Return what patterns of other layers add to parameters that they share with this one, by role."""
+    def elsewhere(self) -> dict[ParameterUse, Tensor]:
+        """Return what patterns of other layers add to the parameters that they share with this one, by use."""
         run = self.table.run
-        mine = {name: role for role, name in run.layer(self.layer).parameters.items()}
-        others = [n for n, e in run.layers.items() if n != self.layer and set(e.parameters.values()) & set(mine)]
+        mine = run.layer(self.layer)
+        names = set(mine.parameters.values())
+        others = [n for n, e in run.layers.items() if n != self.layer and set(e.parameters.values()) & names]
         if not others:
             return {}
         everywhere = rebuild.parts(run, self.table, self.table.executor, layers=[self.layer, *others])
         here = self.shares(None)
         return {
-            role: everywhere[name].share.to(self.like.device) - here[role][0]
-            for name, role in mine.items()
-            if any(name in run.layer(other).parameters.values() for other in others)
+            use: everywhere[use.parameter].share.to(self.like.device) - here[use][0]
+            for use in mine.uses
+            if any(use.parameter in run.layer(other).parameters.values() for other in others)
         }
 
     def _view(self) -> tuple[Any, ...]:
@@ -132,8 +134,8 @@ class LayerSums:
         )
 
 
-def respond(parts: Mapping[str, Tensor], queries: Tensor) -> Tensor:
-    """Return what parts of a layer's parameters, by role, give together, (Q, d_out), in float64."""
+def apply_uses(parts: Mapping[ParameterUse, Tensor], queries: Tensor) -> Tensor:
+    """Return the output for each query of a layer with these parts of its parameters, (Q, d_out), in float64."""
     wide = queries.double() if queries.is_floating_point() else queries
-    found = [form(role).respond(part.double(), wide) for role, part in parts.items()]
+    found = [use.parameter_map.apply(part.double(), wide) for use, part in parts.items()]
     return torch.stack(found).sum(dim=0)

@@ -21,6 +21,7 @@ from dualform.engine.jobs import Pass
 from dualform.engine.measures import PatternMeasure
 from dualform.engine.reducers import GroupSums, Places, PlaceState, Reducer
 from dualform.errors import QueryError, UnknownLayerError
+from dualform.identity.parameter_use import takes_ids
 from dualform.store.corpus import Corpus
 from dualform.store.corpus_fit import PLACE
 from dualform.store.format import LayerEntry
@@ -136,7 +137,7 @@ def place_totals(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> T
 
 
 def _attend(table: Table, layer: str, queries: Tensor, corpus: Corpus, reducer: Reducer[Any, R]) -> R:
-    rows = queries if "rows" in table.run.layer(layer).parameters else queries.float()
+    rows = queries if takes_ids(table.run.layer(layer).uses) else queries.float()
     groups = NumberedGroups(table, layer, _places(table, corpus))
     like = rows if rows.is_floating_point() else torch.empty(0, device=rows.device)
     return table.answer(Pass(layer, table, reducer, like, rows, PatternMeasure("attention"), groups=groups))

@@ -19,6 +19,7 @@ from dualform.attend.groups import Bins, Condition, Table
 from dualform.attend.removal import Removal, uncovered
 from dualform.attend.sums import LayerSums
 from dualform.engine import rebuild
+from dualform.identity.parameter_use import ParameterUse
 
 MOST_BINS = 60
 
@@ -56,11 +57,11 @@ def make_plan(table: Table, by: Sequence[str | Bins], *, budget: int) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """One layer's shares: `labels[c]` is the group and the first step of the bin of `shares[role][c]`."""
+    """One layer's shares: `labels[c]` is the group and the first step of the bin of `shares[name][c]`."""
 
     labels: tuple[tuple[Any, int], ...]
-    shares: Mapping[str, Tensor]  # role -> (C, *shape) float32
-    groups: Mapping[str, Tensor]  # role -> (G, *shape), summed over the bins
+    shares: Mapping[str, Tensor]  # name of a parameter's use -> (C, *shape) float32
+    groups: Mapping[str, Tensor]  # name of a parameter's use -> (G, *shape), summed over the bins
     places: Mapping[Any, int]  # group -> its place in `groups`
 
 
@@ -80,12 +81,12 @@ class GroupWeights:
             self.ready = True
         return self
 
-    def shares(self, layer: str) -> tuple[tuple[Any, ...], dict[str, Tensor]] | None:
-        """Return the groups of a layer and their shares by role, (G, *shape), if they are kept."""
+    def shares(self, layer: str) -> tuple[tuple[Any, ...], dict[ParameterUse, Tensor]] | None:
+        """Return the groups of a layer and their shares of each parameter, (G, *shape), if they are kept."""
         if not self.ready or layer not in self._cells:
             return None
         cells = self._cells[layer]
-        return tuple(cells.places), dict(cells.groups)
+        return tuple(cells.places), {use: cells.groups[use.name] for use in self._table.run.layer(layer).uses}
 
     def rebuilt(self) -> dict[str, rebuild.Parts]:
         """Return every parameter as start plus all kept shares, in float64."""
@@ -93,8 +94,8 @@ class GroupWeights:
         parameters = run.description.parameters
         total = {name: torch.zeros(parameters[name].shape, dtype=torch.float64) for name in run.exact_parameters()}
         for layer, cells in self._cells.items():
-            for role, name in run.layer(layer).parameters.items():
-                total[name] += cells.groups[role].double().sum(dim=0)
+            for use in run.layer(layer).uses:
+                total[use.parameter] += cells.groups[use.name].double().sum(dim=0)
         return {name: rebuild.Parts(self._starts[name], share) for name, share in total.items()}
 
     def covered(self, removal: Removal) -> tuple[set[Any], list[int], tuple[Condition, ...]]:
@@ -124,8 +125,8 @@ class GroupWeights:
         total = {name: torch.zeros(parameters[name].shape) for name in run.exact_parameters()}
         if groups or bins:
             for layer, cells in self._cells.items():
-                for role, name in run.layer(layer).parameters.items():
-                    _add(total[name], cells, role, groups, set(bins))
+                for use in run.layer(layer).uses:
+                    _add(total[use.parameter], cells, use.name, groups, set(bins))
         if rest:
             view = self._table.narrowed(rest)
             for name, part in rebuild.parts(run, view, view.executor).items():
@@ -172,7 +173,7 @@ class GroupWeights:
         for layer, entry in run.layers.items():
             if entry.store != "keys":
                 starts = LayerSums(self._table, self._cache, layer, like).starts()
-                found |= {entry.parameters[role]: start for role, start in starts.items()}
+                found |= {use.parameter: start for use, start in starts.items()}
         return found
 
     @cached_property
@@ -185,15 +186,15 @@ class GroupWeights:
         grouping = self._table.group(layer, [*self.plan.by, Bins("step", self.plan.width)])
         shares = self._cache.get(
             ("group weights", layer, self._table.conditions, self._table.horizon, grouping.parts),
-            lambda: {role: share.float() for role, share in sums.compute_shares(grouping).items()},
+            lambda: {name: share.float() for name, share in sums.compute_shares(grouping).items()},
             budget=self.plan.budget,
         )
         labels = tuple((label[0] if len(label) == 2 else label[:-1], int(label[-1])) for label in grouping.labels)
         places = {group: i for i, group in enumerate(dict.fromkeys(group for group, _ in labels))}
         codes = torch.tensor([places[group] for group, _ in labels], dtype=torch.int64)
         groups = {
-            role: torch.zeros(len(places), *share.shape[1:]).index_add_(0, codes, share)
-            for role, share in shares.items()
+            name: torch.zeros(len(places), *share.shape[1:]).index_add_(0, codes, share)
+            for name, share in shares.items()
         }
         return _Cells(labels, shares, groups, places)
 
@@ -208,12 +209,12 @@ def _selected(removal: Removal) -> tuple[Condition, ...]:
     return (Condition(None, ((str(removal.by[0]), removal.groups),)) if plain else Condition(removal.sql()),)
 
 
-def _add(total: Tensor, cells: _Cells, role: str, groups: set[Any], bins: set[int]) -> None:
-    """Add the shares of whole groups, and of whole bins of the others."""
+def _add(total: Tensor, cells: _Cells, name: str, groups: set[Any], bins: set[int]) -> None:
+    """Add a parameter's shares of whole groups, and of whole bins of the others; `name` is that of the use."""
     for group in groups:
         if group in cells.places:
-            total += cells.groups[role][cells.places[group]]
+            total += cells.groups[name][cells.places[group]]
     if bins:
         for c, (group, first) in enumerate(cells.labels):
             if first in bins and group not in groups:
-                total += cells.shares[role][c]
+                total += cells.shares[name][c]

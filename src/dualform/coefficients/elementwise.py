@@ -38,7 +38,7 @@ from dualform.coefficients.replayed import (
     near,
     replays,
 )
-from dualform.forms import Form
+from dualform.identity.parameter_maps import ParameterMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,11 @@ class Entrywise(Multiplier):
         """Return it on the device and in the dtype of a tensor."""
         return Entrywise(self.matrix.to(like))
 
-    def contribute(self, form: Form, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor) -> Tensor:
+    def contribute(
+        self, parameter_map: ParameterMap, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor
+    ) -> Tensor:
         """Return e_o · x · (A_s[o] ⊙ q), for a matrix."""
-        return form.meet(queries, keys, units, self.matrix) * values[:, units].T
+        return parameter_map.unit_factors(queries, keys, units, self.matrix) * values[:, units].T
 
 
 class ElementwiseBackward(Backward[Linear]):

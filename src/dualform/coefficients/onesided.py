@@ -40,7 +40,7 @@ from dualform.coefficients.replayed import (
     near,
     replays,
 )
-from dualform.forms import Form
+from dualform.identity.parameter_maps import ParameterMap
 
 UNIT = 2.0**-9  # half an ulp of 1 in bfloat16
 
@@ -81,9 +81,11 @@ class OneSided(Multiplier):
         """Return it on the device and in the dtype of a tensor."""
         return OneSided(self.matrix.to(like), self.shape)
 
-    def contribute(self, form: Form, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor) -> Tensor:
+    def contribute(
+        self, parameter_map: ParameterMap, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor
+    ) -> Tensor:
         """Return (K_s e)_o (x · q), or e_o (x · K_s q), for a linear layer."""
-        return form.through(queries, keys, values, units, self.matrix, self.shape)
+        return parameter_map.unit_contributions(queries, keys, values, units, self.matrix, self.shape)
 
 
 class OneSidedBackward(Backward[Sided]):

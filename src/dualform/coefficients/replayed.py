@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.forms import Form
+from dualform.identity.parameter_maps import ParameterMap
 
 State = Mapping[str, Any]
 Settings = Mapping[str, Any]
@@ -50,11 +50,13 @@ class Multiplier(ABC):
         """Return it on the device and in the dtype of a tensor."""
 
     @abstractmethod
-    def contribute(self, form: Form, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor) -> Tensor:
+    def contribute(
+        self, parameter_map: ParameterMap, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor
+    ) -> Tensor:
         """Return what each pattern adds to one output unit of each query, (Q, T).
 
         Args:
-            form: how the parameter is made of patterns.
+            parameter_map: how the parameter is made of patterns.
             queries: (Q, d_in)
             keys: (T, d_in)
             values: (T, d_out)

@@ -8,6 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualform.identity.parameter_use import ParameterUse
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -24,7 +26,7 @@ class Block:
     patterns: npt.NDArray[np.int64]
     keys: Tensor
     values: Tensor | None = None
-    coefficients: Mapping[str, Tensor] = field(default_factory=dict)
+    coefficients: Mapping[ParameterUse, Tensor] = field(default_factory=dict)
     scales: Tensor | None = None
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dualform.algebra import attend, scale
 from dualform.engine.block import Block
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse, matrix_and_bias
 
 Of = Literal["attention", "magnitude", "contribution", "effect"]
 
@@ -38,7 +38,7 @@ class PatternMeasure:
 
     of: Of
     units: Tensor | None = None
-    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    shapes: Mapping[ParameterUse, Sequence[int]] = field(default_factory=dict)
 
     @property
     def needs_values(self) -> bool:
@@ -56,13 +56,15 @@ class PatternMeasure:
 
     def _contribution(self, queries: Tensor, block: Block) -> Tensor:
         assert block.values is not None, "contributions need values"
-        if block.coefficients.keys() <= {"weight", "bias"}:
-            weight = block.coefficients.get("weight", torch.zeros_like(block.keys[:, 0]))
-            scaled = scale(attend(queries, block.keys), weight, block.coefficients.get("bias"))
+        plain = matrix_and_bias(block.coefficients)
+        if plain is not None:
+            of_matrix, of_bias = (None if use is None else block.coefficients[use] for use in plain)
+            of_matrix = torch.zeros_like(block.keys[:, 0]) if of_matrix is None else of_matrix
+            scaled = scale(attend(queries, block.keys), of_matrix, of_bias)
             return scaled if self.units is None else scaled * block.values[:, self.units].T
         assert self.units is not None, "only a linear layer's values are multiplied by one number"
         total = torch.zeros(len(queries), len(block.keys), dtype=block.values.dtype, device=queries.device)
-        for role, coefficients in block.coefficients.items():
-            ones = torch.ones(self.shapes[role], dtype=block.values.dtype, device=queries.device)
-            total += form(role).meet(queries, block.keys, self.units, ones) * coefficients
+        for use, coefficients in block.coefficients.items():
+            ones = torch.ones(self.shapes[use], dtype=block.values.dtype, device=queries.device)
+            total += use.parameter_map.unit_factors(queries, block.keys, self.units, ones) * coefficients
         return total * block.values[:, self.units].T

@@ -149,9 +149,9 @@ class BlockReader:
         self._layer = layer
         self._values = values
         self._coefficients = {
-            role: source.coefficients(parameter, horizon, of)
-            for role, parameter in entry.parameters.items()
-            if values and not source.is_replayed(parameter)
+            use: source.coefficients(use.parameter, horizon, of)
+            for use in entry.uses
+            if values and not source.is_replayed(use.parameter)
         }
         self._device = device
         self._dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
@@ -169,8 +169,8 @@ class BlockReader:
             at = np.searchsorted(np.cumsum(calls["rows"] * calls["positions"]), rows, side="right")
             step, micro = calls["step"][at], calls["micro"][at]
             coefficients = {
-                role: torch.from_numpy(found.step[step] * factors[step, micro]).to(self._device, dtype)
-                for role, (found, factors) in self._coefficients.items()
+                use: torch.from_numpy(found.step[step] * factors[step, micro]).to(self._device, dtype)
+                for use, (found, factors) in self._coefficients.items()
             }
         return Block(
             patterns=rows + wanted.count_before,

@@ -19,6 +19,7 @@ from dualform.engine.reading import keep_all
 from dualform.engine.reducers import GroupShares
 from dualform.engine.replay import Rounding, kept, replay, replayed_parameters
 from dualform.engine.source import PatternSource
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.sinks import RESIDUAL
 
 
@@ -85,19 +86,19 @@ def shares(
 ) -> dict[str, Tensor]:
     """Return the kept patterns' share of each parameter that has coefficients (or of its buffer), in float64."""
     total: dict[str, Tensor] = {}
-    jobs: list[Pass[dict[str, Tensor]]] = []
+    jobs: list[Pass[dict[ParameterUse, Tensor]]] = []
     for layer in layers:
         entry = source.require_values(layer)
-        names = {role: name for role, name in entry.parameters.items() if not source.is_replayed(name)}
-        shapes = {role: source.description.parameters[name].shape for role, name in names.items()}
-        for role, name in names.items():
-            total.setdefault(name, torch.zeros(shapes[role], dtype=torch.float64))
-        if names:
+        uses = [use for use in entry.uses if not source.is_replayed(use.parameter)]
+        shapes = {use: source.description.parameters[use.parameter].shape for use in uses}
+        for use, shape in shapes.items():
+            total.setdefault(use.parameter, torch.zeros(shape, dtype=torch.float64))
+        if uses:
             like = torch.empty(0, dtype=_dtype(entry))
             jobs.append(Pass(layer, view, GroupShares(1, shapes), like, values=True, coefficients_of=of))
-    for job, found in zip(jobs, executor.run(source, jobs), strict=True):
-        for role, share in found.items():
-            total[source.layer(job.layer).parameters[role]] += share[0]
+    for found in executor.run(source, jobs):
+        for use, share in found.items():
+            total[use.parameter] += share[0]
     return total
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dualform.engine.block import Block
-from dualform.forms import form
+from dualform.identity.parameter_maps import ParameterMap
+from dualform.identity.parameter_use import ParameterUse
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -226,42 +227,47 @@ class KeySums(Sums):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupShares(Reducer[dict[str, Tensor], dict[str, Tensor]]):
+class GroupShares(Reducer[dict[ParameterUse, Tensor], dict[ParameterUse, Tensor]]):
     """Each group's share of each of a layer's parameters, by use, (G, *shape) in float64."""
 
     groups: int
-    shapes: Mapping[str, Sequence[int]]  # by use
+    shapes: Mapping[ParameterUse, Sequence[int]]  # by use
     needs_all_threads = True
 
-    def new(self, like: Tensor) -> dict[str, Tensor]:
+    def new(self, like: Tensor) -> dict[ParameterUse, Tensor]:
         """Return zeros."""
         return {
             use: torch.zeros(self.groups, *shape, dtype=torch.float64, device=like.device)
             for use, shape in self.shapes.items()
         }
 
-    def add(self, state: dict[str, Tensor], block: Block, measures: Tensor, groups_of: Tensor) -> dict[str, Tensor]:
+    def add(
+        self, state: dict[ParameterUse, Tensor], block: Block, measures: Tensor, groups_of: Tensor
+    ) -> dict[ParameterUse, Tensor]:
         """Add a block's gradients, times their coefficients, by group."""
         assert block.values is not None, "shares need values"
         for group, members in each_group(groups_of):
             values, keys = block.values[members], block.keys[members]
             for use, coefficients in block.coefficients.items():
-                share = state[use][group]
-                share += form(use).gradient(scaled_values(values, coefficients[members], use), keys, share.shape)
+                share, parameter_map = state[use][group], use.parameter_map
+                scaled = scaled_values(values, coefficients[members], parameter_map)
+                share += parameter_map.gradient(scaled, keys, share.shape)
         return state
 
-    def merge(self, first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
+    def merge(
+        self, first: dict[ParameterUse, Tensor], second: dict[ParameterUse, Tensor]
+    ) -> dict[ParameterUse, Tensor]:
         """Add the shares."""
         return {use: first[use].add_(share) for use, share in second.items()}
 
-    def result(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def result(self, state: dict[ParameterUse, Tensor]) -> dict[ParameterUse, Tensor]:
         """Return the shares by use."""
         return state
 
 
-def scaled_values(values: Tensor, coefficients: Tensor, use: str) -> Tensor:
+def scaled_values(values: Tensor, coefficients: Tensor, parameter_map: ParameterMap) -> Tensor:
     """Return values (T, d_out) times coefficients (T,); a bias's in float64, since they nearly cancel in its sum."""
-    if use.startswith("bias"):
+    if parameter_map.is_bias:
         values, coefficients = values.double(), coefficients.double()
     return values * coefficients[:, None]
 

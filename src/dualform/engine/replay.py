@@ -25,7 +25,7 @@ from dualform.engine.addresses import Calls
 from dualform.engine.description import LayerEntry
 from dualform.engine.reading import Mask, decode, keep_all
 from dualform.engine.source import PatternPart, PatternSource, Rows, find_part
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse
 from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
 from dualform.record.layouts import bias_gradient, laid_out
@@ -93,23 +93,23 @@ class _Call:
     key_dtype: torch.dtype  # what its keys are stored in
     value_dtype: torch.dtype
 
-    def gradient(self, role: str, shape: Sequence[int]) -> Tensor:
+    def gradient(self, use: ParameterUse, shape: Sequence[int]) -> Tensor:
         """Return its gradient of a parameter, summed as autograd summed it.
 
         A bias sums errors in the order in which they lie in memory. Where its true gradient is zero, as that of a key
         projection's bias, rounding is all there is of it, and Adam makes much of that.
         """
-        if role.startswith("bias") and self.layout is not None:
-            return bias_gradient(role, laid_out(self.values, self.layout), shape)
-        return form(role).gradient(self.values, self.keys, shape)
+        if use.parameter_map.is_bias and self.layout is not None:
+            return bias_gradient(use.parameter_map, laid_out(self.values, self.layout), shape)
+        return use.parameter_map.gradient(self.values, self.keys, shape)
 
-    def rounding(self, role: str, shape: Sequence[int]) -> Tensor:
+    def rounding(self, use: ParameterUse, shape: Sequence[int]) -> Tensor:
         """Return how far each element of the call's gradient may be from the one that autograd found, in float64.
 
         Two things are rounded: the sum over patterns, which in another order is off by up to half a unit in the last
         place of sum |value| |key|; and, at random, each key and value that is stored in a coarser dtype.
         """
-        joined = form(role)
+        joined = use.parameter_map
         values, keys = self.values.double(), self.keys
         squares = keys  # integer keys are places, not numbers
         if keys.is_floating_point():
@@ -119,15 +119,15 @@ class _Call:
         stored = torch.zeros_like(found)
         if self.value_dtype != self.values.dtype:
             stored += joined.gradient(_lost(values, self.value_dtype).square(), squares, shape)
-        if self.key_dtype != self.keys.dtype and not joined.constant_key:
+        if self.key_dtype != self.keys.dtype and joined.multiplies_keys:
             stored += joined.gradient(values.square(), _lost(keys, self.key_dtype).square(), shape)
         return found + stored.sqrt()
 
-    def exact(self, role: str, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
+    def exact(self, use: ParameterUse, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
         """Return the gradient that (some of) the patterns give one of the layer's parameters, in float64."""
         keys = self.keys[rows]
         keys = keys.double() if keys.is_floating_point() else keys
-        return form(role).gradient(self.values[rows].double(), keys, shape)
+        return use.parameter_map.gradient(self.values[rows].double(), keys, shape)
 
 
 def replayed_parameters(run: PatternSource, layers: Collection[str]) -> tuple[str, ...]:
@@ -177,7 +177,9 @@ def replay(
     return {name: parameter.result() for name, parameter in parameters.items()}
 
 
-def multipliers(run: PatternSource, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, Multiplier]]]:
+def multipliers(
+    run: PatternSource, layer: str, *, horizon: int
+) -> Iterator[tuple[int, dict[ParameterUse, Multiplier]]]:
     """Yield, for each step from the last to the first, what multiplies its gradients in each of a layer's parameters.
 
     A multiplier depends on all later steps, so it is found backward, from segments of about sqrt(S) steps that are
@@ -206,8 +208,8 @@ def multipliers(run: PatternSource, layer: str, *, horizon: int) -> Iterator[tup
             maps.append({name: linear for name, linear in found.items() if linear is not None})
         for step in reversed(range(segment * length, segment * length + len(maps))):
             by_name = {name: backward[name].step(linear) for name, linear in maps.pop().items()}
-            roles = run.layer(layer).parameters.items()
-            yield step, {role: by_name[name] for role, name in roles if name in by_name}
+            uses = run.layer(layer).uses
+            yield step, {use: by_name[use.parameter] for use in uses if use.parameter in by_name}
 
 
 def maps(run: PatternSource, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, tuple[Map, Tensor, float]]]]:
@@ -312,8 +314,8 @@ class _Parameter:
         if step not in self._at:
             return None
         # Autograd reaches the last call first, and sums in the order in which it reaches them.
-        backward = [(call, role, name) for call in reversed(calls) for role, name in call.entry.parameters.items()]
-        mine = [(call, role) for call, role, name in backward if name == self._name]
+        backward = [(call, use) for call in reversed(calls) for use in call.entry.uses]
+        mine = [(call, use) for call, use in backward if use.parameter == self._name]
         micros = [m for m in sorted({call.micro for call, _ in mine}) if self._factors[step, m] != 0.0]
         gradient, parts, exact = self._gradients(mine, {m: float(self._factors[step, m]) for m in micros})
         row = self._row(step)
@@ -342,7 +344,7 @@ class _Parameter:
         return linear
 
     def _gradients(
-        self, mine: list[tuple[_Call, str]], factors: Mapping[int, float]
+        self, mine: list[tuple[_Call, ParameterUse]], factors: Mapping[int, float]
     ) -> tuple[Tensor, list[Tensor | None], Tensor]:
         """Return the step's gradient as autograd summed it, each group's part, and the exact sum, both in float64."""
         zero = torch.zeros_like(self.replay.parameter)
@@ -353,14 +355,14 @@ class _Parameter:
         total: Tensor | None = None
         for micro, factor in factors.items():
             backward: Tensor | None = None
-            for call, role in [(c, r) for c, r in mine if c.micro == micro]:
-                one = call.gradient(role, zero.shape)
+            for call, use in [(c, u) for c, u in mine if c.micro == micro]:
+                one = call.gradient(use, zero.shape)
                 backward = one if backward is None else backward + one
                 if self._rounding is not None:
-                    one = call.exact(role, zero.shape)
+                    one = call.exact(use, zero.shape)
                     exact = exact + one * factor
                 if parts:
-                    self._part(parts, role, call, one, factor)
+                    self._part(parts, use, call, one, factor)
             if backward is not None:
                 scaled = backward if common is not None or factor == 1.0 else backward * factor
                 total = scaled if total is None else total + scaled
@@ -368,11 +370,13 @@ class _Parameter:
             total = total * common
         return (zero if total is None else total.reshape(zero.shape)), parts, exact
 
-    def _doubt(self, mine: list[tuple[_Call, str]], factors: npt.NDArray[np.float64], residual: float) -> Tensor:
+    def _doubt(
+        self, mine: list[tuple[_Call, ParameterUse]], factors: npt.NDArray[np.float64], residual: float
+    ) -> Tensor:
         """Return how far each element of a step's gradient may be from the one that autograd found, at random.
 
         Args:
-            mine: the calls that reach this parameter, each with the role in which it does.
+            mine: the calls that reach this parameter, each with its use of the parameter.
             factors: what the gradient of each backward was multiplied with.
             residual: how far the gradient was from its patterns' sum, where autocast rounded it. The rounding of
                 each call's gradient is relative to that gradient, element by element.
@@ -380,17 +384,17 @@ class _Parameter:
         shape = self.replay.parameter.shape
         rounding = torch.zeros(shape, dtype=torch.float64)
         coarse = torch.zeros(shape, dtype=torch.float64)
-        for call, role in mine:
+        for call, use in mine:
             factor = abs(float(factors[call.micro]))
             if factor:
-                rounding += factor * call.rounding(role, shape).reshape(shape)
+                rounding += factor * call.rounding(use, shape).reshape(shape)
                 if residual:
-                    coarse += factor * call.gradient(role, shape).double().reshape(shape).abs()
+                    coarse += factor * call.gradient(use, shape).double().reshape(shape).abs()
         if residual and (size := float(coarse.norm())):
             rounding += residual / size * coarse
         return rounding
 
-    def _part(self, parts: list[Tensor | None], role: str, call: _Call, whole: Tensor, factor: float) -> None:
+    def _part(self, parts: list[Tensor | None], use: ParameterUse, call: _Call, whole: Tensor, factor: float) -> None:
         """Add a call's gradient to its groups'."""
         if call.codes is None:
             members: list[tuple[int, Tensor]] = [(0, whole)]
@@ -403,9 +407,9 @@ class _Parameter:
                 for code in present:
                     rows = call.codes == code
                     if self._rounding is None:
-                        part = form(role).gradient(call.values[rows], call.keys[rows], whole.shape)
+                        part = use.parameter_map.gradient(call.values[rows], call.keys[rows], whole.shape)
                     else:
-                        part = call.exact(role, whole.shape, rows)
+                        part = call.exact(use, whole.shape, rows)
                     members.append((code, part))
         for code, gradient in members:
             scaled = gradient.double().reshape(self.replay.parameter.shape) * factor
@@ -500,9 +504,7 @@ class _Reader:
     def _of(self, layer: str, step: int) -> Iterator[_Call]:
         table, keys, values, groups = self._sources[layer]
         entry = self._run.layer(layer)
-        dtype: torch.dtype = getattr(
-            torch, self._run.description.parameters[next(iter(entry.parameters.values()))].dtype
-        )
+        dtype: torch.dtype = getattr(torch, self._run.description.parameters[entry.uses[0].parameter].dtype)
         for i in range(*np.searchsorted(table["step"], [step, step + 1]).tolist()):
             at = slice(int(table["offset"][i]), int(table["offset"][i] + table["rows"][i] * table["positions"][i]))
             yield _Call(

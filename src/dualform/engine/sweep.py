@@ -23,7 +23,7 @@ from dualform.engine.reading import PatternRange, kept_by_part, read_rows
 from dualform.engine.reducers import one_group
 from dualform.engine.replay import multipliers
 from dualform.engine.source import PatternSource
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class _Step:
 
     wanted: PatternRange
     block: Block
-    multipliers: dict[str, Multiplier]  # by use
-    factors: dict[str, Tensor]  # use -> (n,)
+    multipliers: dict[ParameterUse, Multiplier]
+    factors: dict[ParameterUse, Tensor]  # (n,) each
 
 
 def run_sweep(source: PatternSource, job: Sweep[Any]) -> Any:
@@ -61,8 +61,8 @@ def _contribution(step: _Step, queries: Tensor, units: Tensor) -> Tensor:
     assert step.block.values is not None, "values were asked for"
     keys, values = step.block.keys, step.block.values
     total = torch.zeros(len(queries), len(keys), dtype=values.dtype, device=queries.device)
-    for role, multiplier in step.multipliers.items():
-        total += multiplier.contribute(form(role), queries, keys, values, units) * step.factors[role]
+    for use, multiplier in step.multipliers.items():
+        total += multiplier.contribute(use.parameter_map, queries, keys, values, units) * step.factors[use]
     return total
 
 
@@ -70,20 +70,20 @@ def _steps(source: PatternSource, job: Sweep[Any]) -> Iterator[_Step]:
     like, horizon, layer = job.like, job.view.horizon, job.layer
     entry = source.require_values(layer)
     scalar = {
-        role: source.coefficients(p, horizon)[0].step
-        for role, p in entry.parameters.items()
-        if not source.is_replayed(p)
+        use: source.coefficients(use.parameter, horizon)[0].step
+        for use in entry.uses
+        if not source.is_replayed(use.parameter)
     }
-    factors = {role: source.facts(parameter)[1] for role, parameter in entry.parameters.items()}
+    factors = {use: source.facts(use.parameter)[1] for use in entry.uses}
     places = _places(source, job)
     for step, found in multipliers(source, layer, horizon=horizon):
         if step not in places:
             continue
         wanted, micros = places[step]
-        by_role = {role: multiplier.to(like) for role, multiplier in found.items()}
-        for role, coefficients in scalar.items():
-            shape = source.description.parameters[entry.parameters[role]].shape
-            by_role[role] = Entrywise(torch.full(shape, float(coefficients[step]), dtype=torch.float64)).to(like)
+        by_use = {use: multiplier.to(like) for use, multiplier in found.items()}
+        for use, coefficients in scalar.items():
+            shape = source.description.parameters[use.parameter].shape
+            by_use[use] = Entrywise(torch.full(shape, float(coefficients[step]), dtype=torch.float64)).to(like)
         assert wanted.part is not None, "a step lies in a part"
         block = Block(
             patterns=wanted.rows + wanted.count_before,
@@ -93,8 +93,8 @@ def _steps(source: PatternSource, job: Sweep[Any]) -> Iterator[_Step]:
         yield _Step(
             wanted,
             block,
-            by_role,
-            {role: torch.from_numpy(each[step, micros]).to(like) for role, each in factors.items()},
+            by_use,
+            {use: torch.from_numpy(each[step, micros]).to(like) for use, each in factors.items()},
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualform.identity.parameter_use import takes_ids
 from dualform.modes import evaluating
 from dualform.record.hooks import capture
 from dualform.record.processes import refuse_wrapped
@@ -56,7 +57,7 @@ def estimate(
         trained = next(iter(layer.parameters.values()))[1].dtype
         what: What = "keys" if layer.keys_only else "keys+values"
         stored = stored_dtype(dtype, layer.name) or str(trained).removeprefix("torch.")
-        size = row_bytes(layer.d_in, layer.d_out, stored, what, integer="rows" in layer.parameters)
+        size = row_bytes(layer.d_in, layer.d_out, stored, what, integer=takes_ids(layer.parameters))
         sizes[layer.name] = steps * patterns * size
     return Estimate(steps, sizes)
 

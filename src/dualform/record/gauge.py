@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.hooks import Arrival
 from dualform.record.probes import COARSE, Prediction, Probe, Size, Watching, predict, probe, projection
 from dualform.threads import one_thread
@@ -22,15 +23,15 @@ class Gauge:
         with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
             return probe(gradient, self._projection(name, parameter), size=size)
 
-    def predictions(self, arrival: Arrival) -> dict[str, Prediction]:
+    def predictions(self, arrival: Arrival) -> dict[ParameterUse, Prediction]:
         """Return what a call's patterns predict for its parameters, computed once for all of them."""
         if arrival.predictions is None:
             arrival.predictions = {}
             if arrival.values is not None and arrival.keys is not None:
                 layer = arrival.call.layer
                 watching = {
-                    role: Watching(self._projection(name, parameter), parameter.shape)
-                    for role, (name, parameter) in layer.parameters.items()
+                    use: Watching(self._projection(name, parameter), parameter.shape)
+                    for use, (name, parameter) in layer.parameters.items()
                 }
                 dtype = next(iter(layer.parameters.values()))[1].dtype
                 values = arrival.values.to(dtype)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dualform.errors import RefusedError
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.annotations import Binding
 from dualform.record.layers import Report
 from dualform.record.layouts import describe, settle
@@ -55,7 +55,7 @@ class Arrival:
     strided: Tensor | None = None  # an only error that does not lie row by row, until its layout is settled
     layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
     accumulated: bool = False
-    predictions: dict[str, Prediction] | None = None  # what its patterns predict for each parameter's probe, by role
+    predictions: dict[ParameterUse, Prediction] | None = None  # what its patterns predict for each parameter's probe
 
     @torch.no_grad()
     def copy(self, spares: Spares) -> None:
@@ -303,7 +303,7 @@ class Hooks:
         if isinstance(inputs, Tensor):
             _check_dense(layer.name, inputs)
             inputs = inputs.detach()
-            used = [p for role, (_, p) in layer.parameters.items() if not form(role).constant_key or role == "rows"]
+            used = [p for use, (_, p) in layer.parameters.items() if not use.parameter_map.is_bias]
             if not any(p.requires_grad for p in used) or torch.is_autocast_enabled(inputs.device.type):
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
         coarse = outputs[0].dtype if outputs[0].dtype != trained[0][1].dtype else None
@@ -340,7 +340,8 @@ class Hooks:
 
 def _rows_apart(call: Call, error: Tensor) -> bool:
     """Say whether a bias is trained whose order of summing is to be found: on the CPU and in full precision."""
-    trained = any(role.startswith("bias") and used.requires_grad for role, (_, used) in call.layer.parameters.items())
+    uses = call.layer.parameters.items()
+    trained = any(use.parameter_map.is_bias and used.requires_grad for use, (_, used) in uses)
     return trained and call.coarse is None and error.device.type == "cpu" and describe(error) is not None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dualform.forms import form
+from dualform.identity.parameter_maps import ParameterMap
 
 if TYPE_CHECKING:
     from dualform.record.hooks import Arrival
@@ -37,16 +37,16 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
     return lying.expand(shape)
 
 
-def bias_gradient(role: str, error: Tensor, shape: Sequence[int]) -> Tensor:
+def bias_gradient(bias_map: ParameterMap, error: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the gradient of a bias from an error (..., d_out), added up in the order in which the error lies.
 
     Args:
-        role: the role of the bias.
+        bias_map: the parameter map of the bias.
         error: (..., d_out)
         shape: the parameter's shape.
     """
     summed = error.sum(dim=tuple(range(error.dim() - 1))) if error.dim() > 1 else error  # (d_out,)
-    return form(role).gradient(summed[None], summed[None], shape)
+    return bias_map.gradient(summed[None], summed[None], shape)
 
 
 @torch.no_grad()
@@ -59,18 +59,18 @@ def settle(arrivals: Sequence["Arrival"], parameter: nn.Parameter, increment: Te
         increment: the gradient that this backward is about to add to the parameter's.
     """
     biased = [
-        (arrival, role)
+        (arrival, use.parameter_map)
         for arrival in arrivals
-        for role, (_, used) in arrival.call.layer.parameters.items()
-        if used is parameter and role.startswith("bias")
+        for use, (_, used) in arrival.call.layer.parameters.items()
+        if used is parameter and use.parameter_map.is_bias
     ]
     strided = [arrival for arrival, _ in biased if arrival.strided is not None]
     if not strided:
         return
     for errors in _readings([arrival for arrival, _ in biased]):
         total: Tensor | None = None
-        for (_, role), error in zip(biased, errors, strict=True):
-            one = bias_gradient(role, error, parameter.shape)
+        for (_, bias_map), error in zip(biased, errors, strict=True):
+            one = bias_gradient(bias_map, error, parameter.shape)
             total = one if total is None else total + one
         if total is not None and torch.equal(total, increment):
             for (arrival, _), error in zip(biased, errors, strict=True):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse
 
 Numbers = npt.NDArray[np.float64]
 Size = Literal["about", "now", "later"]
@@ -121,34 +121,35 @@ class Prediction:
     size: Callable[[], float]
 
 
-def predict(roles: Mapping[str, Watching], values: Tensor, keys: Tensor, *, rounding: float) -> dict[str, Prediction]:
-    """Return what the patterns of one call predict for each of its parameters, by role.
+def predict(
+    watched: Mapping[ParameterUse, Watching], values: Tensor, keys: Tensor, *, rounding: float
+) -> dict[ParameterUse, Prediction]:
+    """Return what the patterns of one call predict for the probe of each of the layer's parameters, by use.
 
-    All parameters share one product with the values, Eᵀ F with what each meets. Their rounding is relative to
+    All parameters share one product with the values, Eᵀ F with each one's factor F. Their rounding is relative to
     sum |e| ‖x‖, which is at most ‖E‖ ‖X‖ (or sum |e|, at most ‖E‖ sqrt(T), where the key is 1).
 
     Args:
-        roles: how each parameter is watched, by role.
+        watched: how each parameter is watched, by use.
         values: (T, d_out)
         keys: (T, d_in)
         rounding: how many times more rounding the values carry than autograd's own.
     """
-    forms = {role: form(role) for role in roles}
     keys = keys.to(values.dtype) if keys.is_floating_point() else keys
-    factors = {role: forms[role].factors(keys, watching.columns) for role, watching in roles.items()}
-    joined = [found for found in factors.values() if found is not None]
+    maps = [use.parameter_map for use in watched]
+    factors = [each.projection_factors(keys, how.columns) for each, how in zip(maps, watched.values(), strict=True)]
+    joined = [found for found in factors if found is not None]
     together = torch.cat(joined, dim=1).T @ values if joined else values[:0]  # several times faster than Eᵀ F
     products = iter(together.T.split([f.shape[1] for f in joined], dim=1) if joined else ())
     found = {}
-    for role, watching in roles.items():
-        rows = watching.shape[0]
-        if factors[role] is not None:
-            columns = forms[role].placed(next(products), rows)
+    for (use, watching), parameter_map, factor in zip(watched.items(), maps, factors, strict=True):
+        if factor is not None:
+            columns = parameter_map.place_projection(next(products), watching.shape[0])
             columns = columns[:, 0] if watching.columns is None else columns
         else:
-            gradient = forms[role].gradient(values, keys, watching.shape)
+            gradient = parameter_map.gradient(values, keys, watching.shape)
             columns = gradient if watching.columns is None else gradient.flatten(1) @ watching.columns
-        found[role] = Prediction(columns, _size(values, None if forms[role].constant_key else keys, rounding))
+        found[use] = Prediction(columns, _size(values, keys if parameter_map.multiplies_keys else None, rounding))
     return found
 
 

@@ -344,8 +344,8 @@ class Recorder:
         predicted: Tensor | None = None
         sizes, coarse, terms = [], False, 0
         for arrival in arrivals:
-            for role, prediction in self._gauge.predictions(arrival).items():
-                if arrival.call.layer.parameters[role][0] == name:
+            for use, prediction in self._gauge.predictions(arrival).items():
+                if use.parameter == name:
                     predicted = prediction.columns if predicted is None else predicted + prediction.columns
                     sizes.append(prediction.size)
                     coarse = coarse or arrival.call.coarse is not None
@@ -642,5 +642,5 @@ def _nothing() -> None:
 
 
 def _describe(layer: Watched) -> LayerStart:
-    roles = {role: name for role, (name, _) in layer.parameters.items()}
-    return LayerStart(layer.kind.name, layer.d_in, layer.d_out, roles, layer.keys_only, layer.kind.optional)
+    uses = tuple(layer.parameters)
+    return LayerStart(layer.kind.name, layer.d_in, layer.d_out, uses, layer.keys_only, layer.kind.optional)

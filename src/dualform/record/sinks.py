@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.annotations import Binding
-from dualform.record.layers import Role
 from dualform.record.media import Files
 from dualform.record.model_state import StatePart
 from dualform.record.rowcheck import RowCheck
@@ -29,7 +29,7 @@ class LayerStart:
     kind: str
     d_in: int
     d_out: int
-    parameters: Mapping[Role, str]
+    uses: tuple[ParameterUse, ...]
     keys_only: bool
     optional: bool = False  # whether it is no layer of the run when it has no patterns
 

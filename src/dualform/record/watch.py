@@ -3,6 +3,7 @@
 Reads the model only; hooks are attached elsewhere.
 """
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dualform.errors import CoverageError, RefusedError, UnknownLayerError
-from dualform.record.layers import Composite, LayerKind, Role, composites, find_composite, find_kind, kinds
+from dualform.identity.parameter_use import ParameterUse
+from dualform.record.layers import Composite, LayerKind, composites, find_composite, find_kind, kinds
 from dualform.record.saying import warn_user
 from dualform.record.unrecordable import advise, describe
 
@@ -33,7 +35,7 @@ class Watched:
     module: nn.Module
     kind: LayerKind
     keys_only: bool
-    parameters: Mapping[Role, tuple[str, nn.Parameter]]  # role -> (name in the model, parameter)
+    parameters: Mapping[ParameterUse, tuple[str, nn.Parameter]]  # use -> (name in the model, parameter)
     d_in: int
     d_out: int
     composite: Composite | None = None  # where the module computes several layers in one call
@@ -61,8 +63,8 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
             inside.update(id(child) for child in module.modules())
             own = dict(module.named_parameters())
             for part, kind in composite.parts(module).items():
-                roles = kind.roles(module)
-                if roles and all(attribute in own for attribute in roles):  # a parametrized weight is no parameter
+                uses = kind.uses(module)
+                if uses and all(use.parameter in own for use in uses):  # a parametrized weight is no parameter
                     found[".".join(filter(None, (name, part)))] = Candidate(module, kind, composite, part)
         elif id(module) not in inside and (simple := find_kind(module)) is not None:
             found[name] = Candidate(module, simple)
@@ -118,27 +120,30 @@ def watch(model: nn.Module, layers: Layers, optimizers: Sequence[Optimizer] | No
     return tuple(watched)
 
 
-def _parameters(layer: str, candidate: Candidate, names: Mapping[int, str]) -> dict[Role, tuple[str, nn.Parameter]]:
-    """Return a layer's parameters by role, each with its name in the model.
+def _parameters(
+    layer: str, candidate: Candidate, names: Mapping[int, str]
+) -> dict[ParameterUse, tuple[str, nn.Parameter]]:
+    """Return a layer's parameters by use, each with its name in the model.
 
-    A role that two of them have is refused: one would stand for both.
+    Two uses of one name are refused: answers are kept by name, and one would stand for both.
     """
     own = dict(candidate.module.named_parameters())
-    found: dict[Role, tuple[str, nn.Parameter]] = {}
-    for attribute, role in candidate.kind.roles(candidate.module).items():
-        name = names[id(own[attribute])]
-        if role in found:
+    found: dict[ParameterUse, tuple[str, nn.Parameter]] = {}
+    for use in candidate.kind.uses(candidate.module):
+        name = names[id(own[use.parameter])]
+        same = next((other for other in found if other.name == use.name), None)
+        if same is not None:
             raise RefusedError(
-                f"Layer {layer!r} uses its parameters {found[role][0]!r} and {name!r} in the same way ({role!r}), so "
-                "that they could not be told apart. Its layer kind has to give each parameter a role of its own."
+                f"Layer {layer!r} calls its uses of {same.parameter!r} and {name!r} by the same name, {use.name!r}, so "
+                "that they could not be told apart. Its layer kind has to give each use a name of its own."
             )
-        found[role] = name, own[attribute]
+        found[dataclasses.replace(use, parameter=name)] = name, own[use.parameter]
     return found
 
 
 def _trained(
     model: nn.Module,
-    found: Mapping[str, Mapping[Role, tuple[str, nn.Parameter]]],
+    found: Mapping[str, Mapping[ParameterUse, tuple[str, nn.Parameter]]],
     optimizers: Sequence[Optimizer] | None,
 ) -> list[str]:
     """Return the layers of which an optimizer holds a parameter; it may be frozen now, and trained later."""
@@ -147,7 +152,7 @@ def _trained(
         trained = trained or {id(parameter) for parameter in model.parameters()}
     else:
         trained = held(optimizers)
-    return [name for name, roles in found.items() if any(id(parameter) in trained for _, parameter in roles.values())]
+    return [name for name, uses in found.items() if any(id(parameter) in trained for _, parameter in uses.values())]
 
 
 def held(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -28,7 +28,7 @@ from dualform.engine.rebuild import Parts, parts
 from dualform.engine.reducers import Sums
 from dualform.engine.replay import doubts
 from dualform.errors import CorruptError
-from dualform.forms import form
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.estimate import size_text
 from dualform.store.coverage import Coverage, coverage
 from dualform.store.format import checksum
@@ -316,9 +316,9 @@ def _excused(
 
 @dataclass(frozen=True, slots=True)
 class PatternPower(Sums):
-    """The sum over patterns of |coefficient · value ⊗ key|², for each use of a layer, (uses,)."""
+    """The sum over patterns of |coefficient · value ⊗ key|², for each use of a parameter by a layer, (uses,)."""
 
-    uses: tuple[str, ...]
+    uses: tuple[ParameterUse, ...]
 
     def new(self, like: Tensor) -> Tensor:
         """Return zeros, (uses,)."""
@@ -329,10 +329,10 @@ class PatternPower(Sums):
         assert block.values is not None, "values were asked for"
         of_values = block.values.square().sum(dim=1)  # (n,)
         of_keys = block.keys.double().square().sum(dim=1)
-        for i, role in enumerate(self.uses):
-            if role in block.coefficients:
-                squares = of_values if form(role).constant_key else of_values * of_keys
-                state[i] += (block.coefficients[role].square() * squares).sum()
+        for i, use in enumerate(self.uses):
+            if use in block.coefficients:
+                squares = of_values * of_keys if use.parameter_map.multiplies_keys else of_values
+                state[i] += (block.coefficients[use].square() * squares).sum()
         return state
 
 
@@ -340,11 +340,11 @@ def _float16_noise(run: Run, executor: Executor, *, horizon: int) -> dict[str, f
     """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
     coarse = {n: e for n, e in run.layers.items() if e.dtype == "float16" and e.store != "keys"}
     view, like = WholeView(run, horizon), torch.empty(0, dtype=torch.float64)
-    jobs = [Pass(n, view, PatternPower(tuple(e.parameters)), like, values=True) for n, e in coarse.items()]
+    jobs = [Pass(name, view, PatternPower(entry.uses), like, values=True) for name, entry in coarse.items()]
     power: dict[str, float] = {}
     for entry, found in zip(coarse.values(), executor.run(run, jobs), strict=True):
-        for parameter, one in zip(entry.parameters.values(), found.tolist(), strict=True):
-            power[parameter] = power.get(parameter, 0.0) + one
+        for use, one in zip(entry.uses, found.tolist(), strict=True):
+            power[use.parameter] = power.get(use.parameter, 0.0) + one
     return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
 
 

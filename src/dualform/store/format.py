@@ -23,13 +23,15 @@ import xxhash
 from torch import Tensor
 
 from dualform.errors import CorruptError, FormatError, RunNotFoundError
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.media import CORPUS as CORPUS
 from dualform.record.media import VOCABULARY as VOCABULARY
 from dualform.record.rowcheck import Outcome
+from dualform.store import version1
 from dualform.store.folder import PARTIAL, check_no_link
 
 FORMAT = "dualform"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
@@ -68,10 +70,15 @@ class LayerEntry:
     kind: str
     d_in: int
     d_out: int
-    parameters: dict[str, str]  # role -> parameter name
+    uses: tuple[ParameterUse, ...]  # how the layer uses each of its parameters
     store: Stored
     dtype: str  # of the stored keys and values
     optional: bool = False  # whether readers leave it out when it has no patterns
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The name of the parameter of each use, by the use's name."""
+        return {use.name: use.parameter for use in self.uses}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,25 +159,30 @@ class Manifest:
         for entry in (*body["files"].values(), *(e for shard in body["shards"] for e in shard["files"].values())):
             if not entry["at"]:
                 del entry["at"]
+        for layer in body["layers"].values():
+            layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
         return json.dumps(head | body, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, path: Path) -> "Manifest":
-        """Read a manifest, refusing other formats and newer versions."""
+        """Read a manifest of this version or an earlier one, refusing other formats and newer versions."""
         try:
             raw = json.loads(text)
         except ValueError as error:
             raise FormatError(f"{path} is not JSON ({error}). Restore it from a copy of the run.") from error
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise RunNotFoundError(f"{path} does not describe a dualform run. Give the folder of a recorded run.")
-        if raw.get("version") != VERSION:
+        if raw.get("version") not in (version1.VERSION, VERSION):
             raise FormatError(
-                f"{path} has format version {raw.get('version')!r}; this dualform reads version {VERSION}. "
-                "Install a newer dualform to open it."
+                f"{path} has format version {raw.get('version')!r}; this dualform reads versions {version1.VERSION} to "
+                f"{VERSION}. Install a newer dualform to open it."
             )
         try:
+            layers = raw["layers"]
+            if raw["version"] == version1.VERSION:
+                layers = {name: version1.upgraded_layer(entry) for name, entry in layers.items()}
             return cls(
-                layers={name: LayerEntry(**entry) for name, entry in raw["layers"].items()},
+                layers={name: _layer_entry(entry) for name, entry in layers.items()},
                 parameters={
                     name: ParameterEntry(tuple(entry["shape"]), entry["dtype"])
                     for name, entry in raw["parameters"].items()
@@ -190,6 +202,8 @@ class Manifest:
                 rows={name: RowsEntry(**entry) for name, entry in raw.get("rows", {}).items()},
                 uncovered_state=_state_entries(raw.get("uncovered_state")),
             )
+        except FormatError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise FormatError(f"{path} lacks or mangles an entry ({reason}). Restore it from a copy.") from error
@@ -210,6 +224,23 @@ class Manifest:
     def publish(self, folder: Path) -> None:
         """Replace the folder's manifest by this one, atomically."""
         publish(folder / MANIFEST, lambda partial: partial.write_text(self.to_json()))
+
+
+def _layer_entry(raw: dict[str, Any]) -> LayerEntry:
+    entry = LayerEntry(**{**raw, "uses": tuple(_use(use) for use in raw["uses"])})
+    names = [use.name for use in entry.uses]
+    if not names or len(set(names)) < len(names):
+        raise FormatError(
+            f"A layer of kind {entry.kind} lists the uses {names}; expected at least one, each with a name of its own. "
+            "Restore the manifest from a copy of the run."
+        )
+    return entry
+
+
+def _use(raw: dict[str, Any]) -> ParameterUse:
+    """Return a use from JSON, in which ranges are lists."""
+    spans = {name: tuple(raw[name]) for name in ("keys", "rows") if raw.get(name) is not None}
+    return ParameterUse(**{**raw, **spans, "values": tuple(tuple(span) for span in raw.get("values", ()))})
 
 
 def _state_entries(raw: dict[str, Any] | None) -> dict[str, StateEntry] | None:

@@ -272,10 +272,9 @@ class DiskWriter:
                     kind=layer.kind,
                     d_in=layer.d_in,
                     d_out=layer.d_out,
-                    parameters={str(role): parameter for role, parameter in layer.parameters.items()},
+                    uses=layer.uses,
                     store="keys" if layer.keys_only else "keys+values",
-                    dtype=stored_dtype(self.dtype, name)
-                    or _name(start.parameters[next(iter(layer.parameters.values()))].dtype),
+                    dtype=stored_dtype(self.dtype, name) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
                 )
                 for name, layer in start.layers.items()

@@ -14,19 +14,19 @@ from dualform.record.layers.composite import (
     find_composite,
     sums_in_own_order,
 )
-from dualform.record.layers.kind import LayerKind, Role, find_kind, kinds, records, registered
+from dualform.record.layers.kind import LayerKind, find_kind, kinds, present, records, registered
 
 __all__ = [
     "Composite",
     "LayerKind",
     "Report",
-    "Role",
     "base_type",
     "composes",
     "composites",
     "find_composite",
     "find_kind",
     "kinds",
+    "present",
     "records",
     "registered",
     "sums_in_own_order",

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from dualform.identity.parameter_use import ParameterUse, Span
 from dualform.record.layers.composite import Composite, Report, Tracer, composes
-from dualform.record.layers.kind import LayerKind, Role
+from dualform.record.layers.kind import LayerKind, present
 
 
 class Projection(LayerKind):
@@ -23,14 +24,14 @@ class Projection(LayerKind):
     name = "MultiheadAttention"
     batch_axis = 1
 
-    def __init__(self, d_in: int, d_out: int, roles: Mapping[str, Role], *, optional: bool) -> None:
+    def __init__(self, d_in: int, d_out: int, uses: tuple[ParameterUse, ...], *, optional: bool) -> None:
         self._widths = d_in, d_out
-        self._roles = roles
+        self._uses = uses
         self.optional = optional
 
-    def roles(self, module: nn.Module) -> Mapping[str, Role]:
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The weight takes value ⊗ key, the bias takes the value."""
-        return {name: role for name, role in self._roles.items() if _attribute(module, name) is not None}
+        return present(module, *self._uses)
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return the widths of this projection."""
@@ -52,18 +53,18 @@ class Attention(Composite):
         width = attention.embed_dim
         found: dict[str, LayerKind] = {}
         if attention._qkv_same_embed_dim:
-            whole = {"in_proj_weight": "weight", "in_proj_bias": "bias"}
-            found["in_proj"] = Projection(width, 3 * width, whole, optional=True)
+            uses = _uses("in_proj_weight", "in_proj_bias")
+            found["in_proj"] = Projection(width, 3 * width, uses, optional=True)
             for name, (start, stop) in SLICES.items():
-                rows = f"rows={start * width}:{stop * width}"
-                roles = {"in_proj_weight": f"weight({rows})", "in_proj_bias": f"bias({rows})"}
-                found[name] = Projection(width, (stop - start) * width, roles, optional=True)
+                rows = start * width, stop * width
+                uses = _uses("in_proj_weight", "in_proj_bias", weight_rows=rows, bias_rows=rows)
+                found[name] = Projection(width, (stop - start) * width, uses, optional=True)
         else:
             for i, (name, d_in) in enumerate(zip("qkv", (width, attention.kdim, attention.vdim), strict=True)):
-                roles = {f"{name}_proj_weight": "weight", "in_proj_bias": f"bias(rows={i * width}:{(i + 1) * width})"}
-                found[f"{name}_proj"] = Projection(d_in, width, roles, optional=False)
-        roles = {"out_proj.weight": "weight", "out_proj.bias": "bias"}
-        return found | {"out_proj": Projection(width, width, roles, optional=False)}
+                uses = _uses(f"{name}_proj_weight", "in_proj_bias", bias_rows=(i * width, (i + 1) * width))
+                found[f"{name}_proj"] = Projection(d_in, width, uses, optional=False)
+        uses = _uses("out_proj.weight", "out_proj.bias")
+        return found | {"out_proj": Projection(width, width, uses, optional=False)}
 
     def trace(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], report: Report
@@ -95,6 +96,16 @@ class Attention(Composite):
         return Tracer({"multi_head_attention_forward": follow})
 
 
+def _uses(
+    weight: str, bias: str, *, weight_rows: Span | None = None, bias_rows: Span | None = None
+) -> tuple[ParameterUse, ParameterUse]:
+    """Return the uses of a projection's weight and bias, by their names in the module."""
+    return (
+        ParameterUse("weight", weight, "outer", rows=weight_rows),
+        ParameterUse("bias", bias, "bias", rows=bias_rows),
+    )
+
+
 def _with_linear(function: FunctionType, linear: Callable[..., Tensor]) -> FunctionType:
     """Return torch's attention function with another `linear` inside."""
     inside: dict[str, Any] = {**function.__globals__, "linear": linear, "has_torch_function": lambda _: False}
@@ -118,10 +129,3 @@ def _name(attention: nn.MultiheadAttention, weight: Tensor) -> str | None:
     start = (weight.data_ptr() - packed.data_ptr()) // row
     place = start // attention.embed_dim, (start + len(weight)) // attention.embed_dim
     return next((name for name, found in SLICES.items() if found == place), None)
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from dualform.record.layers.kind import LayerKind, Role, records
+from dualform.identity.parameter_use import ParameterUse
+from dualform.record.layers.kind import LayerKind, present, records
 
 
 class Convolution(LayerKind):
@@ -20,10 +21,10 @@ class Convolution(LayerKind):
     batch_axis = 0
     own_order = True
 
-    def roles(self, module: nn.Module) -> Mapping[str, Role]:
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The kernel takes value ⊗ patch, the bias takes the value."""
-        kernel: Role = "weight" if cast("_ConvNd", module).groups == 1 else "grouped"
-        return {"weight": kernel, "bias": "bias"} if module.bias is not None else {"weight": kernel}
+        kernel = "outer" if cast("_ConvNd", module).groups == 1 else "grouped"
+        return present(module, ParameterUse("weight", "weight", kernel), ParameterUse("bias", "bias", "bias"))
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (channels × kernel, out_channels)."""

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from dualform.record.layers.kind import LayerKind, Role, records
+from dualform.identity.parameter_use import ParameterUse
+from dualform.record.layers.kind import LayerKind, records
 
 
 @records(nn.Embedding)
@@ -23,9 +24,9 @@ class Embedding(LayerKind):
         table = cast("nn.Embedding", module)
         return not table.sparse and table.max_norm is None and not table.scale_grad_by_freq
 
-    def roles(self, module: nn.Module) -> Mapping[str, Role]:
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The table takes values by row."""
-        return {"weight": "rows"}
+        return (ParameterUse("weight", "weight", "rows"),)
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (1, embedding_dim)."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dualform.identity.parameter_use import ParameterUse, Span
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -70,15 +72,17 @@ class Cell(ABC):
             outer: the errors from outside.
         """
 
-    def roles(self, d: int, units: int) -> dict[str, str]:
-        """Return the role of each parameter, by its name in torch without the layer."""
-        keys = {"ih": f"keys=0:{d}", "hh": f"keys={d}:{d + units}"}
-        width = self.blocks * units
-        return {
-            **{f"weight_{side}": f"weight({columns})" for side, columns in keys.items()},
-            "bias_ih": "bias",
-            "bias_hh": f"bias(values=0:{width}/{width})",
-        }
+    def uses(self, d: int, units: int) -> tuple[ParameterUse, ...]:
+        """Return how the cell uses each parameter, under its name in torch without the number of the layer.
+
+        The input's weight takes the first d columns of a key, the hidden state's weight the others.
+        """
+        return (
+            ParameterUse("weight_ih", "weight_ih", "outer", keys=(0, d)),
+            ParameterUse("weight_hh", "weight_hh", "outer", keys=(d, d + units)),
+            ParameterUse("bias_ih", "bias_ih", "bias"),
+            ParameterUse("bias_hh", "bias_hh", "bias"),
+        )
 
 
 class LSTM(Cell):
@@ -143,16 +147,17 @@ class GRU(Cell):
     gates = 3
     blocks = 4
 
-    def roles(self, d: int, units: int) -> dict[str, str]:
-        """The hidden weight meets the first three blocks of a value, the input weight all but the third."""
+    def uses(self, d: int, units: int) -> tuple[ParameterUse, ...]:
+        """The hidden weight takes the first three blocks of a value, the input weight all but the third."""
         width = 4 * units
-        hidden, inputs = f"0:{3 * units}/{width}", f"0:{2 * units}+{3 * units}:{width}/{width}"
-        return {
-            "weight_ih": f"weight(keys=0:{d};values={inputs})",
-            "weight_hh": f"weight(keys={d}:{d + units};values={hidden})",
-            "bias_ih": f"bias(values={inputs})",
-            "bias_hh": f"bias(values={hidden})",
-        }
+        inputs: tuple[Span, ...] = (0, 2 * units), (3 * units, width)
+        hidden: tuple[Span, ...] = ((0, 3 * units),)
+        return (
+            ParameterUse("weight_ih", "weight_ih", "outer", keys=(0, d), values=inputs, value_width=width),
+            ParameterUse("weight_hh", "weight_hh", "outer", keys=(d, d + units), values=hidden, value_width=width),
+            ParameterUse("bias_ih", "bias_ih", "bias", values=inputs, value_width=width),
+            ParameterUse("bias_hh", "bias_hh", "bias", values=hidden, value_width=width),
+        )
 
     def errors(self, weights: Weights, ran: Ran, outer: Outer) -> Tensor:
         """Go back through the hidden states."""

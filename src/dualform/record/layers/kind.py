@@ -9,8 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-Role = str
-"""How a parameter takes its patterns, as `dualform.forms.form` reads it."""
+from dualform.identity.parameter_use import ParameterUse
 
 
 class LayerKind(ABC):
@@ -23,8 +22,8 @@ class LayerKind(ABC):
     batch_axis: int | None = None  # where a layer of this kind always has it, whatever the model's other layers do
 
     @abstractmethod
-    def roles(self, module: nn.Module) -> Mapping[str, Role]:
-        """Return the role of each of the module's own parameters, by attribute name."""
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
+        """Return how the layer uses each of the module's own parameters, named as the module names them."""
 
     @abstractmethod
     def widths(self, module: nn.Module) -> tuple[int, int]:
@@ -110,5 +109,18 @@ def find_kind(module: nn.Module) -> LayerKind | None:
         return None
     # A parametrized or otherwise computed weight is no parameter of the module itself.
     own = dict(module.named_parameters(recurse=False))
-    roles = kind.roles(module)
-    return kind if roles and all(name in own for name in roles) else None
+    uses = kind.uses(module)
+    return kind if uses and all(use.parameter in own for use in uses) else None
+
+
+def present(module: nn.Module, *uses: ParameterUse) -> tuple[ParameterUse, ...]:
+    """Return the uses whose parameter the module has; a layer without bias has None in its place."""
+    return tuple(use for use in uses if _attribute(module, use.parameter) is not None)
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """Return a module's attribute by its name, which may lead through children: "out_proj.bias"."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

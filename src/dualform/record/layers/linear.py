@@ -5,7 +5,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from dualform.record.layers.kind import LayerKind, Role, records, records_elsewhere
+from dualform.identity.parameter_use import ParameterUse
+from dualform.record.layers.kind import LayerKind, present, records, records_elsewhere
 
 
 @records(nn.Linear)
@@ -14,9 +15,9 @@ class Linear(LayerKind):
 
     name = "Linear"
 
-    def roles(self, module: nn.Module) -> Mapping[str, Role]:
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The weight takes value ⊗ key, the bias takes the value."""
-        return {"weight": "weight", "bias": "bias"} if module.bias is not None else {"weight": "weight"}
+        return present(module, ParameterUse("weight", "weight", "outer"), ParameterUse("bias", "bias", "bias"))
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (in_features, out_features)."""
@@ -34,9 +35,9 @@ class TransposedLinear(LayerKind):
 
     name = "transformers.Conv1D"
 
-    def roles(self, module: nn.Module) -> Mapping[str, Role]:
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The weight takes key ⊗ value, the bias takes the value."""
-        return {"weight": "transposed", "bias": "bias"}
+        return ParameterUse("weight", "weight", "transposed"), ParameterUse("bias", "bias", "bias")
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return the weight's shape."""

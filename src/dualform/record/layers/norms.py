@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dualform.record.layers.kind import LayerKind, Role, records
+from dualform.identity.parameter_use import ParameterUse
+from dualform.record.layers.kind import LayerKind, present, records
 
 
 class _Norm(LayerKind):
@@ -21,14 +22,9 @@ class _Norm(LayerKind):
 
     own_order = True
 
-    def roles(self, module: nn.Module) -> Mapping[str, Role]:
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The weight is a factor, the bias a bias; either may be missing."""
-        roles: dict[str, Role] = {}
-        if module.weight is not None:
-            roles["weight"] = "scale"
-        if getattr(module, "bias", None) is not None:
-            roles["bias"] = "bias"
-        return roles
+        return present(module, ParameterUse("weight", "weight", "scale"), ParameterUse("bias", "bias", "bias"))
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return the number of factors, twice."""

@@ -5,6 +5,7 @@ recorded as the padded batch it came from, with keys and values of zero behind t
 (`proj_size`) are not covered.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.layers.composite import Composite, Report, Tracer, composes
 from dualform.record.layers.gates import GRU, LSTM, Cell, Outer, Plain, Ran, Weights
-from dualform.record.layers.kind import LayerKind, Role
+from dualform.record.layers.kind import LayerKind, present
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,12 @@ class Part(LayerKind):
         self._cell = cell
         weight = getattr(module, f"weight_ih{suffix}")
         self._inputs, self._units = weight.shape[1], weight.shape[0] // cell.gates
-        roles = cell.roles(self._inputs, self._units)
-        self._roles = {
-            name + suffix: role for name, role in roles.items() if getattr(module, name + suffix, None) is not None
-        }
+        uses = cell.uses(self._inputs, self._units)
+        self._uses = present(module, *(dataclasses.replace(use, parameter=use.parameter + suffix) for use in uses))
 
-    def roles(self, module: nn.Module) -> Mapping[str, Role]:
-        """Each weight meets its part of the key; the biases take the value."""
-        return self._roles
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
+        """Each weight takes its part of the key; the biases take the value."""
+        return self._uses
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return the widths of [x ; h] and of the gates."""

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dualform.attend.sums import respond
+from dualform.attend.sums import apply_uses
 from dualform.engine.measures import Of
 from dualform.show.viewer.ask import Ask
 from dualform.show.viewer.questions import question
@@ -91,7 +91,7 @@ def contributions(session: Session, subject: Subject, by: By, layer: str, unit: 
     if kept is not None:
         groups, shares = kept
         each = [
-            (respond({role: share[g] for role, share in shares.items()}, spot.queries) * slope).sum()
+            (apply_uses({use: share[g] for use, share in shares.items()}, spot.queries) * slope).sum()
             for g in range(len(groups))
         ]
         return groups, torch.stack(each)
