@@ -38,10 +38,11 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "_version": set(),
     "coefficients": {"errors", "algebra", "identity"},
     "record": PURE,
-    "store": PURE | {"record"},
-    "attend": PURE | {"record", "store"},
-    "experiments": PURE | {"record", "store", "attend", "show"},  # beside show: each uses the other
-    "show": PURE | {"record", "store", "attend", "experiments"},
+    "engine": PURE | {"record", "store"},  # of store the description of a run alone
+    "store": PURE | {"record", "engine"},
+    "attend": PURE | {"record", "store", "engine"},
+    "experiments": PURE | {"record", "store", "engine", "attend", "show"},  # beside show: each uses the other
+    "show": PURE | {"record", "store", "engine", "attend", "experiments"},
     "__main__": {"show"},
     "__init__": PURE | {"record", "store", "attend"},  # by name, when asked for
 }
