@@ -19,7 +19,7 @@ from dualform.errors import QueryError
 from dualform.modes import evaluating
 from dualform.record.listening import ListenedCall, listen
 from dualform.record.watch import Watched
-from dualform.store.format import LayerEntry
+from dualform.store.manifest import LayerEntry
 
 Named = Literal["margin", "loss"]
 Quantity = Named | Callable[[Any, Any], Tensor]

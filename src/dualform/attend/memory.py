@@ -41,7 +41,8 @@ from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
 from dualform.store.corpus_fit import check_fit
 from dualform.store.coverage import Coverage, coverage
-from dualform.store.format import CORPUS, LayerEntry, RowsEntry
+from dualform.store.format import CORPUS
+from dualform.store.manifest import LayerEntry, RowsEntry
 from dualform.store.pieces import Tokenizer
 from dualform.store.reader import Run
 from dualform.store.resume import matching_steps

@@ -21,7 +21,7 @@ from dualform.attend.text_answers import TextLayer, TextSpotlight, Total
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.store.corpus import Corpus
 from dualform.store.corpus_fit import PLACE
-from dualform.store.format import LayerEntry
+from dualform.store.manifest import LayerEntry
 from dualform.store.pieces import Tokenizer
 from dualform.tokens import Unit
 

@@ -4,6 +4,8 @@ Everything is read where it lies and when it is asked for. A listed file that is
 cut short is an error at opening; changed bytes are found by `dualform.store.audit`.
 """
 
+import os
+import stat
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +21,8 @@ from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.lazy import compute as pc
 from dualform.lazy import parquet as pq
-from dualform.store.format import FINAL, INITIAL, STATE, LayerEntry, Manifest, ShardEntry, opened_tensors, shard_files
+from dualform.store.format import FINAL, INITIAL, STATE, opened_tensors, shard_files
+from dualform.store.manifest import LayerEntry, Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.resident import Resident
 from dualform.store.rows import FileRows, PooledRows
@@ -304,12 +307,15 @@ class Run:
 
     def _check_sizes(self) -> None:
         for name, entry in self.files().items():
-            path = self.folder / name
-            if not path.is_file():
+            path = f"{self.folder}/{name}"
+            try:
+                found = os.stat(path)  # noqa: PTH116 (a Path for each of thousands of files takes longer than the look)
+            except OSError:
+                found = None
+            if found is None or not stat.S_ISREG(found.st_mode):
                 raise CorruptError(f"{path} is listed in the manifest but missing. Restore it from a copy of the run.")
-            size = path.stat().st_size
-            if size != entry.bytes:
+            if found.st_size != entry.bytes:
                 raise CorruptError(
-                    f"{path} has {size} bytes, but {entry.bytes} were published: it was cut short or changed. "
+                    f"{path} has {found.st_size} bytes, but {entry.bytes} were published: it was cut short or changed. "
                     "Restore it from a copy of the run."
                 )

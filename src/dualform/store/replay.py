@@ -27,7 +27,7 @@ from dualform.record.layers import sums_in_own_order
 from dualform.record.layouts import bias_gradient, laid_out
 from dualform.record.sinks import RESIDUAL
 from dualform.store.encoding import decode
-from dualform.store.format import LayerEntry
+from dualform.store.manifest import LayerEntry
 from dualform.store.reader import Columns, Run, Shard
 from dualform.store.rows import Source
 from dualform.store.stream import Keep, everything

@@ -41,11 +41,6 @@ from dualform.store.format import (
     MANIFEST,
     STATE,
     FileEntry,
-    LayerEntry,
-    Manifest,
-    ParameterEntry,
-    RowsEntry,
-    ShardEntry,
     is_foreign,
     locked,
     publish,
@@ -54,6 +49,7 @@ from dualform.store.format import (
     write_partial,
 )
 from dualform.store.kept_state import ShardState, StateKeeper
+from dualform.store.manifest import LayerEntry, Manifest, ParameterEntry, RowsEntry, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.queue import ByteQueue
 from dualform.store.reader import Run
