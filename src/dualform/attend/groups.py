@@ -371,7 +371,8 @@ def _annotation(run: Run, shard: Shard, name: str, rows: npt.NDArray[np.int64]) 
     kind = pa.type_for_alias(run.manifest.columns[name])
     if name not in shard.annotations.column_names or not shard.annotations.num_rows:
         return pa.nulls(len(rows), kind)
-    column = shard.annotations[name].combine_chunks().cast(kind)
+    # Only whole numbers become floating-point ones here; beyond 2⁵³ they are rounded.
+    column = shard.annotations[name].combine_chunks().cast(kind, safe=False)
     return column.take(pa.array(rows, mask=rows < 0))
 
 

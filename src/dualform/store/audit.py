@@ -26,11 +26,12 @@ from dualform.errors import CorruptError
 from dualform.forms import form
 from dualform.record.estimate import size_text
 from dualform.store.coverage import Coverage, coverage
+from dualform.store.encoding import decode
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.rebuild import Parts, parts
 from dualform.store.replay import doubts
-from dualform.store.stream import stream
+from dualform.store.stream import CHUNK, stream
 
 TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """What may be lost relative to the change, by the dtype that the patterns are stored in."""
@@ -249,6 +250,30 @@ def check_files(run: Run) -> int:
     return len(listed)
 
 
+def check_key_ranges(run: Run) -> None:
+    """Raise where a stored key lies outside the range that the manifest gives: answers without signs rest on it.
+
+    Keys that are stored as float16 were rounded after their range was taken, by at most 2⁻¹⁰ of the largest.
+    """
+    for shard in run.shards:
+        for layer, entry in run.manifest.layers.items():
+            if not shard.count(layer) or not entry.d_in:
+                continue
+            source = shard.pool(layer) if layer in shard.entry.pools else shard.rows(layer, "keys")
+            low, high = shard.entry.key_range[layer]
+            coarse = source.dtype == torch.float16
+            slack = 2**-10 * max(abs(low), abs(high)) if coarse else 0.0
+            for start in range(0, len(source), CHUNK):
+                rows = decode(*source.take(slice(start, start + CHUNK)), torch.float32 if coarse else source.dtype)
+                least, greatest = (float(found) for found in torch.aminmax(rows))
+                other_sign = (least < 0 <= low) or (high <= 0 < greatest)
+                if least < low - slack or greatest > high + slack or other_sign:
+                    raise CorruptError(
+                        f"The keys of layer {layer!r} in shard {shard.entry.index} go from {least} to {greatest}, but "
+                        f"the manifest says {low} to {high}. Restore the manifest from a copy of the run."
+                    )
+
+
 def compare(
     run: Run, rebuilt: Mapping[str, Parts], live: Mapping[str, Tensor], *, horizon: int
 ) -> dict[str, ParameterCheck]:
@@ -333,6 +358,7 @@ def _float16_noise(run: Run, *, horizon: int) -> dict[str, float]:
 def verify(run: Run, live: Mapping[str, Tensor], *, horizon: int) -> Verification:
     """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
     files = check_files(run)
+    check_key_ranges(run)
     checks = compare(run, parts(run, horizon=horizon), live, horizon=horizon)
     return Verification(horizon, files, tuple(by_layer(run, checks).values()), coverage(run))
 

@@ -7,7 +7,6 @@ against each other (`manifest_check.py`). The files that it lists are looked at 
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 from dualform.errors import FormatError, RunNotFoundError
 from dualform.record.model_state import StateKind
 from dualform.record.rowcheck import Outcome
+from dualform.store.documents import cut, parse_json
 from dualform.store.format import MANIFEST, Checksum, Count, FileEntry, publish
 from dualform.store.manifest_check import problems
 
@@ -139,7 +139,7 @@ class Manifest:
             raise RunNotFoundError(f"{path} does not describe a dualform run. Give the folder of a recorded run.")
         if type(raw.get("version")) is not int or raw["version"] != VERSION:
             raise FormatError(
-                f"{path} has format version {_cut(repr(raw.get('version')))}; this dualform reads version {VERSION}. "
+                f"{path} has format version {cut(repr(raw.get('version')))}; this dualform reads version {VERSION}. "
                 "Install a newer dualform to open it."
             )
         if missing := [name for name in _REQUIRED if name not in raw]:
@@ -149,7 +149,7 @@ class Manifest:
         except (msgspec.ValidationError, RecursionError) as error:
             raise _mangled(path, str(error)) from error
         if type(raw["steps"]) is not int or raw["steps"] != found.steps:
-            raise _mangled(path, f"'steps' is {_cut(repr(raw['steps']))}, but the shards hold {found.steps}")
+            raise _mangled(path, f"'steps' is {cut(repr(raw['steps']))}, but the shards hold {found.steps}")
         if (problem := next(problems(found), None)) is not None:
             raise _mangled(path, problem)
         return found
@@ -178,39 +178,21 @@ _REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if 
 
 
 def _mangled(path: Path, reason: str) -> FormatError:
-    return FormatError(f"{path} lacks or mangles an entry ({_cut(reason, 400)}). Restore it from a copy of the run.")
-
-
-def _cut(text: str, most: int = 60) -> str:
-    """Return a text that is short enough for a message."""
-    return text if len(text) <= most else f"{text[:most]}..."
+    return FormatError(f"{path} lacks or mangles an entry ({cut(reason, 400)}). Restore it from a copy of the run.")
 
 
 def _parsed(text: str | bytes, path: Path) -> Any:
-    """Return a JSON document, refusing one that is too large or too deep, or has a key twice or text that is none."""
+    """Return the document, refusing one that is too large, too deep, or no JSON."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise FormatError(f"{path} has more than {MAX_MANIFEST_BYTES >> 20} MB. Restore it from a copy of the run.")
     try:
-        raw = json.loads(text, object_pairs_hook=_unique)
-        lone = "\\ud" if isinstance(text, str) else b"\\ud"
-        if lone in text.lower():  # type: ignore[operator]
-            json.dumps(raw, ensure_ascii=False).encode()  # raises on a lone surrogate, which no text has
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{path} is not JSON ({_cut(str(error), 200)}). Restore it from a copy of the run."
-        ) from error
+        raw = parse_json(text)
+    except ValueError as error:
+        reason = cut(str(error), 200)
+        raise FormatError(f"{path} is not JSON ({reason}). Restore it from a copy of the run.") from error
     if isinstance(raw, Mapping) and _is_deep(raw.get("factory_arguments")):
         raise _mangled(path, f"'factory_arguments' has more than {MAX_DEPTH} levels")
     return raw
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; a key that comes twice would let two readers see two different runs."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {_cut(repr(twice))} comes twice")
-    return found
 
 
 def _is_deep(value: Any) -> bool:

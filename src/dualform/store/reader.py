@@ -20,18 +20,36 @@ from dualform.coefficients import Coefficients, Facts, derive, kinds
 from dualform.coefficients.family import Of
 from dualform.errors import CorruptError, KeysOnlyError, UnknownLayerError
 from dualform.lazy import compute as pc
-from dualform.lazy import parquet as pq
+from dualform.store.checked_tables import (
+    BUDGET_RATIO,
+    MIN_BUDGET,
+    SchemaCheck,
+    column_names,
+    count_rows,
+    read_checked_table,
+)
+from dualform.store.facts_check import facts_problem
 from dualform.store.format import FINAL, INITIAL, STATE, opened_tensors, shard_files
 from dualform.store.manifest import LayerEntry, Manifest, ShardEntry
+from dualform.store.parameter_check import check_parameters
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.resident import Resident
 from dualform.store.rows import FileRows, PooledRows
+from dualform.store.shard_check import (
+    annotations_columns_problem,
+    calls_columns_problem,
+    calls_problem,
+    steps_columns_problem,
+    steps_problem,
+)
 from dualform.store.tables import CALLS, addresses
 from dualform.store.tensors import OpenFiles, TensorFile
 
 Columns = dict[str, npt.NDArray[Any]]
 Factors = npt.NDArray[np.float64]
 OPEN = 100  # files that stay open at most
+MAX_SPARSE = 64  # how many times more places than factors their table may have; honest steps have as many each
+MIN_FACTORS = 1 << 16  # factors that a table may always have
 MAPPED = 5 << 28  # bytes of a run whose files may all be mapped at once
 
 
@@ -42,7 +60,7 @@ class Shard:
         self,
         folder: Path,
         entry: ShardEntry,
-        batch_axis: int,
+        manifest: Manifest,
         before: Sequence["Shard"] = (),
         *,
         files: OpenFiles,
@@ -51,7 +69,7 @@ class Shard:
         self._before = before  # where the keys of a pool may lie
         self.entry = entry
         self._files = files
-        self._batch_axis = batch_axis
+        self._manifest = manifest
         self._names = shard_files(entry.index)
         self._calls: dict[str, Columns] = {}
         self._counts: dict[str, int] = {}
@@ -71,7 +89,7 @@ class Shard:
             columns: Columns = {name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in numbers}
             known = "layout" in table.column_names  # which the first runs did not have
             columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
-            columns["batch_axis"] = np.full(table.num_rows, self._batch_axis)
+            columns["batch_axis"] = np.full(table.num_rows, self._manifest.batch_axis)
             self._calls[layer] = columns
         return self._calls[layer]
 
@@ -82,7 +100,9 @@ class Shard:
     def rows(self, layer: str, what: str) -> FileRows | PooledRows:
         """Return the keys or values of a layer, as they are stored, to be read where they are used."""
         count = self.count(layer)
-        if what != "keys" or layer not in self.entry.pools:
+        if what == "keys" and layer not in self.entry.pools:
+            return self._stored(f"{layer}/keys", count, below=self._table_rows(layer))
+        if what != "keys":
             return self._stored(f"{layer}/{what}", count)
         shards = [shard for shard in (*self._before, self) if layer in shard.entry.pools]
         return PooledRows(
@@ -93,7 +113,8 @@ class Shard:
 
     def references(self, layer: str) -> Tensor:
         """Return the number of each pattern's key in the layer's pool, (n,)."""
-        return self._stored(f"{layer}/{REFERENCES}", self.count(layer)).take(slice(None))[0]
+        base, count = self.entry.pools[layer]
+        return self._stored(f"{layer}/{REFERENCES}", self.count(layer), below=base + count).take(slice(None))[0]
 
     def pool(self, layer: str) -> FileRows:
         """Return the keys of a layer's pool that lie in this shard."""
@@ -103,8 +124,13 @@ class Shard:
         """Return the digests of those keys, (n, 2)."""
         return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).take(slice(None))[0]
 
-    def _stored(self, name: str, count: int) -> FileRows:
-        return FileRows(self._tensors, name, count)
+    def _stored(self, name: str, count: int, *, below: int | None = None) -> FileRows:
+        return FileRows(self._tensors, name, count, below)
+
+    def _table_rows(self, layer: str) -> int | None:
+        """Return the number of rows of the table that a layer's keys are looked up in; None for other layers."""
+        table = self._manifest.layers[layer].parameters.get("rows")
+        return None if table is None else self._manifest.parameters[table].shape[0]
 
     def _tensors(self) -> TensorFile:
         return self._files.get(self.path("patterns"))
@@ -119,13 +145,16 @@ class Shard:
     @cached_property
     def annotations(self) -> pa.Table:
         """The user's columns in this shard."""
-        return self._read("annotations")
+        return self._read("annotations", self._columns_problem)
 
     def annotation(self, name: str) -> pa.ChunkedArray | None:
         """Read one of the user's columns alone, without keeping it; nothing where this shard does not have it."""
-        if name not in pq.read_schema(self.path("annotations")).names:
+        if name not in column_names(self.path("annotations")):
             return None
-        return self._read("annotations", [name])[name]
+        return self._read("annotations", self._columns_problem, [name])[name]
+
+    def _columns_problem(self, schema: pa.Schema) -> str:
+        return annotations_columns_problem(schema, self._manifest.columns)
 
     def annotated_rows(self) -> int:
         """Return how many rows of the annotation table belong to steps before `stop`."""
@@ -137,11 +166,27 @@ class Shard:
     @cached_property
     def steps(self) -> pa.Table:
         """The optimizer facts in this shard."""
-        return self._kept(self._read("steps"))
+        table = self._read("steps", steps_columns_problem)
+        calls = count_rows(self.path("calls"))
+        self._require(steps_problem(table, self.entry, self._manifest, calls), "steps")
+        return self._kept(table)
 
     @cached_property
     def _calls_table(self) -> pa.Table:
-        return self._kept(self._read("calls"))
+        table = self._read("calls", calls_columns_problem)
+        annotated = count_rows(self.path("annotations"))
+        places = self._tensors().places
+        self._require(calls_problem(table, self.entry, self._manifest, places, annotated), "calls")
+        return self._kept(table)
+
+    def most_micros(self) -> int:
+        """Return the number of backwards of a step that the calls of this shard tell of, at most."""
+        micro: int | None = pc.max(self._calls_table["micro"]).as_py()
+        return 0 if micro is None else micro + 1
+
+    def _require(self, problem: str, what: str) -> None:
+        if problem:
+            raise CorruptError(f"{self.path(what)}: {problem}. Restore the run's files from a copy.")
 
     def path(self, what: str) -> Path:
         """Return the path of one of the shard's files."""
@@ -150,11 +195,10 @@ class Shard:
     def _kept(self, table: pa.Table) -> pa.Table:
         return table.filter(pc.field("step") < self.entry.stop)
 
-    def _read(self, what: str, columns: list[str] | None = None) -> pa.Table:
-        try:
-            return pq.read_table(self.path(what), columns=columns)
-        except (OSError, pa.ArrowException) as error:
-            raise CorruptError(f"{self.path(what)} cannot be read: {error}. Restore the file from a copy.") from error
+    def _read(self, what: str, check: SchemaCheck, columns: list[str] | None = None) -> pa.Table:
+        size = sum(entry.bytes for entry in self.entry.files.values())
+        budget = max(MIN_BUDGET, BUDGET_RATIO * size)
+        return read_checked_table(self.path(what), check, budget=budget, columns=columns)
 
 
 class Run:
@@ -169,7 +213,7 @@ class Run:
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
-                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards), files=files))
+                shards.append(Shard(folder, entry, self.manifest, tuple(shards), files=files))
         self.shards = tuple(shards)
         self.resident = Resident()
         self._facts: dict[str, tuple[Facts, Factors]] = {}
@@ -206,7 +250,10 @@ class Run:
     def steps_table(self) -> pa.Table:
         """The optimizer facts of every (step, parameter)."""
         tables = [shard.steps for shard in self.shards if shard.steps.num_rows]
-        return pa.concat_tables(tables or [pa.table({})], promote_options="permissive")
+        try:
+            return pa.concat_tables(tables or [pa.table({})], promote_options="permissive")
+        except pa.ArrowException as error:  # a setting that is a number in one shard and a text in another
+            raise CorruptError(f"{self.folder / 'steps'}: {error}. Restore the run's files from a copy.") from error
 
     def facts(self, parameter: str) -> tuple[Facts, Factors]:
         """Return a parameter's facts, and its gradient's factor in each step and micro, (S, micros)."""
@@ -221,7 +268,12 @@ class Run:
                 if name not in ("parameter", "optimizer", "factors", "fingerprint")
             }
             step = columns.pop("step", np.zeros(0)).astype(np.int64)
-            optimizer = table["optimizer"][0].as_py() if table.num_rows else self.manifest.optimizers[0]
+            optimizer = table["optimizer"][0].as_py() if table.num_rows else "none"
+            if problem := facts_problem(optimizer, step, columns):
+                raise CorruptError(
+                    f"{self.folder / 'steps'}: the facts of parameter {parameter!r} cannot be: {problem}. Restore the "
+                    "run's files from a copy."
+                )
             factors = self._factors(table, step) if table.num_rows else np.zeros((self.steps, self._micros))
             self._facts[parameter] = (Facts(optimizer, dtype, step, columns), factors)
         return self._facts[parameter]
@@ -230,7 +282,19 @@ class Run:
     def _micros(self) -> int:
         """The most backwards that any step had."""
         table = self.steps_table
-        return (pc.max(pc.list_value_length(table["factors"])).as_py() or 1) if table.num_rows else 1
+        lengths = pc.list_value_length(table["factors"]) if table.num_rows else pa.array([], pa.int32())
+        micros: int = pc.max(lengths).as_py() or 1
+        if micros * self.steps > MAX_SPARSE * ((pc.sum(lengths).as_py() or 0) + MIN_FACTORS):
+            raise CorruptError(
+                f"{self.folder / 'steps'}: one step has {micros} factors, and most of {self.steps} steps have none. "
+                "Restore the run's files from a copy."
+            )
+        if (called := max((shard.most_micros() for shard in self.shards), default=0)) > micros:
+            raise CorruptError(
+                f"{self.folder / 'calls'}: a call is of backward {called - 1} of its step, but no step had more than "
+                f"{micros}. Restore the run's files from a copy."
+            )
+        return micros
 
     def _factors(self, table: pa.Table, step: npt.NDArray[np.int64]) -> Factors:
         lists = table["factors"].combine_chunks()
@@ -258,6 +322,7 @@ class Run:
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""
         entry = self.layer(layer)
+        _ = self.initial  # whose shapes are those of everything that is rebuilt
         if entry.store == "keys":
             raise KeysOnlyError(
                 f"Layer {layer!r} was recorded with its keys only: attention works, but weights, contributions and "
@@ -273,12 +338,14 @@ class Run:
     @cached_property
     def initial(self) -> dict[str, Tensor]:
         """The parameters at the start."""
+        check_parameters(self.folder / INITIAL, self.manifest, states=True)
         return {name: tensor for name, tensor in self._tensors(INITIAL).items() if name in self.manifest.parameters}
 
     @cached_property
     def initial_states(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
         states: dict[str, dict[str, Tensor]] = {}
+        check_parameters(self.folder / INITIAL, self.manifest, states=True)
         for name, tensor in self._tensors(INITIAL).items():
             if name not in self.manifest.parameters:
                 entry, _, parameter = name.partition(STATE)
@@ -288,7 +355,10 @@ class Run:
     @cached_property
     def final(self) -> dict[str, Tensor] | None:
         """The parameters after the last step, if the recording was closed and they were still there."""
-        return self._tensors(FINAL) if self.manifest.closed and not self.manifest.no_final else None
+        if not self.manifest.closed or self.manifest.no_final:
+            return None
+        check_parameters(self.folder / FINAL, self.manifest, states=False)
+        return self._tensors(FINAL)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         with opened_tensors(self.folder / name) as file:

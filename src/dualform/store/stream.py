@@ -85,8 +85,9 @@ def stream(
     """
     reader = Reader(run, layer, horizon=horizon, values=values, of=of, device=device, dtype=dtype, scaled=scaled)
     entry = run.layer(layer)
+    largest = min(size, max((shard.count(layer) for shard in run.shards), default=0))
     keys, errors = (
-        torch.empty(8 * size * width, dtype=torch.uint8) if reuse and width else None
+        torch.empty(8 * largest * width, dtype=torch.uint8) if reuse and width else None
         for width in (entry.d_in, entry.d_out if values else 0)
     )
     for piece in pieces(run, layer, horizon=horizon, keep=keep, size=size):
