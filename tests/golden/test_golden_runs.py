@@ -10,7 +10,7 @@ import pytest
 
 import dualform
 from dualform.errors import FormatError
-from dualform.store.format import Manifest
+from dualform.store.manifest import Manifest
 from golden.recipes import ANSWERS, FOLDER, RECIPES, STEPS, ask, make_model, record
 
 GOLDEN: dict[str, Any] = json.loads(ANSWERS.read_text())

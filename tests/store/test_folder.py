@@ -11,7 +11,8 @@ import torch
 import dualform
 from dualform.errors import StoreError
 from dualform.store.folder import own_files, remove_partial
-from dualform.store.format import LOCK, Manifest, locked
+from dualform.store.format import LOCK, locked
+from dualform.store.manifest import Manifest
 from small import batch, network, recorded, sgd, state, train
 
 

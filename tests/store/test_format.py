@@ -12,17 +12,8 @@ import torch
 
 import dualform
 from dualform.errors import CorruptError, FormatError, RunNotFoundError
-from dualform.store.format import (
-    LOCK,
-    PARTIAL,
-    FileEntry,
-    Manifest,
-    checksum,
-    locked,
-    opened_tensors,
-    publish,
-    publish_tensors,
-)
+from dualform.store.format import LOCK, PARTIAL, FileEntry, checksum, locked, opened_tensors, publish, publish_tensors
+from dualform.store.manifest import Manifest
 from small import files, listed, network, recorded, sgd, train
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 import dualform
 from dualform.errors import CorruptError, QueryError
 from dualform.store import kept_state
-from dualform.store.format import Manifest
+from dualform.store.manifest import Manifest
 from small import files, listed, network, recorded
 
 

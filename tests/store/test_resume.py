@@ -10,7 +10,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import ResumeError, RunExistsError, StoreError
-from dualform.store.format import Manifest
+from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
 from small import ROWS, batch, columns, files, listed, network, sgd, state, train
 
@@ -355,7 +355,7 @@ def test_a_failing_cut_leaves_the_run_as_it_was(checkpoints: Checkpoints, monkey
 
     checkpoints.load(4)
     with monkeypatch.context() as patch:
-        patch.setattr("dualform.store.format.publish", full)
+        patch.setattr("dualform.store.manifest.publish", full)
         with pytest.raises(StoreError, match="No space left on device"):
             checkpoints.resume(range(4, 5))
     memory = dualform.open(checkpoints.path)

@@ -18,7 +18,7 @@ from torch.nn import functional
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import AnnotationError, RefusedError, StoreError
-from dualform.store.format import Manifest
+from dualform.store.manifest import Manifest
 from dualform.store.writer import DiskWriter
 from small import ROWS, batch, columns, files, listed, network, recorded, sgd, state, train
 

@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from dualform.attend.outputs import logits_of
 from dualform.attend.queries import find_watched, move
+from dualform.engine.description import LayerEntry
 from dualform.errors import QueryError
 from dualform.modes import evaluating
 from dualform.record.listening import ListenedCall, listen
 from dualform.record.watch import Watched
-from dualform.store.format import LayerEntry
 
 Named = Literal["margin", "loss"]
 Quantity = Named | Callable[[Any, Any], Tensor]

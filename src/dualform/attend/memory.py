@@ -32,6 +32,7 @@ from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
 from dualform.engine import rebuild
+from dualform.engine.description import LayerEntry
 from dualform.engine.jobs import Executor
 from dualform.engine.local import LocalExecutor
 from dualform.errors import QueryError, SelectionError
@@ -44,7 +45,8 @@ from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
 from dualform.store.corpus_fit import check_fit
 from dualform.store.coverage import Coverage, coverage
-from dualform.store.format import CORPUS, LayerEntry, RowsEntry
+from dualform.store.format import CORPUS
+from dualform.store.manifest import RowsEntry
 from dualform.store.pieces import Tokenizer
 from dualform.store.reader import Run
 from dualform.store.resume import matching_steps

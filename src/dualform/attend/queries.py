@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualform.engine.description import LayerEntry
 from dualform.errors import QueryError
 from dualform.record.estimate import forward
 from dualform.record.hooks import capture
 from dualform.record.watch import Candidate, Watched, find_candidates, plain_name
-from dualform.store.format import LayerEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,42 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from dualform.store.format import LayerEntry as LayerEntry
-from dualform.store.format import ParameterEntry as ParameterEntry
+import msgspec
+
+from dualform.identity.parameter_use import ParameterUse
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""A number of things. No file of a run holds as many as 2⁵³."""
+Shape = tuple[Count, ...]
+Stored = Literal["keys+values", "keys"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEntry:
+    """A recorded layer: what it is and what is stored of it."""
+
+    kind: str
+    d_in: Count
+    d_out: Count
+    uses: tuple[ParameterUse, ...]  # how the layer uses each of its parameters
+    store: Stored
+    dtype: str  # of the stored keys and values
+    optional: bool = False  # whether readers leave it out when it has no patterns
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The name of the parameter of each use, by the use's name."""
+        return {use.name: use.parameter for use in self.uses}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterEntry:
+    """A covered parameter."""
+
+    shape: Shape
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)

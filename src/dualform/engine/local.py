@@ -272,6 +272,7 @@ class _ReadsFiles:
     def __init__(self, source: PatternSource, passes: Sequence[Pass[Any]], size: int, *, keys_only: bool) -> None:
         job = passes[0]
         entry = source.layer(job.layer)
+        size = min(size, max((part.count(job.layer) for part in source.parts()), default=0))
         self._bytes = (8 * size * entry.d_in, 0 if keys_only else 8 * size * entry.d_out)
         self._device = job.like.device
         self._buffers = threading.local()

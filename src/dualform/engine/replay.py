@@ -23,8 +23,10 @@ from dualform.coefficients.replayed import Kind, Map, Multiplier, Replay, Share,
 from dualform.coefficients.scalar import Descent
 from dualform.engine.addresses import Calls
 from dualform.engine.description import LayerEntry
+from dualform.engine.facts_check import state_problem
 from dualform.engine.reading import Mask, decode, keep_all
 from dualform.engine.source import PatternPart, PatternSource, Rows, find_part
+from dualform.errors import CorruptError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.progress import bar
 from dualform.record.layers import sums_in_own_order
@@ -294,9 +296,12 @@ class _Parameter:
     def __init__(self, run: PatternSource, name: str, groups: int | None = None, *, doubted: bool = False) -> None:
         facts, self._factors = run.facts(name)
         kind = _kind(run, name)
-        initial = run.initial[name]
+        initial, state = run.initial[name], run.initial_states.get(name, {})
         self._name = name
-        self.replay = Replay(kind, initial, run.initial_states.get(name, {}))
+        self._settings = facts.settings
+        if problem := state_problem(kind, state, self._row_at(0) if len(facts.step) else {}):
+            raise CorruptError(f"{run.name}: parameter {name!r} at the start: {problem}. Restore the run from a copy.")
+        self.replay = Replay(kind, initial, state)
         self._start = None if groups is None else self.replay.share()
         self._shares = [Share(torch.zeros(initial.shape, dtype=torch.float64)) for _ in range(groups or 0)]
         followed = kind.rounds and groups is not None
@@ -305,7 +310,6 @@ class _Parameter:
         self._noise = 0.0
         self._repeatable = True
         self._at = {int(step): i for i, step in enumerate(facts.step)}
-        self._settings = facts.settings
         self._spread: Spread[Any] | None = kind.spread(initial.shape) if doubted else None
         self._travelled = torch.zeros(initial.shape, dtype=torch.float64) if doubted else None  # sum of |parameter|
 
@@ -322,7 +326,13 @@ class _Parameter:
         before = None if self._rounding is None else self.replay.share()
         was = self.replay.parameter.detach().clone() if RESIDUAL in row else None
         settings = self.replay.kind.decode(row)
-        linear: Map | None = self.replay.step(settings, gradient)
+        try:
+            linear: Map | None = self.replay.step(settings, gradient)
+        except ArithmeticError as error:
+            raise CorruptError(
+                f"Step {step} of parameter {self._name!r} cannot be taken again ({error}): its logged settings, or the "
+                "optimizer's state at the start, cannot be those of a training. Restore the run's files from a copy."
+            ) from error
         if self._travelled is not None:
             self._travelled += self.replay.parameter.detach().double().abs()
         if self._spread is not None:
@@ -427,7 +437,11 @@ class _Parameter:
 
     def _row(self, step: int) -> dict[str, Any]:
         """Return the settings of a step as they were logged, without what other optimizers' parameters have."""
-        cells = {name: column[self._at[step]] for name, column in self._settings.items()}
+        return self._row_at(self._at[step])
+
+    def _row_at(self, update: int) -> dict[str, Any]:
+        """Return the settings of one of the parameter's updates, counted from 0."""
+        cells = {name: column[update] for name, column in self._settings.items()}
         known = {name: cell for name, cell in cells.items() if cell is not None and cell == cell}
         return {name: cell.item() if isinstance(cell, np.generic) else cell for name, cell in known.items()}
 

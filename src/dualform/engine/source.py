@@ -238,7 +238,8 @@ class PatternSource(ABC):
         column = part.annotation(name)
         if column is None or not len(column):
             return pa.nulls(len(rows), kind)
-        return column.combine_chunks().cast(kind).take(pa.array(rows, mask=rows < 0))
+        # Only whole numbers become floating-point ones here; beyond 2⁵³ they are rounded.
+        return column.combine_chunks().cast(kind, safe=False).take(pa.array(rows, mask=rows < 0))
 
 
 def find_part(source: PatternSource, step: int) -> PatternPart:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dualform.engine.block import Block
 from dualform.engine.jobs import Executor, Pass, WholeView
+from dualform.engine.reading import BLOCK_PATTERNS
 from dualform.engine.rebuild import Parts, parts
 from dualform.engine.reducers import Sums
 from dualform.engine.replay import doubts
@@ -31,6 +32,7 @@ from dualform.errors import CorruptError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.record.estimate import size_text
 from dualform.store.coverage import Coverage, coverage
+from dualform.store.encoding import decode
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 
@@ -251,6 +253,32 @@ def check_files(run: Run) -> int:
     return len(listed)
 
 
+def check_key_ranges(run: Run) -> None:
+    """Raise where a stored key lies outside the range that the manifest gives: answers without signs rest on it.
+
+    Keys that are stored as float16 were rounded after their range was taken, by at most 2⁻¹⁰ of the largest.
+    """
+    for shard in run.shards:
+        for layer, entry in run.manifest.layers.items():
+            if not shard.count(layer) or not entry.d_in:
+                continue
+            source = shard.pool(layer) if layer in shard.entry.pools else shard.rows(layer, "keys")
+            low, high = shard.entry.key_range[layer]
+            coarse = source.dtype == torch.float16
+            slack = 2**-10 * max(abs(low), abs(high)) if coarse else 0.0
+            for start in range(0, len(source), BLOCK_PATTERNS):
+                rows = decode(
+                    *source.take(slice(start, start + BLOCK_PATTERNS)), torch.float32 if coarse else source.dtype
+                )
+                least, greatest = (float(found) for found in torch.aminmax(rows))
+                other_sign = (least < 0 <= low) or (high <= 0 < greatest)
+                if least < low - slack or greatest > high + slack or other_sign:
+                    raise CorruptError(
+                        f"The keys of layer {layer!r} in shard {shard.entry.index} go from {least} to {greatest}, but "
+                        f"the manifest says {low} to {high}. Restore the manifest from a copy of the run."
+                    )
+
+
 def compare(
     run: Run, rebuilt: Mapping[str, Parts], live: Mapping[str, Tensor], executor: Executor, *, horizon: int
 ) -> dict[str, ParameterCheck]:
@@ -351,6 +379,7 @@ def _float16_noise(run: Run, executor: Executor, *, horizon: int) -> dict[str, f
 def verify(run: Run, live: Mapping[str, Tensor], executor: Executor, *, horizon: int) -> Verification:
     """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
     files = check_files(run)
+    check_key_ranges(run)
     rebuilt = parts(run, WholeView(run, horizon), executor)
     checks = compare(run, rebuilt, live, executor, horizon=horizon)
     return Verification(horizon, files, tuple(by_layer(run, checks).values()), coverage(run))

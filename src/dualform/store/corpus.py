@@ -9,8 +9,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,6 +20,7 @@ import torch
 from dualform.errors import CorruptError, MediaError, QueryError
 from dualform.store.attach import attach
 from dualform.store.corpus_fit import check_fit
+from dualform.store.documents import cut, parse_json
 from dualform.store.format import CORPUS, VOCABULARY, opened_tensors
 from dualform.store.pieces import Tokenizer, piece_texts, vocabulary_size
 from dualform.store.reader import Run
@@ -168,21 +171,43 @@ def read_corpus(run: Run) -> Corpus:
             f"{run.folder} keeps no corpus, so it cannot be asked about a text. Record with annotate(token=..., "
             "place=..., document=...) and keep the text with memory.add_corpus."
         )
-    with opened_tensors(run.place(CORPUS)) as file:
-        arrays = {name: file.get_tensor(name).to(torch.int64).numpy() for name in ("train", "test", "starts")}
+    arrays = _read_tokens(run.place(CORPUS))
     path = run.place(VOCABULARY)
     try:
-        words = json.loads(path.read_text("utf-8"))
-        return Corpus(
-            name=words["name"],
-            unit=words["unit"],
-            spaced=words["spaced"],
-            vocabulary=tuple(words["vocabulary"]),
-            titles=tuple(words["titles"]),
-            **arrays,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise CorruptError(f"{path} cannot be read: {error}. Restore the file from a copy.") from error
+        words = msgspec.convert(parse_json(path.read_bytes()), _Words)
+    except (OSError, ValueError) as error:
+        raise CorruptError(f"{path} cannot be read: {cut(str(error), 200)}. Restore the file from a copy.") from error
+    documents = len(arrays["starts"])
+    if len(words.titles) != documents:
+        raise CorruptError(f"{path} has {len(words.titles)} titles for {documents} documents. Restore it from a copy.")
+    return Corpus(words.name, words.unit, words.spaced, words.vocabulary, titles=words.titles, **arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What the vocabulary's file says."""
+
+    name: str
+    unit: Unit
+    spaced: bool
+    vocabulary: tuple[str, ...]
+    titles: tuple[str, ...]
+
+
+def _read_tokens(path: Path) -> dict[str, Ids]:
+    """Return the tokens of both parts, and where documents start, if they can be such."""
+    with opened_tensors(path) as file:
+        tensors = {name: file.get_tensor(name) for name in ("train", "test", "starts")}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or bool((tensor < 0).any()):
+            raise CorruptError(
+                f"{path}: {name!r} is {tuple(tensor.shape)} of {tensor.dtype}; expected (N,) whole numbers from 0. "
+                "Restore the file from a copy of the run."
+            )
+    starts = tensors["starts"]
+    if not len(starts) or int(starts[0]) != 0 or bool((starts.diff() <= 0).any()):
+        raise CorruptError(f"{path}: documents do not ascend from place 0. Restore the file from a copy of the run.")
+    return {name: tensor.to(torch.int64).numpy() for name, tensor in tensors.items()}
 
 
 def _ids(tokens: Any, what: str) -> Ids:

@@ -1,37 +1,33 @@
-"""The run folder: names, the manifest, and how a file is published.
+"""The run folder: the names of its files, how a file is published, and the writer's lock.
 
-docs/format.md describes the folder for people. Here are the same facts for the writer and the reader: dataclasses of
-the manifest, the names of files, and the write-fsync-rename that makes a file appear whole or not at all.
+docs/format.md describes the folder for people. Here are the names for the writer and the reader, and the
+write-fsync-rename that makes a file appear whole or not at all. The manifest is read and written in `manifest.py`.
 """
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
+import msgspec
 import safetensors
 import safetensors.torch
 import torch
 import xxhash
 from torch import Tensor
 
-from dualform.errors import CorruptError, FormatError, RunNotFoundError
-from dualform.identity.parameter_use import ParameterUse
+from dualform.engine.description import Count
+from dualform.errors import CorruptError
 from dualform.record.media import CORPUS as CORPUS
 from dualform.record.media import VOCABULARY as VOCABULARY
-from dualform.record.rowcheck import Outcome
-from dualform.store import version1
 from dualform.store.folder import PARTIAL, check_no_link
 
-FORMAT = "dualform"
-VERSION = 2
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
@@ -40,7 +36,8 @@ UNCOVERED = "uncovered.safetensors"
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
 
-Stored = Literal["keys+values", "keys"]
+Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+"""An xxh3 checksum, 64 bits, as hexadecimal."""
 
 
 def shard_files(index: int) -> dict[str, str]:
@@ -58,209 +55,9 @@ def shard_files(index: int) -> dict[str, str]:
 class FileEntry:
     """A published file: its size, its xxh3 checksum, and where it lies, if not under the name that it is listed by."""
 
-    bytes: int
-    xxh3: str
+    bytes: Count
+    xxh3: Checksum
     at: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerEntry:
-    """A recorded layer: what it is and what is stored of it."""
-
-    kind: str
-    d_in: int
-    d_out: int
-    uses: tuple[ParameterUse, ...]  # how the layer uses each of its parameters
-    store: Stored
-    dtype: str  # of the stored keys and values
-    optional: bool = False  # whether readers leave it out when it has no patterns
-
-    @property
-    def parameters(self) -> dict[str, str]:
-        """The name of the parameter of each use, by the use's name."""
-        return {use.name: use.parameter for use in self.uses}
-
-
-@dataclass(frozen=True, slots=True)
-class RowsEntry:
-    """What is known of a layer's rows: whether they are those of the batches that were annotated."""
-
-    outcome: Outcome
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterEntry:
-    """A covered parameter."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class StateEntry:
-    """A part of the model's state that no recorded layer covers."""
-
-    kind: str  # trained, frozen, buffer or extra
-    shape: tuple[int, ...]
-    dtype: str
-    xxh3: str  # of its bytes: a frozen parameter's at the start, everything's at the end; empty where not taken
-    reason: str = ""  # why it can be neither kept nor compared
-
-
-@dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """A published range of steps, `start <= step < stop`.
-
-    A resumed run may lower `stop`: patterns from there on are still in the file but no longer part of the memory.
-    """
-
-    index: int
-    start: int
-    stop: int
-    files: dict[str, FileEntry]
-    key_range: dict[str, tuple[float, float]]  # layer -> (least, greatest) key element
-    parameters: dict[str, str]  # parameter -> xxh3 of its bytes after the last step
-    pools: dict[str, tuple[int, int]] = field(default_factory=dict)  # layer with a pool -> (first number, keys here)
-    state_after: int | None = None  # the number of steps after which `stale` and the file of uncovered state hold
-    stale: tuple[str, ...] = ()  # uncovered state that had changed by then and is not kept
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """Everything that the run folder promises."""
-
-    layers: dict[str, LayerEntry]
-    parameters: dict[str, ParameterEntry]
-    optimizers: tuple[str, ...]
-    uncovered: dict[str, int]  # trained parameters that no layer covers -> number of elements
-    batch_axis: int = 0
-    created: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    closed: bool = False
-    no_final: str = ""  # why a closed run has no final parameters; empty where it has
-    columns: dict[str, str] = field(default_factory=dict)
-    files: dict[str, FileEntry] = field(default_factory=dict)
-    shards: tuple[ShardEntry, ...] = ()
-    factory: str | None = None
-    factory_arguments: dict[str, Any] = field(default_factory=dict)
-    rows: dict[str, RowsEntry] = field(default_factory=dict)  # layers that were tried
-    uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
-
-    @property
-    def steps(self) -> int:
-        """The number of published steps."""
-        return self.shards[-1].stop if self.shards else 0
-
-    def to_json(self) -> str:
-        """Return the manifest as it stands in the folder."""
-        head = {"format": FORMAT, "version": VERSION, "steps": self.steps}
-        body = dataclasses.asdict(self)
-        for entry in (*body["files"].values(), *(e for shard in body["shards"] for e in shard["files"].values())):
-            if not entry["at"]:
-                del entry["at"]
-        for layer in body["layers"].values():
-            layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
-        return json.dumps(head | body, indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str | bytes, *, path: Path) -> "Manifest":
-        """Read a manifest of this version or an earlier one, refusing other formats and newer versions."""
-        try:
-            raw = json.loads(text)
-        except ValueError as error:
-            raise FormatError(f"{path} is not JSON ({error}). Restore it from a copy of the run.") from error
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise RunNotFoundError(f"{path} does not describe a dualform run. Give the folder of a recorded run.")
-        if raw.get("version") not in (version1.VERSION, VERSION):
-            raise FormatError(
-                f"{path} has format version {raw.get('version')!r}; this dualform reads versions {version1.VERSION} to "
-                f"{VERSION}. Install a newer dualform to open it."
-            )
-        try:
-            layers = raw["layers"]
-            if raw["version"] == version1.VERSION:
-                layers = {name: version1.upgraded_layer(entry) for name, entry in layers.items()}
-            return cls(
-                layers={name: _layer_entry(entry) for name, entry in layers.items()},
-                parameters={
-                    name: ParameterEntry(tuple(entry["shape"]), entry["dtype"])
-                    for name, entry in raw["parameters"].items()
-                },
-                optimizers=tuple(raw["optimizers"]),
-                uncovered=raw["uncovered"],
-                batch_axis=raw["batch_axis"],
-                created=raw["created"],
-                versions=raw["versions"],
-                closed=raw["closed"],
-                no_final=raw.get("no_final", ""),
-                columns=raw["columns"],
-                files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
-                shards=tuple(_shard_entry(entry) for entry in raw["shards"]),
-                factory=raw["factory"],
-                factory_arguments=raw["factory_arguments"],
-                rows={name: RowsEntry(**entry) for name, entry in raw.get("rows", {}).items()},
-                uncovered_state=_state_entries(raw.get("uncovered_state")),
-            )
-        except FormatError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise FormatError(f"{path} lacks or mangles an entry ({reason}). Restore it from a copy.") from error
-
-    @classmethod
-    def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a run folder."""
-        path = folder / MANIFEST
-        if not folder.is_dir():
-            raise RunNotFoundError(f"{folder} is not a folder. Give the folder that dualform.record wrote to.")
-        if not path.is_file():
-            raise RunNotFoundError(
-                f"{folder} holds no {MANIFEST}, so it is not a recorded run. "
-                "Give the folder that dualform.record wrote to."
-            )
-        return cls.from_json(path.read_bytes(), path=path)
-
-    def publish(self, folder: Path) -> None:
-        """Replace the folder's manifest by this one, atomically."""
-        publish(folder / MANIFEST, lambda partial: partial.write_text(self.to_json()))
-
-
-def _layer_entry(raw: dict[str, Any]) -> LayerEntry:
-    entry = LayerEntry(**{**raw, "uses": tuple(_use(use) for use in raw["uses"])})
-    names = [use.name for use in entry.uses]
-    if not names or len(set(names)) < len(names):
-        raise FormatError(
-            f"A layer of kind {entry.kind} lists the uses {names}; expected at least one, each with a name of its own. "
-            "Restore the manifest from a copy of the run."
-        )
-    return entry
-
-
-def _use(raw: dict[str, Any]) -> ParameterUse:
-    """Return a use from JSON, in which ranges are lists."""
-    spans = {name: tuple(raw[name]) for name in ("keys", "rows") if raw.get(name) is not None}
-    return ParameterUse(**{**raw, **spans, "values": tuple(tuple(span) for span in raw.get("values", ()))})
-
-
-def _state_entries(raw: dict[str, Any] | None) -> dict[str, StateEntry] | None:
-    if raw is None:
-        return None
-    return {name: StateEntry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in raw.items()}
-
-
-def _shard_entry(raw: dict[str, Any]) -> ShardEntry:
-    return ShardEntry(
-        index=raw["index"],
-        start=raw["start"],
-        stop=raw["stop"],
-        files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
-        key_range={layer: (low, high) for layer, (low, high) in raw["key_range"].items()},
-        parameters=raw["parameters"],
-        pools={layer: (base, count) for layer, (base, count) in raw.get("pools", {}).items()},
-        state_after=raw.get("state_after"),
-        stale=tuple(raw.get("stale", ())),
-    )
 
 
 @dataclass(frozen=True, slots=True)

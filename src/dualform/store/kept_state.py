@@ -22,12 +22,12 @@ from dualform.store.format import (
     FROZEN,
     UNCOVERED,
     FileEntry,
-    StateEntry,
     opened_tensors,
     publish_tensors,
     shard_files,
     tensor_bytes,
 )
+from dualform.store.manifest import StateEntry
 from dualform.store.reader import Run
 
 FROZEN_BYTES = 64 << 20  # of all frozen parameters together, up to which they are kept by value

@@ -3,17 +3,18 @@
 Reading gives plain objects; nothing is drawn here.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+import msgspec
+import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError, QueryError
 from dualform.record.media import CORPUS, DESCRIPTION, IMAGES, TESTS
 from dualform.store.corpus import Corpus, fitting_corpus
+from dualform.store.documents import cut, parse_json
 from dualform.store.format import opened_tensors
 from dualform.store.reader import Run
 
@@ -34,7 +35,17 @@ def read_tests(run: Run) -> Tests:
             f"{run.folder} keeps no test examples. Add some with memory.add_tests, or give your own inputs."
         )
     tensors = _tensors(run, TESTS)
-    return Tests(tensors["inputs"], tensors.get("targets"), tensors.get("images"))
+    found = Tests(tensors.get("inputs", _NOTHING), tensors.get("targets"), tensors.get("images"))
+    if (
+        found.inputs.dim() < 1
+        or (found.targets is not None and found.targets.shape[:1] != found.inputs.shape[:1])
+        or not _are_pixels(found.images, found.inputs)
+    ):
+        raise CorruptError(
+            f"{run.place(TESTS)} holds {_shapes(tensors)}; expected as many inputs as targets and images. Restore the "
+            "file from a copy of the run."
+        )
+    return found
 
 
 class Media:
@@ -42,10 +53,10 @@ class Media:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._description: Mapping[str, Any] = _description(run)
-        self.labels: Sequence[str] | None = self._description.get("labels")
-        inputs = self._description.get("inputs")
-        self.scale: tuple[float, float] | None = None if inputs is None else (inputs["mean"], inputs["deviation"])
+        description = _description(run)
+        self.labels: Sequence[str] | None = description.labels
+        inputs = description.inputs
+        self.scale: tuple[float, float] | None = None if inputs is None else (inputs.mean, inputs.deviation)
 
     @cached_property
     def text(self) -> Corpus | None:
@@ -68,18 +79,55 @@ class Media:
         if IMAGES not in self._run.manifest.files:
             return None, {}
         tensors = _tensors(self._run, IMAGES)
-        return tensors["images"], {sample: at for at, sample in enumerate(tensors["samples"].tolist())}
+        images, samples = tensors.get("images", _NOTHING), tensors.get("samples", _NOTHING)
+        if samples.dim() != 1 or samples.dtype != torch.int64 or not _are_pixels(images, samples):
+            raise CorruptError(
+                f"{self._run.place(IMAGES)} holds {_shapes(tensors)}; expected images (N, H, W[, 3]) of uint8 and "
+                "samples (N,) of int64. Restore the file from a copy of the run."
+            )
+        return images, {sample: at for at, sample in enumerate(samples.tolist())}
 
 
-def _description(run: Run) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """How an input follows from a pixel: (pixel - mean) / deviation."""
+
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """What the file of descriptions says."""
+
+    labels: list[str] | None = None
+    inputs: _Inputs | None = None
+
+
+_NOTHING = torch.empty(())
+
+
+def _description(run: Run) -> _Description:
     if DESCRIPTION not in run.manifest.files:
-        return {}
+        return _Description()
     path = run.place(DESCRIPTION)
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(parse_json(path.read_bytes()), _Description)
     except (OSError, ValueError) as error:
-        raise CorruptError(f"{path} cannot be read: {error}. Restore the file from a copy of the run.") from error
-    return found
+        reason = cut(str(error), 200)
+        raise CorruptError(f"{path} cannot be read: {reason}. Restore the file from a copy of the run.") from error
+
+
+def _are_pixels(images: Tensor | None, beside: Tensor) -> bool:
+    """Say whether images are (N, H, W) or (N, H, W, 3) of uint8, as many as there are of something else, or none."""
+    if images is None:
+        return True
+    fits = images.dim() == 3 or (images.dim() == 4 and images.shape[3] == 3)
+    return fits and images.dtype == torch.uint8 and len(images) == len(beside)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{cut(name)} {tuple(found.shape)} of {found.dtype}" for name, found in list(tensors.items())[:8])
 
 
 def _tensors(run: Run, name: str) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ Everything is read where it lies and when it is asked for. A listed file that is
 cut short is an error at opening; changed bytes are found by `dualform.store.audit`.
 """
 
+import os
+import stat
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,19 +18,38 @@ import xxhash
 from torch import Tensor
 
 from dualform.coefficients import Facts
-from dualform.engine.description import RunDescription
+from dualform.engine.description import LayerEntry, RunDescription
+from dualform.engine.facts_check import facts_problem
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.errors import CorruptError
 from dualform.lazy import compute as pc
-from dualform.lazy import parquet as pq
-from dualform.store.format import FINAL, INITIAL, STATE, Manifest, ShardEntry, opened_tensors, shard_files
+from dualform.store.checked_tables import (
+    BUDGET_RATIO,
+    MIN_BUDGET,
+    SchemaCheck,
+    column_names,
+    count_rows,
+    read_checked_table,
+)
+from dualform.store.format import FINAL, INITIAL, STATE, opened_tensors, shard_files
+from dualform.store.manifest import Manifest, ShardEntry
+from dualform.store.parameter_check import check_parameters
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.rows import FileRows, PooledRows
+from dualform.store.shard_check import (
+    annotations_columns_problem,
+    calls_columns_problem,
+    calls_problem,
+    steps_columns_problem,
+    steps_problem,
+)
 from dualform.store.tables import CALLS
 from dualform.store.tensors import OpenFiles, TensorFile
 
 Columns = dict[str, npt.NDArray[Any]]
 OPEN = 100  # files that stay open at most
+MAX_SPARSE = 64  # how many times more places than factors their table may have; honest steps have as many each
+MIN_FACTORS = 1 << 16  # factors that a table may always have
 MAPPED = 5 << 28  # bytes of a run whose files may all be mapped at once
 
 
@@ -39,7 +60,7 @@ class Shard(PatternPart):
         self,
         folder: Path,
         entry: ShardEntry,
-        batch_axis: int,
+        manifest: Manifest,
         before: Sequence["Shard"] = (),
         *,
         files: OpenFiles,
@@ -49,7 +70,7 @@ class Shard(PatternPart):
         self.entry = entry
         self.index, self.start, self.stop = entry.index, entry.start, entry.stop
         self._files = files
-        self._batch_axis = batch_axis
+        self._manifest = manifest
         self._names = shard_files(entry.index)
         self._calls: dict[str, Columns] = {}
         self._counts: dict[str, int] = {}
@@ -69,14 +90,16 @@ class Shard(PatternPart):
             columns: Columns = {name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in numbers}
             known = "layout" in table.column_names  # which the first runs did not have
             columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
-            columns["batch_axis"] = np.full(table.num_rows, self._batch_axis)
+            columns["batch_axis"] = np.full(table.num_rows, self._manifest.batch_axis)
             self._calls[layer] = columns
         return self._calls[layer]
 
     def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows:
         """Return the keys or values of a layer, as they are stored, to be read where they are used."""
         count = self.count(layer)
-        if what != "keys" or layer not in self.entry.pools:
+        if what == "keys" and layer not in self.entry.pools:
+            return self._stored(f"{layer}/keys", count, below=self._table_rows(layer))
+        if what != "keys":
             return self._stored(f"{layer}/{what}", count)
         shards = [shard for shard in (*self._before, self) if layer in shard.entry.pools]
         return PooledRows(
@@ -87,7 +110,8 @@ class Shard(PatternPart):
 
     def references(self, layer: str) -> Tensor:
         """Return the number of each pattern's key in the layer's pool, (n,)."""
-        return self._stored(f"{layer}/{REFERENCES}", self.count(layer)).take(slice(None))[0]
+        base, count = self.entry.pools[layer]
+        return self._stored(f"{layer}/{REFERENCES}", self.count(layer), below=base + count).take(slice(None))[0]
 
     def key_ids(self, layer: str) -> Tensor | None:
         """Return the number of each pattern's key in the layer's pool, (n,); None where it has no pool here."""
@@ -109,8 +133,13 @@ class Shard(PatternPart):
         """Return the digests of those keys, (n, 2)."""
         return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).take(slice(None))[0]
 
-    def _stored(self, name: str, count: int) -> FileRows:
-        return FileRows(self._tensors, name, count)
+    def _stored(self, name: str, count: int, *, below: int | None = None) -> FileRows:
+        return FileRows(self._tensors, name, count, below)
+
+    def _table_rows(self, layer: str) -> int | None:
+        """Return the number of rows of the table that a layer's keys are looked up in; None for other layers."""
+        tables = [use.parameter for use in self._manifest.layers[layer].uses if use.parameter_map.takes_ids]
+        return min((self._manifest.parameters[table].shape[0] for table in tables), default=None)
 
     def _tensors(self) -> TensorFile:
         return self._files.get(self.path("patterns"))
@@ -125,15 +154,18 @@ class Shard(PatternPart):
     @cached_property
     def annotations(self) -> pa.Table:
         """The user's columns in this shard."""
-        return self._read("annotations")
+        return self._read("annotations", self._columns_problem)
 
     def annotation(self, name: str, *, keep: bool = True) -> pa.ChunkedArray | None:
         """Return one of the user's columns, None where this shard does not have it; unless `keep`, read it alone."""
         if keep:
             return self.annotations[name] if name in self.annotations.column_names else None
-        if name not in pq.read_schema(self.path("annotations")).names:
+        if name not in column_names(self.path("annotations")):
             return None
-        return self._read("annotations", [name])[name]
+        return self._read("annotations", self._columns_problem, [name])[name]
+
+    def _columns_problem(self, schema: pa.Schema) -> str:
+        return annotations_columns_problem(schema, self._manifest.columns)
 
     def annotated_rows(self) -> int:
         """Return how many rows of the annotation table belong to steps before `stop`."""
@@ -145,11 +177,27 @@ class Shard(PatternPart):
     @cached_property
     def steps(self) -> pa.Table:
         """The optimizer facts in this shard."""
-        return self._kept(self._read("steps"))
+        table = self._read("steps", steps_columns_problem)
+        calls = count_rows(self.path("calls"))
+        self._require(steps_problem(table, self.entry, self._manifest, calls), "steps")
+        return self._kept(table)
 
     @cached_property
     def _calls_table(self) -> pa.Table:
-        return self._kept(self._read("calls"))
+        table = self._read("calls", calls_columns_problem)
+        annotated = count_rows(self.path("annotations"))
+        places = self._tensors().places
+        self._require(calls_problem(table, self.entry, self._manifest, places, annotated), "calls")
+        return self._kept(table)
+
+    def most_micros(self) -> int:
+        """Return the number of backwards of a step that the calls of this shard tell of, at most."""
+        micro: int | None = pc.max(self._calls_table["micro"]).as_py()
+        return 0 if micro is None else micro + 1
+
+    def _require(self, problem: str, what: str) -> None:
+        if problem:
+            raise CorruptError(f"{self.path(what)}: {problem}. Restore the run's files from a copy.")
 
     def path(self, what: str) -> Path:
         """Return the path of one of the shard's files."""
@@ -158,11 +206,10 @@ class Shard(PatternPart):
     def _kept(self, table: pa.Table) -> pa.Table:
         return table.filter(pc.field("step") < self.entry.stop)
 
-    def _read(self, what: str, columns: list[str] | None = None) -> pa.Table:
-        try:
-            return pq.read_table(self.path(what), columns=columns)
-        except (OSError, pa.ArrowException) as error:
-            raise CorruptError(f"{self.path(what)} cannot be read: {error}. Restore the file from a copy.") from error
+    def _read(self, what: str, check: SchemaCheck, columns: list[str] | None = None) -> pa.Table:
+        size = sum(entry.bytes for entry in self.entry.files.values())
+        budget = max(MIN_BUDGET, BUDGET_RATIO * size)
+        return read_checked_table(self.path(what), check, budget=budget, columns=columns)
 
 
 class Run(PatternSource):
@@ -177,7 +224,7 @@ class Run(PatternSource):
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
-                shards.append(Shard(folder, entry, self.manifest.batch_axis, tuple(shards), files=files))
+                shards.append(Shard(folder, entry, self.manifest, tuple(shards), files=files))
         self.shards = tuple(shards)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 
@@ -222,7 +269,10 @@ class Run(PatternSource):
     def steps_table(self) -> pa.Table:
         """The optimizer facts of every (step, parameter)."""
         tables = [shard.steps for shard in self.shards if shard.steps.num_rows]
-        return pa.concat_tables(tables or [pa.table({})], promote_options="permissive")
+        try:
+            return pa.concat_tables(tables or [pa.table({})], promote_options="permissive")
+        except pa.ArrowException as error:  # a setting that is a number in one shard and a text in another
+            raise CorruptError(f"{self.folder / 'steps'}: {error}. Restore the run's files from a copy.") from error
 
     def facts(self, parameter: str) -> tuple[Facts, Factors]:
         """Return a parameter's facts, and its gradient's factor in each step and micro, (S, micros)."""
@@ -237,7 +287,12 @@ class Run(PatternSource):
                 if name not in ("parameter", "optimizer", "factors", "fingerprint")
             }
             step = columns.pop("step", np.zeros(0)).astype(np.int64)
-            optimizer = table["optimizer"][0].as_py() if table.num_rows else self.manifest.optimizers[0]
+            optimizer = table["optimizer"][0].as_py() if table.num_rows else "none"
+            if problem := facts_problem(optimizer, step, columns):
+                raise CorruptError(
+                    f"{self.folder / 'steps'}: the facts of parameter {parameter!r} cannot be: {problem}. Restore the "
+                    "run's files from a copy."
+                )
             factors = self._factors(table, step) if table.num_rows else np.zeros((self.steps, self._micros))
             self._facts[parameter] = (Facts(optimizer, dtype, step, columns), factors)
         return self._facts[parameter]
@@ -246,7 +301,19 @@ class Run(PatternSource):
     def _micros(self) -> int:
         """The most backwards that any step had."""
         table = self.steps_table
-        return (pc.max(pc.list_value_length(table["factors"])).as_py() or 1) if table.num_rows else 1
+        lengths = pc.list_value_length(table["factors"]) if table.num_rows else pa.array([], pa.int32())
+        micros: int = pc.max(lengths).as_py() or 1
+        if micros * self.steps > MAX_SPARSE * ((pc.sum(lengths).as_py() or 0) + MIN_FACTORS):
+            raise CorruptError(
+                f"{self.folder / 'steps'}: one step has {micros} factors, and most of {self.steps} steps have none. "
+                "Restore the run's files from a copy."
+            )
+        if (called := max((shard.most_micros() for shard in self.shards), default=0)) > micros:
+            raise CorruptError(
+                f"{self.folder / 'calls'}: a call is of backward {called - 1} of its step, but no step had more than "
+                f"{micros}. Restore the run's files from a copy."
+            )
+        return micros
 
     def _factors(self, table: pa.Table, step: npt.NDArray[np.int64]) -> Factors:
         lists = table["factors"].combine_chunks()
@@ -261,13 +328,23 @@ class Run(PatternSource):
     def tensors(self, which: Which) -> dict[str, Tensor] | None:
         """Return the parameters at the start, or after the last step if the recording was closed with them."""
         if which == "initial":
+            check_parameters(self.folder / INITIAL, self.manifest, states=True)
             return {name: found for name, found in self._tensors(INITIAL).items() if name in self.manifest.parameters}
-        return self._tensors(FINAL) if self.manifest.closed and not self.manifest.no_final else None
+        if not self.manifest.closed or self.manifest.no_final:
+            return None
+        check_parameters(self.folder / FINAL, self.manifest, states=False)
+        return self._tensors(FINAL)
+
+    def require_values(self, layer: str) -> LayerEntry:
+        """Return a layer's entry if its values are stored, or raise."""
+        _ = self.initial  # whose shapes are those of everything that is rebuilt
+        return super().require_values(layer)
 
     @cached_property
     def initial_states(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
         states: dict[str, dict[str, Tensor]] = {}
+        check_parameters(self.folder / INITIAL, self.manifest, states=True)
         for name, tensor in self._tensors(INITIAL).items():
             if name not in self.manifest.parameters:
                 entry, _, parameter = name.partition(STATE)
@@ -291,12 +368,15 @@ class Run(PatternSource):
 
     def _check_sizes(self) -> None:
         for name, entry in self.files().items():
-            path = self.folder / name
-            if not path.is_file():
+            path = f"{self.folder}/{name}"
+            try:
+                found = os.stat(path)  # noqa: PTH116 (a Path for each of thousands of files takes longer than the look)
+            except OSError:
+                found = None
+            if found is None or not stat.S_ISREG(found.st_mode):
                 raise CorruptError(f"{path} is listed in the manifest but missing. Restore it from a copy of the run.")
-            size = path.stat().st_size
-            if size != entry.bytes:
+            if found.st_size != entry.bytes:
                 raise CorruptError(
-                    f"{path} has {size} bytes, but {entry.bytes} were published: it was cut short or changed. "
+                    f"{path} has {found.st_size} bytes, but {entry.bytes} were published: it was cut short or changed. "
                     "Restore it from a copy of the run."
                 )

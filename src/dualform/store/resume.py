@@ -19,7 +19,8 @@ from dualform.lazy import compute as pc
 from dualform.record.sinks import Start, sample
 from dualform.store.audit import compare
 from dualform.store.folder import own_files, remove_partial, remove_unlisted
-from dualform.store.format import FINAL, FROZEN, UNCOVERED, Manifest, shard_files
+from dualform.store.format import FINAL, FROZEN, UNCOVERED, shard_files
+from dualform.store.manifest import Manifest
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 from dualform.store.tables import fingerprint

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.errors import CorruptError
 from dualform.store.encoding import SCALE
 from dualform.store.tensors import Place, TensorFile
 
@@ -59,11 +60,19 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class FileRows:
-    """The first rows of a tensor in a file, which is opened when some are taken."""
+    """The first rows of a tensor in a file, which is opened when some are taken.
+
+    Attributes:
+        opened: returns the file.
+        name: the tensor's name.
+        count: the number of rows.
+        below: the number that every element is below, and not below 0; nothing where elements are no places.
+    """
 
     opened: Callable[[], TensorFile]
     name: str
     count: int
+    below: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,20 +85,37 @@ class FileRows:
     def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Read consecutive rows; take others out of what is read with them, or out of a map where they are few."""
         file = self.opened()
+        found = self._found(file, index, into)
+        if self.below is not None and len(found[0]):
+            low, high = (int(number) for number in torch.aminmax(found[0]))
+            if not 0 <= low <= high < self.below:
+                raise CorruptError(
+                    f"{file.path}: {self.name!r} goes from {low} to {high}; expected numbers from 0 to "
+                    f"{self.below - 1}. Restore the file from a copy of the run."
+                )
+        return found[0], found[1] if len(found) > 1 else None
+
+    def _found(self, file: TensorFile, index: slice | Tensor, into: Tensor | None) -> list[Tensor]:
+        """Return some rows, and their scales where they have some."""
         scales = file.places.get(self.name + SCALE)
         places = [file.place(self.name), *([] if scales is None else [scales])]
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.count)
             stop = max(start, stop)
             if file.keep_mapped:
-                return _pair([file.mapped(place)[start:stop] for place in places])
-            return _pair(_read(file, places, start, stop, into))
+                return [file.mapped(place)[start:stop] for place in places]
+            return _read(file, places, start, stop, into)
         if not len(index):
-            return _pair(_read(file, places, 0, 0, None))
+            return _read(file, places, 0, 0, None)
         low, high = int(index.min()), int(index.max()) + 1
+        if not 0 <= low < high <= self.count:
+            raise CorruptError(
+                f"{file.path}: row {high - 1} of {self.name!r} is referred to, but it has {self.count}. "
+                "Restore the run's files from a copy."
+            )
         if high - low <= DENSE * len(index) and not file.keep_mapped:
-            return _pair([found[index - low] for found in _read(file, places, low, high, into)])
-        return _pair([file.mapped(place)[index] for place in places])
+            return [found[index - low] for found in _read(file, places, low, high, into)]
+        return [file.mapped(place)[index] for place in places]
 
 
 def _read(file: TensorFile, places: Sequence[Place], start: int, stop: int, into: Tensor | None) -> list[Tensor]:
@@ -97,10 +123,6 @@ def _read(file: TensorFile, places: Sequence[Place], start: int, stop: int, into
     fits = into is not None and (stop - start) * places[0].row_bytes <= into.numel()
     first = file.read(places[0], start, stop, into if fits else None)
     return [first, *(file.read(place, start, stop) for place in places[1:])]
-
-
-def _pair(found: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    return found[0], found[1] if len(found) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
 
+from dualform.engine.description import Count
 from dualform.errors import CorruptError
+from dualform.store.documents import cut, parse_json
 
 ALIGNED = 64  # the first tensor begins at a multiple of so many bytes, as processors like it
 BLOCK = 1 << 20  # bytes that are summed and written while they are in the cache
+MAX_HEADER_BYTES = 100 << 20
+"""Size above which a header is refused, as the safetensors library does."""
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -82,6 +87,46 @@ class Place:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class _HeaderEntry:
+    """What the header of a safetensors file says of one tensor."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]  # of its first byte, and behind its last, counted from the end of the header
+
+
+def _read_header(file: int) -> dict[str, Place]:
+    """Return where the tensors of an open file lie; raise `ValueError` unless they fill it, one behind the other."""
+    size = os.fstat(file).st_size
+    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(f"its header is said to have {length} bytes, in a file of {size}")
+    header = parse_json(os.pread(file, length, 8))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    try:
+        entries = msgspec.convert(header, dict[str, _HeaderEntry])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"its header is mangled ({error})") from None
+    found, end = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, stop = entry.data_offsets
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise ValueError(f"{cut(repr(name))} has the unknown dtype {cut(repr(entry.dtype))}")
+        if begin != end or stop - begin != math.prod(entry.shape) * dtype.itemsize:
+            raise ValueError(f"{cut(repr(name))} does not lie behind the tensor before it, in the size of its shape")
+        found[name] = Place(dtype, entry.shape, 8 + length + begin)
+        end = stop
+    if 8 + length + end > size:
+        raise ValueError(f"its tensors do not lie within the file of {size} bytes")
+    if 8 + length + end < size:
+        raise ValueError(f"there are {size - 8 - length - end} bytes behind its tensors")
+    return found
+
+
 class TensorFile:
     """A published safetensors file, open for reading. Any number of threads may read from it."""
 
@@ -98,24 +143,9 @@ class TensorFile:
 
     def _places(self) -> dict[str, Place]:
         try:
-            size = os.fstat(self._file).st_size
-            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
-            if length > size - 8:
-                raise ValueError(f"its header of {length} bytes is longer than the file of {size}")
-            header = json.loads(os.pread(self._file, length, 8))
-            found = {}
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                begin, end = entry["data_offsets"]
-                place = Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
-                if end - begin != math.prod(place.shape) * place.dtype.itemsize or 8 + length + end > size:
-                    raise ValueError(f"{name!r} does not lie within the file")
-                found[name] = place
-            return found
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CorruptError(f"{self.path} cannot be read ({reason}). Restore the file from a copy.") from error
+            return _read_header(self._file)
+        except (OSError, ValueError) as error:
+            raise CorruptError(f"{self.path} cannot be read: {error}. Restore the file from a copy.") from error
 
     def place(self, name: str) -> Place:
         """Return where a tensor lies; raise `CorruptError` where it is not there."""

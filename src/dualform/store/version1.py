@@ -27,6 +27,17 @@ MAPS = {
 """The name that version 2 has for the parameter map of a role of version 1."""
 
 
+def upgraded(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest of version 1 as version 2 has it; one that cannot be read so is a `FormatError`."""
+    try:
+        layers = {name: upgraded_layer(entry) for name, entry in document["layers"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"'layers' cannot be read: {type(error).__name__}: {error}") from error
+    return {**document, "layers": layers}
+
+
 def upgraded_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a layer of a version 1 manifest as version 2 describes it, with `uses` instead of `parameters`."""
     rest = {name: found for name, found in entry.items() if name != "parameters"}

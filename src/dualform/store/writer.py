@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dualform._version import __version__
+from dualform.engine.description import LayerEntry, ParameterEntry
 from dualform.errors import ResumeError, RunExistsError, StoreError
 from dualform.lazy import parquet as pq
 from dualform.record.annotations import Binding
@@ -41,11 +42,6 @@ from dualform.store.format import (
     MANIFEST,
     STATE,
     FileEntry,
-    LayerEntry,
-    Manifest,
-    ParameterEntry,
-    RowsEntry,
-    ShardEntry,
     is_foreign,
     locked,
     publish,
@@ -54,6 +50,7 @@ from dualform.store.format import (
     write_partial,
 )
 from dualform.store.kept_state import ShardState, StateKeeper
+from dualform.store.manifest import Manifest, RowsEntry, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.queue import ByteQueue
 from dualform.store.reader import Run

@@ -1,0 +1,189 @@
+"""The manifest of a run folder: what `manifest.json` says, as dataclasses, and how it is read and written.
+
+A manifest may come from anybody, so it is believed only after three looks: the JSON itself (size, nesting, keys that
+come twice), each entry by its type and range (msgspec converts the document to the dataclasses below), and all entries
+against each other (`manifest_check.py`). The files that it lists are looked at elsewhere, when they are read.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from dualform.engine.description import Count, LayerEntry, ParameterEntry, Shape
+from dualform.errors import FormatError, RunNotFoundError
+from dualform.record.model_state import StateKind
+from dualform.record.rowcheck import Outcome
+from dualform.store import version1
+from dualform.store.documents import cut, parse_json
+from dualform.store.format import MANIFEST, Checksum, FileEntry, publish
+from dualform.store.manifest_check import problems
+
+FORMAT = "dualform"
+VERSION = 2
+MAX_MANIFEST_BYTES = 128 << 20
+"""Size above which a manifest is refused: about 4 KB for each of 30,000 shards, a recording of ten days."""
+MAX_DEPTH = 64
+"""Number of lists and objects inside each other, above which a manifest is refused; only a factory's arguments nest."""
+
+MaybeChecksum = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
+"""An xxh3 checksum as hexadecimal, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsEntry:
+    """What is known of a layer's rows: whether they are those of the batches that were annotated."""
+
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """A part of the model's state that no recorded layer covers."""
+
+    kind: StateKind
+    shape: Shape
+    dtype: str
+    xxh3: (
+        MaybeChecksum  # of its bytes: a frozen parameter's at the start, everything's at the end; empty where not taken
+    )
+    reason: str = ""  # why it can be neither kept nor compared
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """A published range of steps, `start <= step < stop`.
+
+    A resumed run may lower `stop`: patterns from there on are still in the file but no longer part of the memory.
+    """
+
+    index: Count
+    start: Count
+    stop: Count
+    files: dict[str, FileEntry]
+    key_range: dict[str, tuple[float, float]]  # layer -> (least, greatest) key element
+    parameters: dict[str, Checksum]  # parameter -> xxh3 of its bytes after the last step
+    pools: dict[str, tuple[Count, Count]] = field(
+        default_factory=dict
+    )  # layer with a pool -> (first number, keys here)
+    state_after: Count | None = None  # the number of steps after which `stale` and the file of uncovered state hold
+    stale: tuple[str, ...] = ()  # uncovered state that had changed by then and is not kept
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that the run folder promises."""
+
+    layers: dict[str, LayerEntry]
+    parameters: dict[str, ParameterEntry]
+    optimizers: tuple[str, ...]
+    uncovered: dict[str, Count]  # trained parameters that no layer covers -> number of elements
+    batch_axis: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    created: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    closed: bool = False
+    no_final: str = ""  # why a closed run has no final parameters; empty where it has
+    columns: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    shards: tuple[ShardEntry, ...] = ()
+    factory: str | None = None
+    factory_arguments: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, RowsEntry] = field(default_factory=dict)  # layers that were tried
+    uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
+
+    @property
+    def steps(self) -> int:
+        """The number of published steps."""
+        return self.shards[-1].stop if self.shards else 0
+
+    def to_json(self) -> str:
+        """Return the manifest as it stands in the folder."""
+        head = {"format": FORMAT, "version": VERSION, "steps": self.steps}
+        body = dataclasses.asdict(self)
+        for entry in (*body["files"].values(), *(e for shard in body["shards"] for e in shard["files"].values())):
+            if not entry["at"]:
+                del entry["at"]
+        for layer in body["layers"].values():
+            layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
+        return json.dumps(head | body, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, path: Path) -> "Manifest":
+        """Read a manifest, refusing other formats, newer versions, and whatever cannot be true of a run."""
+        raw = _parsed(text, path)
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise RunNotFoundError(f"{path} does not describe a dualform run. Give the folder of a recorded run.")
+        if type(raw.get("version")) is not int or not version1.VERSION <= raw["version"] <= VERSION:
+            raise FormatError(
+                f"{path} has format version {cut(repr(raw.get('version')))}; this dualform reads versions "
+                f"{version1.VERSION} to {VERSION}. Install a newer dualform to open it."
+            )
+        if missing := [name for name in _REQUIRED if name not in raw]:
+            raise _mangled(path, f"there is no {missing[0]!r}")
+        try:
+            found = msgspec.convert(version1.upgraded(raw) if raw["version"] == version1.VERSION else raw, cls)
+        except (msgspec.ValidationError, RecursionError, FormatError) as error:
+            raise _mangled(path, str(error)) from error
+        if type(raw["steps"]) is not int or raw["steps"] != found.steps:
+            raise _mangled(path, f"'steps' is {cut(repr(raw['steps']))}, but the shards hold {found.steps}")
+        if (problem := next(problems(found), None)) is not None:
+            raise _mangled(path, problem)
+        return found
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of a run folder."""
+        path = folder / MANIFEST
+        if not folder.is_dir():
+            raise RunNotFoundError(f"{folder} is not a folder. Give the folder that dualform.record wrote to.")
+        if not path.is_file():
+            raise RunNotFoundError(
+                f"{folder} holds no {MANIFEST}, so it is not a recorded run. "
+                "Give the folder that dualform.record wrote to."
+            )
+        with path.open("rb") as file:
+            return cls.from_json(file.read(MAX_MANIFEST_BYTES + 1), path=path)
+
+    def publish(self, folder: Path) -> None:
+        """Replace the folder's manifest by this one, atomically."""
+        publish(folder / MANIFEST, lambda partial: partial.write_text(self.to_json()))
+
+
+_OPTIONAL = {"no_final", "rows", "uncovered_state"}  # entries that runs of earlier versions lack
+_REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if entry.name not in _OPTIONAL))
+
+
+def _mangled(path: Path, reason: str) -> FormatError:
+    return FormatError(f"{path} lacks or mangles an entry ({cut(reason, 400)}). Restore it from a copy of the run.")
+
+
+def _parsed(text: str | bytes, path: Path) -> Any:
+    """Return the document, refusing one that is too large, too deep, or no JSON."""
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise FormatError(f"{path} has more than {MAX_MANIFEST_BYTES >> 20} MB. Restore it from a copy of the run.")
+    try:
+        raw = parse_json(text)
+    except ValueError as error:
+        reason = cut(str(error), 200)
+        raise FormatError(f"{path} is not JSON ({reason}). Restore it from a copy of the run.") from error
+    if isinstance(raw, Mapping) and _is_deep(raw.get("factory_arguments")):
+        raise _mangled(path, f"'factory_arguments' has more than {MAX_DEPTH} levels")
+    return raw
+
+
+def _is_deep(value: Any) -> bool:
+    """Say whether lists and objects lie inside each other more than `MAX_DEPTH` times."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, list | dict)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)

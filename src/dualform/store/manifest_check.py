@@ -1,0 +1,133 @@
+"""The cross references of a manifest: names that must exist elsewhere in it, numbers that must agree.
+
+Types and ranges of single entries are checked before (`manifest.py`). Each check here is one plain condition; the first
+that fails is the reason why the manifest is refused. No file is looked at.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from dualform.identity.parameter_maps import PARAMETER_MAPS
+from dualform.record.annotations import RESERVED
+from dualform.store.format import FINAL, FROZEN, INITIAL, UNCOVERED, FileEntry, shard_files
+from dualform.store.use_check import use_problem
+
+if TYPE_CHECKING:
+    from dualform.engine.description import LayerEntry
+    from dualform.store.manifest import Manifest, ShardEntry
+
+COLUMN_TYPES = ("bool", "int64", "double", "string")
+"""The Arrow types that a user's column may have."""
+EXACT_DTYPES = ("float32", "float64")
+"""The dtypes of parameters that are rebuilt; others are recorded with keys only."""
+MAX_INDEX = 999_999
+"""The largest number of a shard: file names have six digits."""
+_OWN_FILES = (INITIAL, FINAL, FROZEN, UNCOVERED)
+_ATTACHED = re.compile(r"media/([a-z]+)\.(safetensors|json)")
+
+
+def problems(manifest: "Manifest") -> Iterator[str]:
+    """Yield what cannot be true of a manifest, in words."""
+    yield from _parameter_problems(manifest)
+    yield from _file_problems(manifest)
+    for name, layer in manifest.layers.items():
+        yield from _layer_problems(manifest, name, layer)
+    for name, kind in manifest.columns.items():
+        if kind not in COLUMN_TYPES:
+            yield f"column {name!r} holds {kind!r}; known are {', '.join(COLUMN_TYPES)}"
+        if name in RESERVED:
+            yield f"{name!r} cannot be a user's column: every pattern has one of that name"
+    for name in manifest.rows:
+        if name not in manifest.layers:
+            yield f"'rows' names {name!r}, which is no layer"
+    for name in (*manifest.uncovered, *(manifest.uncovered_state or ())):
+        if name in manifest.parameters:
+            yield f"parameter {name!r} is listed as covered and as uncovered"
+    yield from _shards_problems(manifest)
+
+
+def _parameter_problems(manifest: "Manifest") -> Iterator[str]:
+    used = {parameter for layer in manifest.layers.values() for parameter in layer.parameters.values()}
+    for name, entry in manifest.parameters.items():
+        if name not in used:
+            yield f"no layer has the parameter {name!r}"
+        if not _is_dtype(entry.dtype):
+            yield f"parameter {name!r} has dtype {entry.dtype!r}, which torch does not know"
+    for name in used - manifest.parameters.keys():
+        yield f"a layer has the parameter {name!r}, which is not in 'parameters'"
+
+
+def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Iterator[str]:
+    if len({use.name for use in layer.uses}) < len(layer.uses) or not layer.uses:
+        yield f"layer {name!r} has no uses of parameters, or two of one name"
+    if not _is_dtype(layer.dtype) or not getattr(torch, layer.dtype).is_floating_point:
+        yield f"layer {name!r} is stored as {layer.dtype!r}; expected a dtype of floating-point numbers"
+    for use in layer.uses:
+        parameter = use.parameter
+        entry = manifest.parameters.get(parameter)
+        if entry is None:
+            continue  # named above
+        if problem := use_problem(use, layer.d_in, layer.d_out, entry.shape):
+            yield f"layer {name!r}, parameter {parameter!r}: {problem}"
+        if layer.store == "keys+values" and entry.dtype not in EXACT_DTYPES:
+            yield f"parameter {parameter!r} is {entry.dtype}; with values only {' or '.join(EXACT_DTYPES)} is recorded"
+
+
+def _file_problems(manifest: "Manifest") -> Iterator[str]:
+    for name, entry in manifest.files.items():
+        attached = _ATTACHED.fullmatch(name)
+        if name not in _OWN_FILES and attached is None:
+            yield f"'files' lists {name!r}, which is no name of a run's file"
+        elif entry.at and (attached is None or entry.at != f"media/{attached[1]}-{entry.xxh3}.{attached[2]}"):
+            yield f"{name!r} lies at {entry.at!r}; expected a name after its content"
+    if INITIAL not in manifest.files:
+        yield f"'files' does not list {INITIAL!r}"
+    if manifest.closed and not manifest.no_final and FINAL not in manifest.files:
+        yield f"the run is closed, but 'files' does not list {FINAL!r}"
+
+
+def _shards_problems(manifest: "Manifest") -> Iterator[str]:
+    index, step = -1, 0
+    pooled: dict[str, int] = {}  # layer -> keys in its pool so far
+    for shard in manifest.shards:
+        if not index < shard.index <= MAX_INDEX:
+            yield f"shard {shard.index} follows shard {index}; expected ascending numbers up to {MAX_INDEX}"
+        if shard.start != step or shard.stop < shard.start:
+            yield f"shard {shard.index} has steps {shard.start} to {shard.stop}; expected its start at {step}"
+        index, step = shard.index, shard.stop
+        yield from _shard_problems(manifest, shard)
+        for layer, (first, count) in shard.pools.items():
+            if first != pooled.get(layer, 0):
+                yield f"shard {shard.index}: the pool of {layer!r} goes on at {first}, not at {pooled.get(layer, 0)}"
+            pooled[layer] = first + count
+
+
+def _shard_problems(manifest: "Manifest", shard: "ShardEntry") -> Iterator[str]:
+    names = shard_files(shard.index)
+    uncovered = names.pop("uncovered")
+    if shard.files.keys() - {uncovered} != set(names.values()):
+        yield f"shard {shard.index} lists {_named(shard.files)}; expected {', '.join(names.values())}"
+    if any(entry.at for entry in shard.files.values()):
+        yield f"shard {shard.index} has a file that lies elsewhere"
+    if uncovered in shard.files and shard.state_after is None:
+        yield f"shard {shard.index} has uncovered state, but not the step of it"
+    for what, found in (("key_range", shard.key_range), ("pools", shard.pools)):
+        for layer in found.keys() - manifest.layers.keys():
+            yield f"shard {shard.index}: {what!r} names {layer!r}, which is no layer"
+    for name in shard.parameters.keys() - manifest.parameters.keys():
+        yield f"shard {shard.index} has a checksum of {name!r}, which is not in 'parameters'"
+    for layer in shard.pools:
+        entry = manifest.layers.get(layer)
+        if entry is not None and any(PARAMETER_MAPS[use.map].takes_ids for use in entry.uses):
+            yield f"layer {layer!r} has a pool, but its keys are whole numbers"
+
+
+def _named(files: dict[str, FileEntry]) -> str:
+    return ", ".join(sorted(files)[:8]) or "no files"
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
