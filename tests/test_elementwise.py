@@ -231,7 +231,7 @@ def test_a_weight_edited_by_a_thousandth_does_not_verify(run: Path) -> None:
 
 def test_totals_by_too_many_groups_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = train(run, *SETTINGS["Adam"])
-    monkeypatch.setattr("dualform.attend.layer.DENSE", 1000)
+    monkeypatch.setattr("dualform.attend.layer_plans.MAX_ANSWER_BYTES", 1000)
     layer = dualform.open(run).attend(model, batch(0, torch.float64)[0][:1])["0"]
     with pytest.raises(QueryError, match="totals of contributions"):
         layer.totals("step", of="contribution")

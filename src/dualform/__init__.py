@@ -9,6 +9,7 @@ from dualform._version import __version__
 if TYPE_CHECKING:
     from dualform.attend.groups import bins
     from dualform.attend.memory import Memory, open
+    from dualform.attend.questions import Top, Totals
     from dualform.attend.spotlight import Spotlight
     from dualform.errors import DualformError
     from dualform.record.estimate import estimate
@@ -22,6 +23,8 @@ _HOME = {
     "Memory": "dualform.attend.memory",
     "Recorder": "dualform.record.recorder",
     "Spotlight": "dualform.attend.spotlight",
+    "Top": "dualform.attend.questions",
+    "Totals": "dualform.attend.questions",
     "bins": "dualform.attend.groups",
     "estimate": "dualform.record.estimate",
     "open": "dualform.attend.memory",
@@ -34,6 +37,8 @@ __all__ = [
     "Memory",
     "Recorder",
     "Spotlight",
+    "Top",
+    "Totals",
     "__version__",
     "bins",
     "estimate",

@@ -13,7 +13,7 @@ from paired import STEPS, Pair
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend import layer as layer_module
+from dualform.attend import layer_plans
 from dualform.attend.cache import Cache
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.memory import Memory
@@ -219,7 +219,7 @@ def test_contribution_totals_by_shares_equal_the_streaming_pass(
         output = look(pair, view, layer).output()
         assert seen == []
         with monkeypatch.context() as patch:
-            patch.setattr(layer_module, "SHARES", 0)  # no share may be held
+            patch.setattr(layer_plans, "MAX_SHARES_BYTES", 0)  # no share may be held
             found = look(pair, view, layer)
             torch.testing.assert_close(found.totals(by="label", of="contribution").values, by_shares, **EXACT)
             torch.testing.assert_close(found.output(), output, **EXACT)
@@ -261,7 +261,7 @@ def test_no_answer_depends_on_the_chunks(
     whole = look(pair, view, layer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "BLOCK_PATTERNS", chunk_size)  # of passes without queries
-        patch.setattr(layer_module, "MAX_PASS_QUERIES", block)
+        patch.setattr(layer_plans, "MAX_PASS_QUERIES", block)
         cut = LayerSpotlight(
             whole._table,
             Cache(whole._table.run),
@@ -450,7 +450,7 @@ def test_questions_that_make_no_sense(pair: Pair, run: Path) -> None:
 def test_answers_too_large_to_hold_are_refused_before_they_are_made(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_module, "DENSE", 1000)
+    monkeypatch.setattr(layer_plans, "MAX_ANSWER_BYTES", 1000)
     layer = look(pair, "whole", "0")
     for question in (
         layer.attention,

@@ -13,7 +13,7 @@ import dualform
 from dualform import algebra
 from dualform import threads as threads_module
 from dualform.algebra import attend
-from dualform.attend import layer as layer_module
+from dualform.attend import layer_plans
 from dualform.engine import local, measures, reading, reducers
 from dualform.engine.block import Block
 from dualform.engine.jobs import Pass, WholeView
@@ -105,7 +105,7 @@ def test_many_queries_make_the_chunks_smaller(wide: tuple[Path, nn.Linear], monk
 
     monkeypatch.setattr(measures, "attend", attend)
     monkeypatch.setattr(local, "MAX_BLOCK_MEASURES", 300_000)
-    monkeypatch.setattr(layer_module, "MAX_PASS_QUERIES", 1000)
+    monkeypatch.setattr(layer_plans, "MAX_PASS_QUERIES", 1000)
     layer = dualform.open(path).attend(queries={"": torch.randn(2500, WIDTH)})[""]
     top = layer.top(2)
     assert top.values.shape == (2500, 1, 2)
@@ -137,7 +137,7 @@ def test_top_samples_hold_a_block_of_sums_at_a_time(
         return real(self, state)
 
     monkeypatch.setattr(reducers.BestMembers, "result", watched)
-    monkeypatch.setattr(layer_module, "MAX_PASS_QUERIES", 7)
+    monkeypatch.setattr(layer_plans, "MAX_PASS_QUERIES", 7)
     queries = torch.randn(30, WIDTH)
     top = dualform.open(path).attend(queries={"": queries})[""].top(2, per="sample")
     assert held == [7000, 7000, 7000, 7000, 2000]

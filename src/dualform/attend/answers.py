@@ -27,7 +27,7 @@ class Answer(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Totals(Answer):
+class GroupTotals(Answer):
     """Sums over groups of patterns.
 
     Attributes:
@@ -93,7 +93,7 @@ class Columns(Mapping[str, list[Any]]):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Top(Answer):
+class Ranking(Answer):
     """The best patterns, or samples, of each query.
 
     Attributes:
@@ -178,7 +178,7 @@ class Effects(Answer):
 
     def to_arrow(self) -> pa.Table:
         """Return a row per input and group."""
-        return Totals("", "effect", self.by, self.groups, self.values).to_arrow()
+        return GroupTotals("", "effect", self.by, self.groups, self.values).to_arrow()
 
     def __repr__(self) -> str:
         shown = self.groups[:12]

@@ -48,23 +48,39 @@ class Cache:
 
     def get(self, what: object, compute: Callable[[], Answer], *, budget: int | None = None) -> Answer:
         """Return the tensors named by `what` (anything with a faithful repr), computing them if need be."""
-        name = xxhash.xxh3_128_hexdigest(f"{self._of_run} {what!r}".encode())
+        found = self.find(what)
+        return self.keep(what, compute(), budget=budget) if found is None else found
+
+    def find(self, what: object) -> Answer | None:
+        """Return the tensors named by `what`, from memory or from disk; None where there are none."""
+        name = self._name(what)
         with self._lock:
             if name in self._here:
                 self._here.move_to_end(name)
                 return self._here[name]
-        path = self.run.folder / FOLDER / f"{name}.safetensors"
-        found = _load(path)
-        if found is None:
-            found = {key: tensor.cpu().contiguous() for key, tensor in compute().items()}
-            most = BUDGET if budget is None else budget
-            if _size(found) > most:
-                return found
-            with contextlib.suppress(OSError):
-                publish_tensors(path, found, metadata=_marks(found))
-                _prune(path, most=max(DISK_BYTES, most))
-        self._remember(name, found)
+        found = _load(self._path(name))
+        if found is not None:
+            self._remember(name, found)
         return found
+
+    def keep(self, what: object, answer: Answer, *, budget: int | None = None) -> Answer:
+        """Keep tensors under the name of `what`, unless they are larger than a budget of bytes; return them."""
+        found = {key: tensor.cpu().contiguous() for key, tensor in answer.items()}
+        most = BUDGET if budget is None else budget
+        if _size(found) > most:
+            return found
+        path = self._path(self._name(what))
+        with contextlib.suppress(OSError):
+            publish_tensors(path, found, metadata=_marks(found))
+            _prune(path, most=max(DISK_BYTES, most))
+        self._remember(self._name(what), found)
+        return found
+
+    def _name(self, what: object) -> str:
+        return xxhash.xxh3_128_hexdigest(f"{self._of_run} {what!r}".encode())
+
+    def _path(self, name: str) -> Path:
+        return self.run.folder / FOLDER / f"{name}.safetensors"
 
     def _remember(self, name: str, answer: Answer) -> None:
         """Keep an answer in memory; the least recently used go while all together are too large."""

@@ -75,7 +75,7 @@ class LayerEffects:
         reducer: Reducer[Any, R],
         *,
         block: int | None,
-        chunk_size: int | None = None,
+        block_patterns: int | None = None,
     ) -> R:
         """Measure every pattern of the view for each input, and reduce, in blocks of inputs."""
         rates, results = self._pattern_rates(), []
@@ -100,7 +100,7 @@ class LayerEffects:
                 measure=measure,
                 rows=len(inputs),
                 groups=grouping,
-                block_patterns=chunk_size,
+                block_patterns=block_patterns,
             )
             results.append(self.table.answer(job))
         whole: R = joined(results)

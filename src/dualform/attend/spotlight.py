@@ -3,11 +3,13 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dualform.attend.answers import Effects, Vote, add_effects
 from dualform.attend.effects_moments import outside
 from dualform.attend.groups import By
-from dualform.attend.layer import LayerSpotlight, Per
+from dualform.attend.layer import LayerSpotlight
+from dualform.attend.questions import Per, Question, answer_all
 from dualform.engine.measures import Of
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.threads import in_own_dtype
@@ -37,6 +39,22 @@ class Spotlight:
         # By name, when asked for: what draws comes after what attends.
         html: str = importlib.import_module("dualform.show.report.notebook").spotlight_html(self)
         return html
+
+    @in_own_dtype
+    def compute(self, *questions: Question) -> list[dict[str, Any]]:
+        """Answer several questions about all layers by one reading of each layer's patterns.
+
+        Returns, for each question, the answer by layer:
+
+        >>> totals, best = spotlight.compute(dualform.Totals(by="label"), dualform.Top(5))  # doctest: +SKIP
+        >>> totals["layers.2"]  # doctest: +SKIP
+        """
+        if not self.layers:
+            return [{} for _ in questions]
+        first = next(iter(self.layers.values()))
+        plans = [layer.plan(question) for question in questions for layer in self.layers.values()]
+        answers = iter(answer_all(first._table.run, first._table.executor, plans))
+        return [{name: next(answers) for name in self.layers} for _ in questions]
 
     @in_own_dtype
     def vote(self, by: By, *, of: Of = "attention") -> Vote:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualform.attend.cache import Cache
 from dualform.attend.groups import Grouping, Table
+from dualform.attend.questions import Plan, answer_all
 from dualform.engine import rebuild
 from dualform.engine.jobs import Pass
 from dualform.engine.reading import kept_by_part
@@ -37,15 +38,15 @@ class LayerSums:
         """Whether a parameter of this layer was trained by an optimizer that has no coefficients."""
         return bool(replayed_parameters(self.table.run, [self.layer]))
 
-    def keys(self, grouping: Grouping) -> Tensor:
-        """Return the sum of keys per group, (G, d_in)."""
-
-        def compute() -> dict[str, Tensor]:
+    def plan_keys(self, grouping: Grouping) -> Plan[Tensor]:
+        """Plan the sum of keys per group, (G, d_in)."""
+        what = ("key sums", *self._view(), grouping.parts)
+        found = self.cache.find(what)
+        if found is None:
             reducer = KeySums(len(grouping.labels), self.table.run.layer(self.layer).d_in)
-            job = Pass(self.layer, self.table, reducer, self.like, groups=grouping)
-            return {"sums": self.table.answer(job)}
-
-        return self.cache.get(("key sums", *self._view(), grouping.parts), compute)["sums"].to(self.like.device)
+            (sums,) = yield [Pass(self.layer, self.table, reducer, self.like, groups=grouping)]
+            found = self.cache.keep(what, {"sums": sums})
+        return found["sums"].to(self.like.device)
 
     @property
     def shapes(self) -> dict[ParameterUse, tuple[int, ...]]:
@@ -59,26 +60,39 @@ class LayerSums:
 
     def shares(self, grouping: Grouping | None) -> dict[ParameterUse, Tensor]:
         """Return each group's share of each parameter, use -> (G, *shape)."""
-        self.table.run.require_values(self.layer)
-        parts = None if grouping is None else grouping.parts
-        found = self.cache.get(("group shares", *self._view(), parts), lambda: self.compute_shares(grouping))
-        return {use: found[use.name].to(self.like.device) for use in self.table.run.layer(self.layer).uses}
+        found: dict[ParameterUse, Tensor] = self._answer(self.plan_shares(grouping))
+        return found
+
+    def plan_shares(self, grouping: Grouping | None) -> Plan[dict[ParameterUse, Tensor]]:
+        """Plan each group's share of each parameter, use -> (G, *shape)."""
+        entry = self.table.run.require_values(self.layer)
+        what = ("group shares", *self._view(), None if grouping is None else grouping.parts)
+        found = self.cache.find(what)
+        if found is None:
+            found = self.cache.keep(what, (yield from self._plan_computed_shares(grouping)))
+        return {use: found[use.name].to(self.like.device) for use in entry.uses}
 
     def compute_shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
         """Compute `shares`, whether or not they are cached, by one pass; by the name of the use."""
+        found: dict[str, Tensor] = self._answer(self._plan_computed_shares(grouping))
+        return found
+
+    def _plan_computed_shares(self, grouping: Grouping | None) -> Plan[dict[str, Tensor]]:
         entry = self.table.run.require_values(self.layer)
         groups = 1 if grouping is None else len(grouping.labels)
         reducer = GroupShares(groups, self.shapes)
         if all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
             by_use = reducer.new(self.like)
         else:
-            job = Pass(self.layer, self.table, reducer, self.like, groups=grouping, values=True)
-            by_use = self.table.answer(job)
+            (by_use,) = yield [Pass(self.layer, self.table, reducer, self.like, groups=grouping, values=True)]
         found = {use.name: share for use, share in by_use.items()}
         if self.replayed:
             replayed = self._replay(grouping, groups=groups)
             found |= {name: replayed[p].shares for name, p in entry.parameters.items() if p in replayed}
         return found
+
+    def _answer(self, plan: Plan[Any]) -> Any:
+        return answer_all(self.table.run, self.table.executor, [plan])[0]
 
     def starts(self) -> dict[ParameterUse, Tensor]:
         """Return each parameter's part that no pattern added, by use: the rest of the start, and Muon's rounding."""

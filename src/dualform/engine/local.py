@@ -74,18 +74,38 @@ class LocalExecutor:
 
     def run(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
         """Return the result of each job."""
+        known: dict[Hashable, Tensor] = {}  # measures of all patterns, by name
+        wanted: dict[Hashable, Pass[Any]] = {}  # jobs that find the measures that are not known yet
+        places: list[Hashable | None] = []
+        passes: list[Pass[Any]] = []
+        for job in jobs:
+            found = self._remembering(source, job)
+            places.append(None if found is None else found[0])
+            if found is None:
+                passes.append(job)
+            elif (measures := self._recall(*found)) is not None:
+                known[found[0]] = measures
+            else:
+                wanted[found[0]] = found[1]
+        results = self._run_together(source, [*passes, *wanted.values()])
+        for (place, job), measures in zip(wanted.items(), results[len(passes) :], strict=True):
+            known[place] = measures
+            self._remember(place, job, measures)
+        own = iter(results)
+        return [
+            next(own) if place is None else _reduce_known(job, known[place])
+            for job, place in zip(jobs, places, strict=True)
+        ]
+
+    def _run_together(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
+        """Return the result of each job; passes of one layer and view share one reading."""
         together: dict[Hashable, list[int]] = {}
         results: dict[int, Any] = {}
         for i, job in enumerate(jobs):
-            measures = self._all_measures(source, job)
-            if measures is not None:
-                results[i] = _reduce_known(job, measures)
-                continue
             if isinstance(job, Sweep):
                 results[i] = _sweep(source, job)
                 continue
-            threads = job.reducer.needs_all_threads
-            place = (job.layer, job.view.key, job.like.device, job.dtype, job.coefficients_of, threads)
+            place = (job.layer, job.view.key, job.like.device, job.dtype, job.coefficients_of)
             together.setdefault(place, []).append(i)
         for members in together.values():
             found = self._read_once(source, [jobs[i] for i in members])
@@ -135,42 +155,47 @@ class LocalExecutor:
                     reducer.take(one)
                 advance(prepared[1])
 
-            if device.type == "cpu" and not first.reducer.needs_all_threads:
+            if device.type == "cpu" and not any(job.reducer.needs_all_threads for job in passes):
                 side_by_side(ranges, prepare, take)
             else:
                 for wanted in ranges:
                     take(prepare(wanted))
         return [reducer.result() for reducer in running]
 
-    def _all_measures(self, source: PatternSource, job: Pass[Any]) -> Tensor | None:
-        """Return the measures of all of a view's patterns, (Q, T), where all are few enough to be remembered."""
+    def _remembering(self, source: PatternSource, job: Pass[Any]) -> tuple[Hashable, Pass[Any]] | None:
+        """Return the job that finds the measures of all of a job's patterns, (Q, T), and the name of these measures.
+
+        None where there are too many of them to be remembered, or where the job needs more than them.
+        """
         measure, queries = job.measure, job.queries
         if job.block_patterns is not None or not isinstance(measure, PatternMeasure) or queries is None:
             return None
-        if job.groups is not None and job.groups.known_by_part:
-            return None
-        itemsize = torch.float32.itemsize if job.dtype is None else job.dtype.itemsize
-        size = itemsize * len(queries) * job.view.count(job.layer)
-        if job.rows is not None or not size or size > MAX_REMEMBERED_MEASURES_BYTES:
+        if job.rows is not None or (job.groups is not None and job.groups.known_by_part):
             return None
         if measure.needs_values and measure.units is None:
             return None
-        if measure.of == "magnitude":
-            attention = self._all_measures(source, replace(job, measure=PatternMeasure("attention")))
-            return None if attention is None else attention.abs()
+        itemsize = torch.float32.itemsize if job.dtype is None else job.dtype.itemsize
+        size = itemsize * len(queries) * job.view.count(job.layer)
+        if not 0 < size <= MAX_REMEMBERED_MEASURES_BYTES:
+            return None
+        if measure.of == "magnitude":  # the absolute of attention
+            measure = PatternMeasure("attention")
         units = None if measure.units is None else tuple(measure.units.tolist())
         place = (source.digest, job.layer, job.view.key, measure.of, units, id(queries))
+        return place, replace(job, measure=measure, groups=None, reducer=Everything())
+
+    def _recall(self, place: Hashable, job: Pass[Any]) -> Tensor | None:
+        """Return remembered measures, if they are of these very queries."""
         known = self._remembered.get(place)
-        if known is None or known[0]() is not queries:
-            plain = replace(job, groups=None, reducer=Everything())
-            found = _sweep(source, plain) if isinstance(plain, Sweep) else self._read_once(source, [plain])[0]
-            self._remembered[place] = known = (weakref.ref(queries), found)
-            gone = [at for at, (of, _) in self._remembered.items() if of() is None]
-            for at in gone:
-                del self._remembered[at]
-            while sum(kept.nbytes for _, kept in self._remembered.values()) > MAX_REMEMBERED_BYTES:
-                self._remembered.popitem(last=False)
-        return known[1]
+        return known[1] if known is not None and known[0]() is job.queries else None
+
+    def _remember(self, place: Hashable, job: Pass[Any], measures: Tensor) -> None:
+        assert job.queries is not None, "measures are of queries"
+        self._remembered[place] = (weakref.ref(job.queries), measures)
+        for at in [at for at, (of, _) in self._remembered.items() if of() is None]:
+            del self._remembered[at]
+        while sum(kept.nbytes for _, kept in self._remembered.values()) > MAX_REMEMBERED_BYTES:
+            self._remembered.popitem(last=False)
 
     def _keys_on_device(
         self, source: PatternSource, layer: str, device: torch.device, dtype: torch.dtype | None
@@ -202,7 +227,9 @@ class LocalExecutor:
 
 
 def _reduce_known(job: Pass[Any], measures: Tensor) -> Any:
-    """Return a pass's result from the measures of all its patterns, (Q, T)."""
+    """Return a pass's result from the measures of all its patterns, (Q, T): attention for magnitude."""
+    if isinstance(job.measure, PatternMeasure) and job.measure.of == "magnitude":
+        measures = measures.abs()
     if isinstance(job.reducer, Everything):
         return measures.clone()  # the remembered tensor stays ours
     patterns, device = job.view.patterns(job.layer), job.like.device

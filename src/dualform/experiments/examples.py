@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualform.attend.answers import Top, Totals
+from dualform.attend.answers import GroupTotals, Ranking
 from dualform.attend.memory import Memory
 from dualform.experiments.training import Task
 from dualform.show import figures
@@ -45,9 +45,9 @@ class Closeup:
     """What some examples attend to, by layer; queries are the examples in order."""
 
     examples: Sequence[Example]
-    curves: Mapping[str, Top]
-    totals: Mapping[str, Totals]
-    top: Mapping[str, Top]
+    curves: Mapping[str, Ranking]
+    totals: Mapping[str, GroupTotals]
+    top: Mapping[str, Ranking]
 
 
 def choose(task: Task, outputs: Tensor, *, right: int, wrong: int) -> list[Example]:

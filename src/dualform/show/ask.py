@@ -11,8 +11,8 @@ import torch
 from dualform.attend.answers import EFFECT_NOTE
 from dualform.attend.effects_asked import Quantity
 from dualform.attend.groups import By
-from dualform.attend.layer import Per
 from dualform.attend.memory import Memory, undecided_text
+from dualform.attend.questions import Per
 from dualform.attend.spotlight import Spotlight
 from dualform.engine.measures import Of
 from dualform.errors import QueryError

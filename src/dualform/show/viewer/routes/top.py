@@ -2,7 +2,8 @@
 
 from typing import Any, cast
 
-from dualform.attend.layer import LayerSpotlight, Per
+from dualform.attend.layer import LayerSpotlight
+from dualform.attend.questions import Per
 from dualform.attend.removal import in_steps
 from dualform.engine.measures import Of
 from dualform.show.passages import PLACE, around
