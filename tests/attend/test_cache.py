@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.attend import cache
 from dualform.engine.local import LocalExecutor
+from dualform.store import derived_sums
 from dualform.store import format as run_format
 from small import batch, files, network, recorded, sgd, state, train
 
@@ -102,7 +103,7 @@ def test_what_is_larger_than_the_budget_is_not_kept(
     run: Path, monkeypatch: pytest.MonkeyPatch, sums: list[str]
 ) -> None:
     model = recorded(run, 6)
-    monkeypatch.setattr(cache, "BUDGET", 10)
+    monkeypatch.setattr(cache, "MAX_ANSWER_BYTES", 10)
     layer = dualform.open(run).attend(model, batch(99)[0])["0"]
     layer.totals(by="label")
     layer.totals(by="label")
@@ -220,7 +221,7 @@ def test_a_cached_file_of_another_version_is_made_again(
 ) -> None:
     model = recorded(run, 6)
     ask(run, model, "attention")
-    monkeypatch.setattr(cache, what, "9.9")
+    monkeypatch.setattr(derived_sums, what, "9.9")
     ask(run, model, "attention")
     assert sums == ["0", "0"]
     ask(run, model, "attention")
@@ -263,8 +264,8 @@ def test_the_folder_is_bounded_and_the_least_recently_used_goes_first(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(run, 3)
-    monkeypatch.setattr(cache, "DISK_BYTES", 2500)  # four files
-    monkeypatch.setattr(cache, "BUDGET", 1000)
+    monkeypatch.setattr(derived_sums, "MAX_FOLDER_BYTES", 2500)  # four files
+    monkeypatch.setattr(cache, "MAX_ANSWER_BYTES", 1000)
     names = {}
     for i in range(7):
         before = set((run / "cache").glob("*")) if i else set()
@@ -294,7 +295,7 @@ def test_what_a_killed_writer_left_in_the_cache_goes(run: Path) -> None:
 def test_the_memory_of_the_cache_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(run, 3)
     (run / "cache").write_text("in the way, so that nothing is kept on disk")
-    monkeypatch.setattr(cache, "MEMORY_BYTES", 1000)
+    monkeypatch.setattr(cache, "MAX_MEMORY_BYTES", 1000)
     kept = cache.Cache(dualform.open(run)._run)
     for i in (0, 1, 0, 2):
         kept.get(i, answer(i))

@@ -67,7 +67,7 @@ def test_the_answers_are_the_same(
 ) -> None:
     folder, model = recorded
     inputs = torch.randn(7, D_IN)
-    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
     if not kept:
         monkeypatch.setattr(local, "MAX_REMEMBERED_MEASURES_BYTES", 0)
 

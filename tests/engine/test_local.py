@@ -75,7 +75,7 @@ def test_a_question_reads_the_patterns_chunk_by_chunk(
 ) -> None:
     path, model = wide
     monkeypatch.setattr(local, "BLOCK_PATTERNS", 64)  # of passes without queries
-    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
     watch = Watch(monkeypatch)
     layer = dualform.open(path).attend(model, torch.randn(20, WIDTH), chunk_size=64)[""]
     QUESTIONS[question](layer)
@@ -200,7 +200,7 @@ def test_keys_that_stay_on_a_device_give_the_same_answers(
         found = QUESTIONS[question](memory.attend(model, inputs, chunk_size=700, other_model=True)[""])
         return found if isinstance(found, Tensor) else found.values
 
-    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
     plain = ask()
     monkeypatch.setattr("dualform.engine.local.fits_on_device", lambda size, device: True)
     torch.testing.assert_close(ask(), plain, rtol=1e-5, atol=1e-5)
@@ -300,7 +300,7 @@ def test_torch_and_onednn_give_the_same(
 ) -> None:
     path, model = wide
     inputs = torch.randn(20, WIDTH)
-    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
 
     here = numbers_of(QUESTIONS[question](dualform.open(path).attend(model, inputs)[""]))
     monkeypatch.setattr("dualform.algebra._product", lambda: None)
@@ -344,7 +344,7 @@ def test_files_that_are_read_give_what_files_that_are_mapped_give(
 ) -> None:
     path, model = wide
     inputs = torch.randn(20, WIDTH)
-    monkeypatch.setattr("dualform.attend.cache.Cache.get", lambda self, what, compute: compute())
+    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
 
     def ask(masked: bool) -> Tensor:
         memory = dualform.open(path)

@@ -1,50 +1,32 @@
-"""Derived sums that are worth keeping: in memory for this process, on disk for the next.
+"""Derived sums that are worth keeping: in memory for this process, and where the source keeps them for the next.
 
-A cached tensor is named by everything that it depends on: the published files by their checksums, the manifest's
-layers, parameters and columns, the view, the layer, the grouping. Each file on disk also carries the version of the
-code that computed it and a digest of its tensors; a file of another version, with another digest, or one that cannot be
-read is computed again. Both places are bounded, and what was used least recently goes first. The folder may be deleted
-at any time, and nothing goes wrong where it cannot be written.
+A sum is named by everything that it depends on: the source by its digest, the view, the layer, the grouping. Memory is
+bounded, and what was used least recently goes first.
 """
 
-import contextlib
-import os
-import shutil
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import xxhash
 from torch import Tensor
 
-from dualform._version import __version__
-from dualform.store.folder import PARTIAL
-from dualform.store.format import publish_tensors, tensor_bytes
-from dualform.store.reader import Run
+from dualform.engine.source import PatternSource
 
-BUDGET = 256 << 20  # bytes of one answer; a larger one is computed each time
-MEMORY_BYTES = 512 << 20  # of all answers of a run that are kept in this process
-DISK_BYTES = 2 << 30  # of all files in a run's cache folder
-SUMS_VERSION = 1
-"""Version of what the cached sums mean. Raise it with every change to how a sum is computed or laid out."""
-FOLDER = "cache"
-_STALE_SECONDS = 3600  # after which a partial file belongs to a writer that is gone
+MAX_ANSWER_BYTES = 256 << 20  # a larger answer is computed each time
+MAX_MEMORY_BYTES = 512 << 20  # of all answers of a run that are kept in this process
 
 Answer = dict[str, Tensor]
 
 
 class Cache:
-    """The cache of one opened run."""
+    """The cache of one opened source."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, source: PatternSource) -> None:
+        self._digest = source.digest
+        self._sums = source.derived_sums
         self._here: OrderedDict[str, Answer] = OrderedDict()
         self._lock = threading.Lock()
-        self._of_run = run.digest
 
     def get(self, what: object, compute: Callable[[], Answer], *, budget: int | None = None) -> Answer:
         """Return the tensors named by `what` (anything with a faithful repr), computing them if need be."""
@@ -52,13 +34,13 @@ class Cache:
         return self.keep(what, compute(), budget=budget) if found is None else found
 
     def find(self, what: object) -> Answer | None:
-        """Return the tensors named by `what`, from memory or from disk; None where there are none."""
+        """Return the tensors named by `what`; None where there are none."""
         name = self._name(what)
         with self._lock:
             if name in self._here:
                 self._here.move_to_end(name)
                 return self._here[name]
-        found = _load(self._path(name))
+        found = None if self._sums is None else self._sums.load(name)
         if found is not None:
             self._remember(name, found)
         return found
@@ -66,75 +48,25 @@ class Cache:
     def keep(self, what: object, answer: Answer, *, budget: int | None = None) -> Answer:
         """Keep tensors under the name of `what`, unless they are larger than a budget of bytes; return them."""
         found = {key: tensor.cpu().contiguous() for key, tensor in answer.items()}
-        most = BUDGET if budget is None else budget
-        if _size(found) > most:
+        if _size(found) > (MAX_ANSWER_BYTES if budget is None else budget):
             return found
-        path = self._path(self._name(what))
-        with contextlib.suppress(OSError):
-            publish_tensors(path, found, metadata=_marks(found))
-            _prune(path, most=max(DISK_BYTES, most))
-        self._remember(self._name(what), found)
+        name = self._name(what)
+        if self._sums is not None:
+            self._sums.save(name, found)
+        self._remember(name, found)
         return found
 
     def _name(self, what: object) -> str:
-        return xxhash.xxh3_128_hexdigest(f"{self._of_run} {what!r}".encode())
-
-    def _path(self, name: str) -> Path:
-        return self.run.folder / FOLDER / f"{name}.safetensors"
+        return xxhash.xxh3_128_hexdigest(f"{self._digest} {what!r}".encode())
 
     def _remember(self, name: str, answer: Answer) -> None:
         """Keep an answer in memory; the least recently used go while all together are too large."""
         with self._lock:
             self._here[name] = answer
             self._here.move_to_end(name)
-            while self._here and sum(map(_size, self._here.values())) > MEMORY_BYTES:
+            while self._here and sum(map(_size, self._here.values())) > MAX_MEMORY_BYTES:
                 self._here.popitem(last=False)
 
 
 def _size(answer: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in answer.values())
-
-
-def _marks(answer: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what a cache file says of itself: the code's version, and a digest of names, shapes, dtypes and bytes."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(answer.items()):
-        digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        digest.update(tensor_bytes(tensor))
-    return {"sums": str(SUMS_VERSION), "dualform": __version__, "digest": digest.hexdigest()}
-
-
-def _load(path: Path) -> Answer | None:
-    """Return the tensors of a cache file, or nothing where they are not what this code wrote."""
-    if not path.is_file():
-        return None
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            marks = file.metadata()
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        if marks != _marks(found):
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # used now
-    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError):
-        return None
-    return found
-
-
-def _prune(kept: Path, *, most: int) -> None:
-    """Remove the files that were used least recently until all together take at most `most` bytes."""
-    found = []
-    for path in kept.parent.iterdir():
-        with contextlib.suppress(OSError):  # another process may remove files at the same time
-            status = path.stat()
-            if path.name.startswith(PARTIAL):
-                if time.time() - status.st_mtime > _STALE_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
-            elif path.is_file():
-                found.append((path != kept, -status.st_mtime_ns, status.st_size, path))
-    total = 0
-    for _, _, size, path in sorted(found):
-        total += size
-        if total > most:
-            with contextlib.suppress(OSError):
-                path.unlink()

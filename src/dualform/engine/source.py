@@ -47,6 +47,16 @@ class Rows(Protocol):
         """
 
 
+class DerivedSums(Protocol):
+    """Keeps tensors that were computed from a source's patterns for the next process."""
+
+    def load(self, name: str) -> dict[str, Tensor] | None:
+        """Return the tensors that were saved under a name; None where there are none that can be trusted."""
+
+    def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Save tensors under a name; fails silently where that is not possible."""
+
+
 class PatternPart(ABC):
     """The patterns of a range of steps, `start <= step < stop`, that can be read without the others.
 
@@ -133,6 +143,11 @@ class PatternSource(ABC):
     @abstractmethod
     def initial_states(self) -> Mapping[str, Mapping[str, Tensor]]:
         """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
+
+    @property
+    def derived_sums(self) -> DerivedSums | None:
+        """Where tensors that were computed from the patterns are kept for the next process; None for nowhere."""
+        return None
 
     # What follows from these --------------------------------------------------------------------------------------
 

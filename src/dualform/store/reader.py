@@ -31,6 +31,7 @@ from dualform.store.checked_tables import (
     count_rows,
     read_checked_table,
 )
+from dualform.store.derived_sums import FolderSums
 from dualform.store.format import FINAL, INITIAL, STATE, opened_tensors, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
@@ -260,6 +261,11 @@ class Run(PatternSource):
     def name(self) -> str:
         """The path of the run folder."""
         return str(self.folder)
+
+    @property
+    def derived_sums(self) -> FolderSums:
+        """The `cache` folder of the run."""
+        return FolderSums(self.folder)
 
     def parts(self) -> Sequence[Shard]:
         """Return the published shards in the order of steps."""
