@@ -17,11 +17,11 @@ from dualform.coefficients import kinds
 from dualform.coefficients.onesided import polynomial
 from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay
+from dualform.engine.verification import Verification
 from dualform.errors import ResumeError
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
 from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
-from dualform.store.audit import Verification
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.tensors import write_parts

@@ -8,10 +8,11 @@ from dualform._version import __version__
 
 if TYPE_CHECKING:
     from dualform.attend.groups import bins
-    from dualform.attend.memory import Memory, open
+    from dualform.attend.memory import Memory
     from dualform.attend.questions import Top, Totals
     from dualform.attend.spotlight import Spotlight
     from dualform.errors import DualformError
+    from dualform.opening import open
     from dualform.record.estimate import estimate
     from dualform.record.recorder import Recorder
     from dualform.store.corpus import Corpus
@@ -27,7 +28,7 @@ _HOME = {
     "Totals": "dualform.attend.questions",
     "bins": "dualform.attend.groups",
     "estimate": "dualform.record.estimate",
-    "open": "dualform.attend.memory",
+    "open": "dualform.opening",
     "record": "dualform.store.recording",
 }
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
+from dualform.engine.coverage import Coverage
+from dualform.engine.verification import LayerCheck, ParameterCheck, Verification
 from dualform.errors import QueryError, SelectionError
-from dualform.store.audit import LayerCheck, ParameterCheck, Verification
-from dualform.store.coverage import Coverage
 from small import batch, network, recorded, sgd, state, train
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 import dualform
 from dualform.coefficients import kinds
 from dualform.coefficients.replayed import Replay
+from dualform.engine import verification as audit
 from dualform.engine.replay import doubts
-from dualform.store import audit
 from small import state
 
 WIDTH = 16

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualform.engine.source import PatternSource
+from dualform.engine.verification import stored_bytes
 from dualform.record.estimate import size_text
-from dualform.store import audit
-from dualform.store.kept_state import known_state
-from dualform.store.reader import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,9 @@ def _rows(layer: Mapping[str, Any]) -> str:
     return f", rows {layer['rows']['outcome']}{why}"
 
 
-def describe(run: Run, view: str) -> Info:
+def describe(run: PatternSource, view: str) -> Info:
     """Describe a run; `view` says which part of it is looked at."""
-    manifest = run.manifest
+    described = run.description
     layers = {
         name: {
             "kind": entry.kind,
@@ -69,29 +68,29 @@ def describe(run: Run, view: str) -> Info:
             "store": entry.store,
             "dtype": entry.dtype,
             "patterns": run.count(name),
-            "bytes": audit.stored_bytes(run, name),
-            "rows": dataclasses.asdict(manifest.rows[name]) if name in manifest.rows else None,
+            "bytes": stored_bytes(run, name),
+            "rows": dataclasses.asdict(described.rows[name]) if name in described.rows else None,
         }
         for name, entry in run.layers.items()
     }
     return Info(
-        path=str(run.folder),
+        path=run.name,
         steps=run.steps,
-        closed=manifest.closed,
+        closed=described.closed,
         view=view,
         layers=layers,
-        columns=manifest.columns,
-        uncovered=manifest.uncovered,
-        optimizers=manifest.optimizers,
-        bytes=sum(entry.bytes for entry in run.files().values()),
-        no_final=manifest.no_final,
+        columns=described.columns,
+        uncovered=described.uncovered,
+        optimizers=described.optimizers,
+        bytes=0 if run.run_files is None else run.run_files.size(),
+        no_final=described.no_final,
         not_kept=_not_kept(run),
     )
 
 
-def _not_kept(run: Run) -> dict[str, str] | None:
+def _not_kept(run: PatternSource) -> dict[str, str] | None:
     """Return the uncovered state whose values the run does not keep, with the reason; None where it says nothing."""
-    state = known_state(run)
+    state = None if run.run_files is None else run.run_files.known_state()
     if state is None:
         return None
     return dict(state.unknown) | dict.fromkeys(state.marks, "is known by its checksum alone")

@@ -6,7 +6,6 @@ as it was; it does not retrain.
 
 import copy
 import dataclasses
-import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,24 +31,22 @@ from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
 from dualform.engine import rebuild
-from dualform.engine.description import LayerEntry
+from dualform.engine.coverage import Coverage, coverage
+from dualform.engine.description import LayerEntry, RowsEntry
+from dualform.engine.fingerprints import matching_steps
 from dualform.engine.jobs import Executor
 from dualform.engine.local import LocalExecutor
+from dualform.engine.source import PatternSource, RunFiles
+from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, verify
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.record.media import example_files, media_files
 from dualform.record.saying import warn_user
 from dualform.record.watch import plain_name
-from dualform.store import audit, kept_state, media
-from dualform.store.attach import attach
-from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
-from dualform.store.corpus_fit import check_fit
-from dualform.store.coverage import Coverage, coverage
-from dualform.store.format import CORPUS
-from dualform.store.manifest import RowsEntry
+from dualform.store.corpus import Corpus
+from dualform.store.kept_state import KnownState, lossy_text
+from dualform.store.media import Media
 from dualform.store.pieces import Tokenizer
-from dualform.store.reader import Run
-from dualform.store.resume import matching_steps
 from dualform.threads import in_own_dtype
 
 
@@ -58,18 +55,19 @@ class Memory:
 
     def __init__(
         self,
-        run: Run,
+        source: PatternSource,
+        executor: Executor | None = None,
         *,
         conditions: tuple[Condition, ...] = (),
         horizon: int | None = None,
         shared: "_Shared | None" = None,
     ) -> None:
-        self._run = run
-        self._shared = shared or _Shared(Cache(run), LocalExecutor())
+        self._run = source
+        self._shared = shared or _Shared(Cache(source), executor or LocalExecutor())
         self._cache = self._shared.cache
         self._conditions = conditions
-        self._horizon = run.steps if horizon is None else horizon
-        self._table = Table(run, conditions, self._horizon, self._shared.executor)
+        self._horizon = source.steps if horizon is None else horizon
+        self._table = Table(source, conditions, self._horizon, self._shared.executor)
         self._parts: dict[str, rebuild.Parts] | None = None
 
     # What there is ------------------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ class Memory:
     @property
     def path(self) -> Path:
         """The run folder."""
-        return self._run.folder
+        return Path(self._run.name)
 
     @property
     def step(self) -> int:
@@ -97,28 +95,28 @@ class Memory:
     @property
     def rows(self) -> Mapping[str, RowsEntry]:
         """Whether each layer's rows are those of the annotated batches, as a trial found it, for layers tried."""
-        return MappingProxyType(self._run.manifest.rows)
+        return MappingProxyType(self._run.description.rows)
 
     @property
     def factory(self) -> tuple[str, Mapping[str, Any]] | None:
         """The `"package.module:function"` that makes the model, and its arguments, where the run knows them."""
-        manifest = self._run.manifest
-        return None if manifest.factory is None else (manifest.factory, manifest.factory_arguments)
+        found = self._run.description
+        return None if found.factory is None else (found.factory, found.factory_arguments)
 
     @property
     def batch_axis(self) -> int:
         """Which leading axis of the model's inputs counts the rows of a batch."""
-        return self._run.manifest.batch_axis
+        return self._run.description.batch_axis
 
     @property
     def created(self) -> str:
         """When the recording began, as an ISO date."""
-        return self._run.manifest.created
+        return self._run.description.created
 
     @property
     def versions(self) -> Mapping[str, str]:
         """The versions of what recorded it."""
-        return MappingProxyType(self._run.manifest.versions)
+        return MappingProxyType(self._run.description.versions)
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -155,40 +153,50 @@ class Memory:
             targets: the right answers.
             images: (M, H, W) or (M, H, W, 3) of uint8, what a person should see of the inputs.
         """
-        attach(self._run, example_files(inputs, targets, images))
+        self._files.attach(example_files(inputs, targets, images))
 
     def add_media(self, **what: Any) -> None:
         """Keep images of training samples, names of labels, or a text in the run; see `Recorder.media`."""
-        files = media_files(**what)
-        if (text_file := files.get(CORPUS)) is not None:
-            assert isinstance(text_file, Mapping), "tokens are tensors"
-            check_fit(self._run, text_file["train"].to(torch.int64).numpy())
-        attach(self._run, files)
+        self._files.attach(media_files(**what))
 
     def tests(self) -> tuple[Tensor, Tensor | None]:
         """Return the test inputs that the run keeps and, where they are known, their targets."""
-        found = media.read_tests(self._run)
+        found = self._files.tests()
         return found.inputs, found.targets
 
     def test_images(self) -> Tensor | None:
         """Return what a person should see of the test inputs, (M, H, W[, 3]) uint8, where the run keeps it."""
-        return media.read_tests(self._run).images
+        images: Tensor | None = self._files.tests().images
+        return images
 
     @property
-    def media(self) -> media.Media:
+    def media(self) -> Media:
         """What the run keeps for people to look at."""
-        return media.Media(self._run)
+        found: Media = self._files.media()
+        return found
 
     def add_corpus(self, corpus: Corpus) -> None:
         """Keep the text that a language model was trained on in the run; patterns are annotated with its places.
 
         A text that does not fit is refused: every pattern's `token` must be the text's token at its `place`.
         """
-        add_corpus(self._run, corpus)
+        self._files.add_corpus(corpus)
 
     def corpus(self) -> Corpus:
         """Return the text that the run keeps, whether it fits the recorded places or not."""
-        return read_corpus(self._run)
+        found: Corpus = self._files.corpus(fitting=False)
+        return found
+
+    @property
+    def _files(self) -> RunFiles:
+        """The files that belong to the run but are no patterns, or raise where it has none."""
+        found = self._run.run_files
+        if found is None:
+            raise QueryError(f"{self._run.name} keeps patterns alone: no texts, pictures or tests. Open a run folder.")
+        return found
+
+    def _restore(self, model: nn.Module) -> dict[str, str]:
+        return {} if self._run.run_files is None else self._run.run_files.restore(model)
 
     # Views --------------------------------------------------------------------------------------------------------
 
@@ -209,9 +217,9 @@ class Memory:
     def _view(self, more: Condition) -> "Memory":
         self._table.require(name for name, _ in more.equal)
         view = Memory(self._run, conditions=(*self._conditions, more), horizon=self._horizon, shared=self._shared)
-        if more.sql is not None and self._run.shards:
-            # One shard is enough to find a malformed condition now rather than at the first question.
-            view._table.mask(self._run.shards[0], next(iter(self.layers)))
+        if more.sql is not None and self._run.parts():
+            # One part is enough to find a malformed condition now rather than at the first question.
+            view._table.mask(self._run.parts()[0], next(iter(self.layers)))
         return view
 
     def unknown(self, layers: str | Collection[str] | None = None) -> dict[str, int]:
@@ -257,13 +265,13 @@ class Memory:
         return GroupWeights(self._table, self._cache, parts, budget=budget)
 
     @in_own_dtype
-    def rebuild_errors(self, weights: GroupWeights) -> dict[str, audit.LayerCheck]:
+    def rebuild_errors(self, weights: GroupWeights) -> dict[str, LayerCheck]:
         """Compare what group weights add up to with the parameters at the end, by layer; files are not checked."""
         final = self._run.final
         if final is None or self._conditions or self._horizon != self._run.steps:
             return {}
-        checks = audit.compare(self._run, weights.rebuilt(), final, self._shared.executor, horizon=self._horizon)
-        return audit.by_layer(self._run, checks)
+        checks = compare(self._run, weights.rebuilt(), final, self._shared.executor, horizon=self._horizon)
+        return by_layer(self._run, checks)
 
     @in_own_dtype
     def apply(self, model: nn.Module, *, layers: str | Collection[str] | None = None) -> nn.Module:
@@ -308,11 +316,11 @@ class Memory:
         )
         trained = _with_parameters(model, parameters)
         found = {plain_name(name): parameter for name, parameter in trained.named_parameters()}
-        lossy = {name: kept_state.lossy_text(found[name], tensor) for name, tensor in parameters.items()}
-        return trained, {name: why for name, why in lossy.items() if why} | kept_state.restore(self._run, trained)
+        lossy = {name: lossy_text(found[name], tensor) for name, tensor in parameters.items()}
+        return trained, {name: why for name, why in lossy.items() if why} | self._restore(trained)
 
     @in_own_dtype
-    def verify(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> audit.Verification:
+    def verify(self, model: nn.Module | Mapping[str, Tensor] | None = None) -> Verification:
         """Check every file, rebuild every parameter from the patterns, and compare with the live ones.
 
         Args:
@@ -331,13 +339,13 @@ class Memory:
         elif self._horizon == 0:
             live = self._run.initial
         else:
-            why = self._run.manifest.no_final if self._horizon == self._run.steps else ""
+            why = self._run.description.no_final if self._horizon == self._run.steps else ""
             raise QueryError(
                 f"Nothing to compare with after {self._horizon} steps: "
                 f"{why or 'the recording was not closed there'}. "
                 "Give the model or a checkpoint of that step: memory.at(step=...).verify(model)."
             )
-        missing = [name for name in self._run.manifest.parameters if name not in live]
+        missing = [name for name in self._run.description.parameters if name not in live]
         if missing:
             merged = (
                 " If adapters were merged into the base (merge_and_unload), verify before merging, or verify() against "
@@ -346,15 +354,15 @@ class Memory:
                 else ""
             )
             raise QueryError(f"The model lacks the recorded parameters {', '.join(map(repr, missing))}.{merged}")
-        for name, entry in self._run.manifest.parameters.items():
+        for name, entry in self._run.description.parameters.items():
             if tuple(live[name].shape) != entry.shape:
                 raise QueryError(
                     f"Parameter {name!r} is {entry.shape} in the memory, but {tuple(live[name].shape)} in this model."
                 )
-        outcome = audit.verify(self._run, live, self._shared.executor, horizon=self._horizon)
+        outcome = verify(self._run, live, self._shared.executor, horizon=self._horizon)
         if outcome.passed or model is None:
             return outcome
-        recorded = {name: live[name] for name in self._run.manifest.parameters}
+        recorded = {name: live[name] for name in self._run.description.parameters}
         return dataclasses.replace(outcome, hint=_other_step(matching_steps(self._run, recorded) - {self._horizon}))
 
     # Attention ----------------------------------------------------------------------------------------------------
@@ -403,7 +411,7 @@ class Memory:
             if model is None:
                 raise QueryError("Effects need a model and inputs: queries alone have no gradients.")
             linear = {name: entry for name, entry in entries.items() if outside(self._run, name) is None}
-            axis = self._run.manifest.batch_axis
+            axis = self._run.description.batch_axis
             asked = ask(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
         if model is not None and not other_model:
             self._say_other_model(model)
@@ -457,7 +465,7 @@ class Memory:
         found = text.attend_text(
             self._table,
             chosen,
-            fitting_corpus(self._run),
+            self._files.corpus(fitting=True),
             model,
             prompt,
             required=() if layers is None else tuple(chosen),
@@ -475,12 +483,12 @@ class Memory:
     @in_own_dtype
     def place_totals(self, layer: str, queries: Tensor) -> Tensor:
         """Return the total attention of queries (Q, d_in) to each token of the training text, (Q, N)."""
-        return text.place_totals(self._table, layer, queries, fitting_corpus(self._run))
+        return text.place_totals(self._table, layer, queries, self._files.corpus(fitting=True))
 
     @in_own_dtype
     def place_counts(self, layer: str) -> Tensor:
         """Return how many patterns each token of the training text has in this view, (N,)."""
-        return text.place_counts(self._table, layer, fitting_corpus(self._run))
+        return text.place_counts(self._table, layer, self._files.corpus(fitting=True))
 
     def __repr__(self) -> str:
         view = self._describe()
@@ -503,9 +511,9 @@ class Memory:
         if self._horizon not in self._shared.marks:
             self._shared.marks[self._horizon] = logged_marks(self._run, self._horizon)
         state = None
-        if self._run.manifest.closed and self._horizon == self._run.steps:
+        if self._run.run_files is not None and self._run.description.closed and self._horizon == self._run.steps:
             if self._shared.state is None:
-                self._shared.state = kept_state.known_state(self._run) or kept_state.KnownState()
+                self._shared.state = self._files.known_state() or KnownState()
             state = self._shared.state
         return differing_parts(self._run, model, self._shared.marks[self._horizon], state)
 
@@ -539,7 +547,7 @@ class Memory:
         return self._parts
 
     def _dtype(self, parameter: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._run.manifest.parameters[parameter].dtype)
+        dtype: torch.dtype = getattr(torch, self._run.description.parameters[parameter].dtype)
         return dtype
 
 
@@ -559,7 +567,7 @@ class _Shared:
     executor: Executor
     said: set[object] = dataclasses.field(default_factory=set)
     marks: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
-    state: kept_state.KnownState | None = None
+    state: KnownState | None = None
 
 
 def undecided_text(unknown: Mapping[str, int]) -> str:
@@ -608,8 +616,3 @@ def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Modu
                 raise QueryError(f"Parameter {name!r} of this model is on the meta device. Give it memory first.")
             found[name].copy_(tensor)
     return changed
-
-
-def open(path: str | os.PathLike[str]) -> Memory:
-    """Open a recorded run."""
-    return Memory(Run(Path(path)))

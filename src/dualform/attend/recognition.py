@@ -8,18 +8,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dualform.engine.fingerprints import fingerprint, matching_steps
+from dualform.engine.source import PatternSource
 from dualform.lazy import compute as pc
 from dualform.record.sinks import sample
 from dualform.record.watch import plain_name
 from dualform.store.kept_state import KnownState
-from dualform.store.reader import Run
-from dualform.store.resume import matching_steps
-from dualform.store.tables import fingerprint
 
 NAMED = 3  # differing parts that a message names
 
 
-def logged_marks(run: Run, horizon: int) -> dict[str, str]:
+def logged_marks(run: PatternSource, horizon: int) -> dict[str, str]:
     """Return the fingerprint of each covered parameter after `horizon` steps, as far as the run knows it."""
     if horizon == run.steps and run.final is not None:
         return {name: fingerprint(sample(tensor)) for name, tensor in run.final.items()}
@@ -30,7 +29,9 @@ def logged_marks(run: Run, horizon: int) -> dict[str, str]:
     return marks
 
 
-def differing_parts(run: Run, model: nn.Module, marks: Mapping[str, str], state: KnownState | None) -> list[str]:
+def differing_parts(
+    run: PatternSource, model: nn.Module, marks: Mapping[str, str], state: KnownState | None
+) -> list[str]:
     """Return the names of a model's parts that are not those of the recording.
 
     Args:
@@ -42,7 +43,7 @@ def differing_parts(run: Run, model: nn.Module, marks: Mapping[str, str], state:
     live = {plain_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     found = []
     for name, mark in marks.items():
-        entry = run.manifest.parameters[name]
+        entry = run.description.parameters[name]
         if name not in live or tuple(live[name].shape) != entry.shape or _mark(live[name], entry.dtype) != mark:
             found.append(name)
     for name, value in (state.values if state is not None else {}).items():
@@ -61,12 +62,12 @@ def _same(live: Tensor, value: Tensor) -> bool:
     return bool(torch.equal(here, there)) or fingerprint(here) == fingerprint(there)  # NaN equals itself by its bytes
 
 
-def other_model_text(run: Run, model: nn.Module, names: list[str], horizon: int) -> str:
+def other_model_text(run: PatternSource, model: nn.Module, names: list[str], horizon: int) -> str:
     """Say that a model is not the recorded one, which parts differ, and which step's weights it has if any."""
     listed = ", ".join(map(repr, names[:NAMED])) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
     live = {plain_name(name): tensor for name, tensor in model.named_parameters()}
-    covered = {name: live[name] for name in run.manifest.parameters if name in live}
-    steps = matching_steps(run, covered) - {horizon} if len(covered) == len(run.manifest.parameters) else set()
+    covered = {name: live[name] for name in run.description.parameters if name in live}
+    steps = matching_steps(run, covered) - {horizon} if len(covered) == len(run.description.parameters) else set()
     which = f" Its recorded weights are those after step {max(steps)}." if steps else ""
     return (
         f"This model is not the recorded one after step {horizon}: {listed} differ.{which} Ask with the model of that "

@@ -1,12 +1,13 @@
 """What was trained, in words and sizes: the part of a run's manifest that every reader of patterns needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.record.rowcheck import Outcome
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A number of things. No file of a run holds as many as 2⁵³."""
@@ -41,6 +42,14 @@ class ParameterEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsEntry:
+    """What is known of a layer's rows: whether they are those of the batches that were annotated."""
+
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunDescription:
     """A training run as its patterns need it.
 
@@ -51,6 +60,14 @@ class RunDescription:
         columns: the user's columns and their Arrow types.
         steps: how many optimizer steps there are.
         batch_axis: the leading axis of the model's inputs that counts the rows of a batch.
+        uncovered: trained parameters that no layer covers, and their numbers of elements.
+        rows: what is known of the rows of the layers that were tried.
+        closed: whether the recording came to its end.
+        no_final: why a closed run has no final parameters; empty where it has.
+        created: when the recording began, as an ISO date.
+        versions: the versions of what recorded it.
+        factory: `"package.module:function"` that makes the model, where it is known.
+        factory_arguments: the arguments of the factory.
     """
 
     layers: Mapping[str, LayerEntry]
@@ -59,3 +76,11 @@ class RunDescription:
     columns: Mapping[str, str]
     steps: int
     batch_axis: int = 0
+    uncovered: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, RowsEntry] = field(default_factory=dict)
+    closed: bool = True
+    no_final: str = ""
+    created: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    factory: str | None = None
+    factory_arguments: Mapping[str, Any] = field(default_factory=dict)

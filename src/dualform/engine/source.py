@@ -8,13 +8,13 @@ here. To add a source, derive from `PatternSource` and `PatternPart` and impleme
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.coefficients import Coefficients, Facts, derive, kinds
 from dualform.coefficients.family import Of
@@ -45,6 +45,37 @@ class Rows(Protocol):
             index: consecutive rows, or numbers of rows.
             into: a buffer (uint8) that may be used; the returned rows are then valid until it is used again.
         """
+
+
+class RunFiles(Protocol):
+    """Files that belong to a run but are no patterns: texts and pictures for people, tests, the rest of the model."""
+
+    def check(self) -> int:
+        """Compare every file with its checksum, raise where one differs, and return how many there are."""
+
+    def size(self) -> int:
+        """Return how many bytes all files have."""
+
+    def attach(self, files: Any) -> None:
+        """Take more files in, or replace some."""
+
+    def tests(self) -> Any:
+        """Return the test inputs that the run keeps."""
+
+    def media(self) -> Any:
+        """Return what the run keeps for people to look at."""
+
+    def corpus(self, *, fitting: bool) -> Any:
+        """Return the text that the run keeps; with `fitting` raise where recorded places are not those of the text."""
+
+    def add_corpus(self, corpus: Any) -> None:
+        """Keep a text that fits the recorded places."""
+
+    def known_state(self) -> Any:
+        """Return what is known of the model's uncovered state at the end; None where the run says nothing of it."""
+
+    def restore(self, model: nn.Module) -> dict[str, str]:
+        """Put the uncovered state into a model; return the parts that are not known, with reasons."""
 
 
 class DerivedSums(Protocol):
@@ -99,6 +130,10 @@ class PatternPart(ABC):
         """Return the distinct keys that came first in this part, and the number of the first of them."""
         return None
 
+    def stored_bytes(self, layer: str) -> int:
+        """Return how many bytes a layer's patterns take where they are stored; 0 where they are not."""
+        return 0
+
     def count(self, layer: str) -> int:
         """Return how many patterns of a layer are here."""
         calls = self.calls(layer)
@@ -143,6 +178,16 @@ class PatternSource(ABC):
     @abstractmethod
     def initial_states(self) -> Mapping[str, Mapping[str, Tensor]]:
         """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
+
+    @property
+    def run_files(self) -> RunFiles | None:
+        """Files that belong to the run but are no patterns; None where the source has none."""
+        return None
+
+    @property
+    def steps_table(self) -> pa.Table:
+        """The optimizer facts as they were logged, a row per (step, parameter); empty where they were not."""
+        return pa.table({})
 
     @property
     def derived_sums(self) -> DerivedSums | None:

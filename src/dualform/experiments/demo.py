@@ -10,13 +10,13 @@ from torch import nn
 
 import dualform
 from dualform.attend.memory import Memory
+from dualform.engine.verification import Verification
 from dualform.errors import RunExistsError
 from dualform.experiments.agreement import Agreement, agreement
 from dualform.experiments.datasets import load
 from dualform.experiments.examples import Closeup, choose, draw_figures, look
 from dualform.experiments.training import Phase, Recipe, Task, accuracy, make_tasks, predict, train
 from dualform.show.report.write import write_report
-from dualform.store.audit import Verification
 from dualform.store.format import MANIFEST
 
 RECIPE = Recipe(hidden=(128, 128), learning_rate=0.02, momentum=0.9, clip=1.0, batch=64)

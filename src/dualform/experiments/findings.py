@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from dualform._version import __version__
+from dualform.engine.verification import Verification
 from dualform.show.tables import plain
-from dualform.store.audit import Verification
 
 FINDINGS = "findings.json"
 T = TypeVar("T")

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dualform.engine.description import Count, LayerEntry, ParameterEntry, Shape
+from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape
 from dualform.errors import FormatError, RunNotFoundError
 from dualform.record.model_state import StateKind
-from dualform.record.rowcheck import Outcome
 from dualform.store import version1
 from dualform.store.documents import cut, parse_json
 from dualform.store.format import MANIFEST, Checksum, FileEntry, publish
@@ -32,14 +31,6 @@ MAX_DEPTH = 64
 
 MaybeChecksum = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 """An xxh3 checksum as hexadecimal, or nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowsEntry:
-    """What is known of a layer's rows: whether they are those of the batches that were annotated."""
-
-    outcome: Outcome
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,9 @@ from dualform.store.shard_check import (
 )
 from dualform.store.tables import CALLS
 from dualform.store.tensors import OpenFiles, TensorFile
+
+if TYPE_CHECKING:
+    from dualform.store.run_files import StoredFiles
 
 Columns = dict[str, npt.NDArray[Any]]
 OPEN = 100  # files that stay open at most
@@ -240,6 +243,14 @@ class Run(PatternSource):
             columns=manifest.columns,
             steps=manifest.steps,
             batch_axis=manifest.batch_axis,
+            uncovered=manifest.uncovered,
+            rows=manifest.rows,
+            closed=manifest.closed,
+            no_final=manifest.no_final,
+            created=manifest.created,
+            versions=manifest.versions,
+            factory=manifest.factory,
+            factory_arguments=manifest.factory_arguments,
         )
 
     @cached_property
@@ -261,6 +272,13 @@ class Run(PatternSource):
     def name(self) -> str:
         """The path of the run folder."""
         return str(self.folder)
+
+    @property
+    def run_files(self) -> "StoredFiles":
+        """The files of the folder that are no patterns."""
+        from dualform.store.run_files import StoredFiles  # which reads this run
+
+        return StoredFiles(self)
 
     @property
     def derived_sums(self) -> FolderSums:

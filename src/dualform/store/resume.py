@@ -11,19 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dualform.engine.fingerprints import fingerprint, matching_steps
 from dualform.engine.jobs import WholeView
 from dualform.engine.local import LocalExecutor
 from dualform.engine.rebuild import parts, states
+from dualform.engine.verification import compare
 from dualform.errors import ResumeError
-from dualform.lazy import compute as pc
-from dualform.record.sinks import Start, sample
-from dualform.store.audit import compare
+from dualform.record.sinks import Start
 from dualform.store.folder import own_files, remove_partial, remove_unlisted
 from dualform.store.format import FINAL, FROZEN, UNCOVERED, shard_files
 from dualform.store.manifest import Manifest
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
-from dualform.store.tables import fingerprint
 
 
 def resume_at(folder: Path, wanted: Manifest, start: Start, step: int | None) -> Manifest:
@@ -88,25 +87,6 @@ def _difference(before: object, now: object) -> str:
             if before.get(name) != now.get(name):
                 return f"{name!r} was {before.get(name)}, is {now.get(name)}"
     return f"was {before}, is {now}"
-
-
-def matching_steps(run: Run, live: Mapping[str, Tensor]) -> set[int]:
-    """Return the steps after which the logged fingerprints are those of the live parameters; 0 is the start."""
-    wanted = {name: fingerprint(sample(tensor.detach().cpu())) for name, tensor in live.items()}
-    candidates: set[int] = set()
-    if all(fingerprint(sample(tensor)) == wanted[name] for name, tensor in run.initial.items()):
-        candidates.add(0)
-    table = run.steps_table
-    if table.num_rows:
-        matching: set[int] | None = None
-        for name, mark in wanted.items():
-            rows = table.filter((pc.field("parameter") == name) & (pc.field("fingerprint") == mark))
-            logged = pc.any(pc.equal(table["parameter"], name)).as_py()
-            if logged:  # a parameter outside the optimizer never moves and says nothing
-                steps = {step + 1 for step in rows["step"].to_pylist()}
-                matching = steps if matching is None else matching & steps
-        candidates |= matching or set()
-    return candidates
 
 
 def _find(run: Run, live: Mapping[str, Tensor]) -> int:

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-import torch
-import xxhash
-from torch import Tensor
 
+from dualform.engine.fingerprints import fingerprint
 from dualform.errors import AnnotationError
 from dualform.record.annotations import Binding
 from dualform.record.sinks import StepRecord
@@ -133,8 +131,3 @@ def steps_table(records: Sequence[StepRecord]) -> pa.Table:
             for name in dict.fromkeys([*STEPS, *names])
         }
     )
-
-
-def fingerprint(tensor: Tensor) -> str:
-    """Return the xxh3 checksum of a tensor's bytes, as hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from dualform._version import __version__
-from dualform.engine.description import LayerEntry, ParameterEntry
+from dualform.engine.description import LayerEntry, ParameterEntry, RowsEntry
+from dualform.engine.fingerprints import fingerprint
 from dualform.errors import ResumeError, RunExistsError, StoreError
 from dualform.lazy import parquet as pq
 from dualform.record.annotations import Binding
@@ -50,12 +51,12 @@ from dualform.store.format import (
     write_partial,
 )
 from dualform.store.kept_state import ShardState, StateKeeper
-from dualform.store.manifest import Manifest, RowsEntry, ShardEntry
+from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.queue import ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, read_pools, resume_at
-from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
+from dualform.store.tables import call_tables, check_columns, merge_columns, steps_table
 from dualform.store.tensors import write_parts
 from dualform.threads import Background, start_alone
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from dualform.attend.memory import Memory
 from dualform.attend.weights import GroupWeights
+from dualform.engine.verification import LayerCheck
 from dualform.progress import watching
 from dualform.show.viewer.job import Cancelled, Job
-from dualform.store.audit import LayerCheck
 
 
 class Preparation:

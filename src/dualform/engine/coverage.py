@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dualform.engine.source import PatternSource
 from dualform.lazy import compute as pc
-from dualform.store.reader import Run
 
 NAMED = 6  # uncovered parameters that a text names; the rest is a number
 
@@ -61,11 +61,11 @@ def share_text(share: float) -> str:
     return "more than 99.9 %" if 0.999 < share < 1 else f"{100 * share:.1f} %"
 
 
-def coverage(run: Run) -> Coverage:
+def coverage(run: PatternSource) -> Coverage:
     """Return how much of a run's trained elements is recorded; a parameter that no optimizer held is not trained."""
-    parameters = run.manifest.parameters
+    parameters = run.description.parameters
     table = run.steps_table
     known = set(pc.unique(table["parameter"]).to_pylist()) if table.num_rows else set()
     trained = known if run.steps else set(parameters)
     recorded = sum(torch.Size(entry.shape).numel() for name, entry in parameters.items() if name in trained)
-    return Coverage(dict(run.manifest.uncovered), recorded)
+    return Coverage(dict(run.description.uncovered), recorded)

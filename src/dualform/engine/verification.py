@@ -1,0 +1,352 @@
+"""Proof on every run: do its patterns rebuild the weights?
+
+A parameter passes when `‖rebuilt − live‖ <= tolerance · ‖change‖ + 4 · eps · sqrt(S) · ‖live‖`: the first term is the
+rounding of the patterns' products, the second that of S additions to the live weight itself, which dominates where the
+change is tiny. Patterns stored as float16 carry a third, their own rounding, 2⁻¹⁰ · sqrt(sum_t (c_t ‖e_t‖ ‖x_t‖)²),
+which dominates where large contributions cancel.
+
+A parameter that does not pass is replayed once more, to see what of its error is rounding that this bound leaves out
+(docs/math.md, "What rounding may do"): gradients that are nothing but rounding, and steps that are all rounded to the
+same side. It passes when the rest of the error, element by element, is within the bound.
+
+An optimizer that rounds more coarsely than the parameter's dtype (Muon) leaves a third term, rounding, and then
+`rebuilt = start + shares + rounding`. Rounding absorbs whatever the linear maps of the steps do not say, so its size is
+part of the proof: `‖start + shares − live‖` may be 5e-2 · ‖change‖ and four times what bfloat16 does at random.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.engine.block import Block
+from dualform.engine.coverage import Coverage, coverage
+from dualform.engine.jobs import Executor, Pass, WholeView
+from dualform.engine.rebuild import Parts, parts
+from dualform.engine.reducers import Sums
+from dualform.engine.replay import doubts
+from dualform.engine.source import PatternSource
+from dualform.identity.parameter_use import ParameterUse
+from dualform.record.estimate import size_text
+
+TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+"""What may be lost relative to the change, by the dtype that the patterns are stored in."""
+
+
+ROUNDING = 5e-2
+"""How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
+
+
+DOUBTS = 4
+"""How many standard deviations an element may be off because training rounded its gradients in another way."""
+
+MOST_DOUBT = 2.5
+"""How many times the norm of those standard deviations a whole parameter may be off for that reason.
+
+Rounding at random leaves about that norm, so this allows for some bad luck, and not for an edit of every element.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingCheck:
+    """How much of a parameter is its optimizer's own rounding.
+
+    Attributes:
+        size: ‖rounding‖.
+        error: ‖start + shares − live‖, without the rounding.
+        bound: what that error may be.
+        replay: ‖replayed − live‖, 0.0 where torch's own steps on the rebuilt gradients are equal to the bit.
+        repeatable: whether they should be: the same machine, whole patterns, and gradients that were not rescaled.
+    """
+
+    size: float
+    error: float
+    bound: float
+    replay: float
+    repeatable: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether start and shares are near enough, and the replay is equal where it should be."""
+        return self.error <= self.bound and (self.replay == 0.0 or not self.repeatable)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCheck:
+    """How well one parameter is rebuilt."""
+
+    parameter: str
+    error: float  # ‖rebuilt − live‖
+    change: float  # ‖live − initial‖
+    bound: float
+    rounding: RoundingCheck | None = None  # where the optimizer rounds more coarsely than the parameter's dtype
+    noise: float = 0.0  # what gradients that autocast rounded may have moved beyond their patterns
+
+    @property
+    def relative(self) -> float:
+        """The error relative to the change (0 where nothing changed and nothing is wrong)."""
+        return relative(self.error, self.change)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the bound, and the rounding is no more than that."""
+        return self.error <= self.bound and (self.rounding is None or self.rounding.passed)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCheck:
+    """What is stored of one layer, and how well its parameters are rebuilt (nothing to rebuild for keys only)."""
+
+    layer: str
+    patterns: int
+    bytes: int
+    parameters: tuple[ParameterCheck, ...]
+
+    @property
+    def error(self) -> float | None:
+        """The error relative to the change, over weight and bias together; nothing for keys only.
+
+        A bias is one more column of the weight, whose key is 1.
+        """
+        if not self.parameters:
+            return None
+        error, change = (
+            math.hypot(*parts) for parts in zip(*((c.error, c.change) for c in self.parameters), strict=True)
+        )
+        return relative(error, change)
+
+    @property
+    def bound(self) -> float | None:
+        """What the error may be relative to the change, over weight and bias together; nothing for keys only.
+
+        Each parameter has a bound of its own, and the layer passes only where each is kept.
+        """
+        if not self.parameters:
+            return None
+        bound, change = (
+            math.hypot(*parts) for parts in zip(*((c.bound, c.change) for c in self.parameters), strict=True)
+        )
+        return relative(bound, change)
+
+    @property
+    def rounding(self) -> float | None:
+        """The size of the rounding term relative to the change, over all parameters that have one; nothing for none."""
+        rounded = [(c.rounding.size, c.change) for c in self.parameters if c.rounding is not None]
+        return relative(*(math.hypot(*parts) for parts in zip(*rounded, strict=True))) if rounded else None
+
+    @property
+    def replayed(self) -> bool | None:
+        """Whether the replay of those parameters is equal to the bit; nothing where there are none."""
+        rounded = [c.rounding for c in self.parameters if c.rounding is not None]
+        return all(check.replay == 0.0 for check in rounded) if rounded else None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every parameter passed."""
+        return all(check.passed for check in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The outcome of `Memory.verify`: files whole, weights rebuilt or not."""
+
+    step: int
+    files: int
+    layers: tuple[LayerCheck, ...]
+    coverage: Coverage
+    hint: str = ""  # why it failed and what to do, where that is known
+
+    @property
+    def passed(self) -> bool:
+        """Whether every recorded layer passed; `uncovered` says what no recorded layer covers."""
+        return all(layer.passed for layer in self.layers)
+
+    @property
+    def uncovered(self) -> Mapping[str, int]:
+        """The trained parameters that no recorded layer covers, with their number of elements."""
+        return self.coverage.uncovered
+
+    @property
+    def uncovered_share(self) -> float:
+        """The share of the trained elements that no recorded layer covers, 0 to 1."""
+        return self.coverage.uncovered_share
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in words, with its limits."""
+        if not self.passed:
+            return "FAILED"
+        if not any(layer.parameters for layer in self.layers) and self.coverage.recorded:
+            return "files whole; nothing to compare: keys only"
+        if not self.step and not any(layer.patterns for layer in self.layers):
+            return "files whole; nothing to rebuild: no steps"
+        return self.coverage.passed_text
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __repr__(self) -> str:
+        width = max([len(layer.layer) for layer in self.layers] + [5])
+        rounded = any(layer.rounding is not None for layer in self.layers)
+        more = f"  {'rounding':>8}  {'replay':>7}" if rounded else ""
+        lines = [
+            f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}  {'bound':>9}{more}  result"
+        ]
+        for layer in self.layers:
+            error = "keys only" if layer.error is None else f"{layer.error:.1e}"
+            result = "passed" if layer.passed else "FAILED"
+            bound = "-" if layer.bound is None or math.isinf(layer.bound) else f"{layer.bound:.1e}"
+            row = f"{layer.layer:<{width}}  {layer.patterns:>10,}  {size_text(layer.bytes):>9}  {error:>14}  {bound:>9}"
+            if rounded:
+                size = "" if layer.rounding is None else f"{layer.rounding:.1e}"
+                replay = {None: "", True: "equal", False: "differs"}[layer.replayed]
+                row += f"  {size:>8}  {replay:>7}"
+            lines.append(f"{row}  {result}")
+        failed = {check.parameter: check for layer in self.layers for check in layer.parameters if not check.passed}
+        lines += [_failure(check) for check in failed.values()]
+        coarse = sum(check.noise > 0 for layer in self.layers for check in layer.parameters)
+        if coarse:
+            lines.append(f"gradients of {coarse} parameters were rounded by autocast: rebuilt to that rounding")
+        if self.uncovered:
+            lines.append(str(self.coverage))
+        lines.append(f"after {self.step} steps, {self.files} files: {self.verdict}")
+        return "\n".join([*lines, self.hint] if self.hint else lines)
+
+
+def _failure(check: ParameterCheck) -> str:
+    """Say how far a parameter that did not pass is from its bound."""
+    if check.error > check.bound or check.rounding is None:
+        return f"{check.parameter!r} is off by {check.error:.1e}; at most {check.bound:.1e} is rounding"
+    if check.rounding.error > check.rounding.bound:
+        return (
+            f"{check.parameter!r} is off by {check.rounding.error:.1e} before its optimizer's rounding is added; "
+            f"at most {check.rounding.bound:.1e} is rounding"
+        )
+    return f"{check.parameter!r}: the replayed steps differ by {check.rounding.replay:.1e}, and should be equal"
+
+
+def relative(error: float, change: float) -> float:
+    """Return an error relative to a change."""
+    return error / change if change else (math.inf if error else 0.0)
+
+
+def compare(
+    run: PatternSource, rebuilt: Mapping[str, Parts], live: Mapping[str, Tensor], executor: Executor, *, horizon: int
+) -> dict[str, ParameterCheck]:
+    """Compare rebuilt parameters with live ones, by the bound above."""
+    checks = {}
+    noise = _float16_noise(run, executor, horizon=horizon)
+    for name, found in rebuilt.items():
+        now = live[name].detach().cpu().double()
+        change = float((now - run.initial[name].double()).norm())
+        dtype = run.description.parameters[name].dtype
+        eps = torch.finfo(getattr(torch, dtype)).eps / 2
+        tolerance = TOLERANCE["float16" if name in noise else dtype]
+        bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm()) + noise.get(name, 0.0)
+        error = float((found.whole - now).norm())
+        bound += 4 * found.noise
+        rounding = found.rounding
+        if rounding is None:
+            checks[name] = ParameterCheck(name, error, change, bound, noise=found.noise)
+            continue
+        chance = 4 * rounding.expected
+        check = RoundingCheck(
+            size=float(rounding.term.norm()),
+            error=float((found.start + found.share - now).norm()),
+            bound=ROUNDING * change + bound + chance,
+            replay=float((rounding.parameter.double() - now).norm()),
+            repeatable=rounding.repeatable,
+        )
+        bound = bound if rounding.repeatable else bound + chance  # rounded otherwise, at random
+        checks[name] = ParameterCheck(name, error, change, bound, check)
+    return _excused(run, rebuilt, live, checks, horizon=horizon)
+
+
+def _excused(
+    run: PatternSource,
+    rebuilt: Mapping[str, Parts],
+    live: Mapping[str, Tensor],
+    checks: Mapping[str, ParameterCheck],
+    *,
+    horizon: int,
+) -> dict[str, ParameterCheck]:
+    """Widen the bounds of parameters that are outside theirs, by what rounding explains of their error.
+
+    Element by element, so that one that is nothing but rounding does not hide another. Finding out takes one more
+    replay, of those parameters alone. Where the rest of the error is outside the bound, so is the error afterwards.
+    """
+    found = dict(checks)
+    outside = [name for name, check in checks.items() if not check.error <= check.bound]
+    for name, doubt in doubts(run, outside, horizon=horizon).items():
+        check, whole, now = checks[name], rebuilt[name].whole, live[name].detach().cpu().double()
+        apart = doubt.apart(whole, now)
+        excuse = apart.minimum(DOUBTS * doubt.spread)
+        # Rounding at random leaves about its spread all together: an edit of every element is more than that.
+        most = MOST_DOUBT * float(doubt.spread.norm())
+        excuse = excuse * min(1.0, most / max(float(excuse.norm()), 1e-300))
+        unexplained = float((apart - excuse).norm())
+        if unexplained <= check.bound:
+            explained = most + float(doubt.drift(whole).abs().norm())
+        else:
+            explained = check.error - unexplained
+        found[name] = dataclasses.replace(check, bound=check.bound + explained)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PatternPower(Sums):
+    """The sum over patterns of |coefficient · value ⊗ key|², for each use of a parameter by a layer, (uses,)."""
+
+    uses: tuple[ParameterUse, ...]
+
+    def new(self, like: Tensor) -> Tensor:
+        """Return zeros, (uses,)."""
+        return torch.zeros(len(self.uses), dtype=torch.float64, device=like.device)
+
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add the power of a block's patterns."""
+        assert block.values is not None, "values were asked for"
+        of_values = block.values.square().sum(dim=1)  # (n,)
+        of_keys = block.keys.double().square().sum(dim=1)
+        for i, use in enumerate(self.uses):
+            if use in block.coefficients:
+                squares = of_values * of_keys if use.parameter_map.multiplies_keys else of_values
+                state[i] += (block.coefficients[use].square() * squares).sum()
+        return state
+
+
+def _float16_noise(run: PatternSource, executor: Executor, *, horizon: int) -> dict[str, float]:
+    """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
+    coarse = {n: e for n, e in run.layers.items() if e.dtype == "float16" and e.store != "keys"}
+    view, like = WholeView(run, horizon), torch.empty(0, dtype=torch.float64)
+    jobs = [Pass(name, view, PatternPower(entry.uses), like, values=True) for name, entry in coarse.items()]
+    power: dict[str, float] = {}
+    for entry, found in zip(coarse.values(), executor.run(run, jobs), strict=True):
+        for use, one in zip(entry.uses, found.tolist(), strict=True):
+            power[use.parameter] = power.get(use.parameter, 0.0) + one
+    return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
+
+
+def verify(run: PatternSource, live: Mapping[str, Tensor], executor: Executor, *, horizon: int) -> Verification:
+    """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
+    files = 0 if run.run_files is None else run.run_files.check()
+    rebuilt = parts(run, WholeView(run, horizon), executor)
+    checks = compare(run, rebuilt, live, executor, horizon=horizon)
+    return Verification(horizon, files, tuple(by_layer(run, checks).values()), coverage(run))
+
+
+def by_layer(run: PatternSource, checks: Mapping[str, ParameterCheck]) -> dict[str, LayerCheck]:
+    """Put the checks of parameters together by layer."""
+    layers = {}
+    for name, entry in run.layers.items():
+        mine = tuple(checks[p] for p in entry.parameters.values() if p in checks)
+        layers[name] = LayerCheck(name, run.count(name), stored_bytes(run, name), mine)
+    return layers
+
+
+def stored_bytes(run: PatternSource, layer: str) -> int:
+    """Return the bytes of a layer's keys and values on disk."""
+    return sum(part.stored_bytes(layer) for part in run.parts())
