@@ -10,16 +10,15 @@ import torch
 import dualform
 from dualform.attend.answers import Vote
 from dualform.errors import DataError
-from dualform.experiments import images
+from dualform.experiments import images, reproduction
 from dualform.experiments.agreement import agreement
 from dualform.experiments.image_page import image_section
 from dualform.experiments.images import reproduce
 from dualform.experiments.page import write_page
+from dualform.experiments.reproduction import Options, reproduce_studies
 from dualform.experiments.studies import ACCURACY, NAMES, TABLE_1, study
 from dualform.experiments.summary import spread, summarise
 from dualform.experiments.training import _batches, make_tasks
-from dualform.show import studies
-from dualform.show.studies import Options, reproduce_studies
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +151,8 @@ def test_spread_of_nothing():
 def test_only_the_papers_data_writes_the_published_page(found, monkeypatch, capsys, data, page):
     written = []
     monkeypatch.setattr(images, "reproduce", lambda plan, *a, **k: found[plan.name][0])
-    monkeypatch.setattr(studies, "_language_job", lambda name, options: studies._image_job("single", options))
-    monkeypatch.setattr(studies, "write_page", lambda target, *a, **k: written.append(str(target)))
+    monkeypatch.setattr(reproduction, "_language_job", lambda name, options: reproduction._image_job("single", options))
+    monkeypatch.setattr(reproduction, "write_page", lambda target, *a, **k: written.append(str(target)))
     options = Options("all", data=data, folder=Path("runs"), keep="none")
     reproduce_studies(options, json=True)
     reproduce_studies(replace(options, page=Path("mine.md")), json=True)
@@ -162,10 +161,10 @@ def test_only_the_papers_data_writes_the_published_page(found, monkeypatch, caps
 
 
 def test_all_are_the_papers_studies_where_the_data_is_the_papers(monkeypatch):
-    monkeypatch.setattr(studies, "_language_job", lambda name, options: name)
-    monkeypatch.setattr(studies, "_image_job", lambda name, options: name)
-    assert studies._jobs(Options("all")) == [*NAMES, "aesop", "wikitext2"]
-    assert studies._jobs(Options("all", data="digits")) == list(NAMES)
+    monkeypatch.setattr(reproduction, "_language_job", lambda name, options: name)
+    monkeypatch.setattr(reproduction, "_image_job", lambda name, options: name)
+    assert reproduction._jobs(Options("all")) == [*NAMES, "aesop", "wikitext2"]
+    assert reproduction._jobs(Options("all", data="digits")) == list(NAMES)
 
 
 def test_writing_a_section_leaves_the_others(found, tmp_path):

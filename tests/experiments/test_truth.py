@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dualform import cli
 from dualform.errors import DataError
 from dualform.experiments import truth
 from dualform.experiments.page import Section, write_page
@@ -25,7 +26,6 @@ from dualform.experiments.truth_training import (
     train_recorded,
     train_stack,
 )
-from dualform.show import cli
 
 SMALL = Truth(
     name="small",

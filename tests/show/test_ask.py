@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import dualform
+from dualform import cli
 from dualform.attend.removal import Removal
 from dualform.attend.text_answers import TextSpotlight
 from dualform.errors import QueryError
-from dualform.show import cli
 from dualform.show.models import Loaded, make_model
 from dualform.show.report.write import write_report
 from dualform.show.viewer.ask import Ask

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import dualform
-from dualform.show import cli
+from dualform import cli
 from dualform.show.models import load_model
 from language_models import TEXT, TOKENS, Letters, letters, record_last_position_model
 from texts import recorded, tiny_text

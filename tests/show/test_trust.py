@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import dualform
+from dualform import cli
 from dualform.errors import QueryError
-from dualform.show import cli
 from dualform.show.models import load_model
 from dualform.show.viewer.opened import Opened
 from small import recorded

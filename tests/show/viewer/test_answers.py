@@ -12,9 +12,9 @@ import torch
 from served import Running
 
 import dualform
+from dualform import cli
 from dualform.experiments.training import predict
 from dualform.progress import bar
-from dualform.show import cli
 from dualform.show.viewer.jobs import AT_ONCE
 
 

@@ -14,9 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 import dualform
+from dualform import cli
 from dualform.experiments.datasets import load
 from dualform.experiments.training import Phase, Recipe, make_tasks, predict, train
-from dualform.show import cli
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def call(monkeypatch, capsys, *arguments):
 
 def test_help_is_instant_and_imports_nothing_heavy():
     code = (
-        "import sys; from dualform.show.cli import app; from typer.testing import CliRunner; "
+        "import sys; from dualform.cli import app; from typer.testing import CliRunner; "
         "r = CliRunner().invoke(app, ['--help']); assert r.exit_code == 0, r.output; "
         "print([m for m in ('torch', 'numpy', 'pyarrow', 'duckdb', 'matplotlib', 'sklearn') if m in sys.modules])"
     )
@@ -339,7 +339,7 @@ def test_view_listens_elsewhere_only_when_told_to(trained, monkeypatch, capsys):
 
 
 def test_view_says_where_it_is_and_ends_quietly(trained):
-    command = [sys.executable, "-c", "from dualform.show.cli import main; main()", "view", str(trained[0])]
+    command = [sys.executable, "-c", "from dualform.cli import main; main()", "view", str(trained[0])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         address = server.stdout.readline().strip()
         port = address.split(":")[2].split("/")[0]
