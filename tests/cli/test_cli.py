@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import dualform
 from dualform import cli
 from dualform.experiments.datasets import load
-from dualform.experiments.training import Phase, Recipe, make_tasks, predict, train
+from dualform.experiments.training import Phase, Recipe, make_tasks, train
+from dualform.show.predictions import predict
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import dualform
 from dualform import cli
 from dualform.attend.removal import Removal
 from dualform.attend.text_answers import TextSpotlight
+from dualform.cli import questions
 from dualform.errors import QueryError
 from dualform.show.models import Loaded, make_model
 from dualform.show.report.write import write_report
@@ -224,7 +225,7 @@ def test_a_warning_stands_in_a_text_answer(run: Path, monkeypatch: pytest.Monkey
     memory = mock_memory(answer)
     shown: list[TextSpotlight] = []
     monkeypatch.setattr("dualform.show.language.show_text", shown.append)
-    cli._attend_text(
+    questions._attend_text(
         memory,  # type: ignore[arg-type]
         "the",
         model=None,

@@ -14,7 +14,8 @@ from dualform.errors import RunExistsError
 from dualform.experiments.agreement import Agreement, agreement
 from dualform.experiments.datasets import load
 from dualform.experiments.examples import Closeup, choose, draw_figures, look
-from dualform.experiments.training import Phase, Recipe, Task, accuracy, make_tasks, predict, train
+from dualform.experiments.training import Phase, Recipe, Task, accuracy, make_tasks, train
+from dualform.show.predictions import predict
 from dualform.show.report.write import write_report
 from dualform.store.audit import Verification
 from dualform.store.format import MANIFEST

@@ -13,7 +13,8 @@ from dualform.experiments.agreement import agreement
 from dualform.experiments.examples import choose, draw_figures, look
 from dualform.experiments.findings import Clock, Row, exactness, machine, make_room, store
 from dualform.experiments.studies import Study, load_sets
-from dualform.experiments.training import Task, make_tasks, predict, train
+from dualform.experiments.training import Task, accuracy, make_tasks, train
+from dualform.show.predictions import predict
 from dualform.show.tables import plain
 
 CLOSE = 1000  # test examples per task for which attention is compared between tasks
@@ -43,7 +44,7 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
         "seed": seed,
         "verified": verification.passed,
         "layers": exactness(verification),
-        "accuracy": {task.name: _accuracy(model, task) for task in tasks},
+        "accuracy": {task.name: accuracy(model, task) for task in tasks},
         "table_1": clock("table 1", lambda: _table_1(memory, model, tasks[0])) if len(tasks) == 1 else None,
         "sharing": clock("sharing", lambda: _sharing(memory, model, tasks)) if len(tasks) > 1 else None,
         "masks": clock("masks", lambda: _masks(memory, model, tasks, study)) if study.name == "continual" else None,
@@ -58,10 +59,6 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
     if not keep:
         shutil.rmtree(run)
     return result
-
-
-def _accuracy(model: nn.Module, task: Task) -> float:
-    return float((predict(model, task.test) == task.test_labels).double().mean())
 
 
 def _table_1(memory: Memory, model: nn.Module, task: Task) -> Row:
@@ -113,7 +110,7 @@ def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study
     rows = []
     for what, make in views:
         view = make()
-        rows.append({"memory": what, **{task.name: _accuracy(view, task) for task in tasks}})
+        rows.append({"memory": what, **{task.name: accuracy(view, task) for task in tasks}})
     return rows
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.attend.slopes import output_rows
 from dualform.experiments.datasets import ImageSet, moments, standardised
 from dualform.experiments.models import mlp
-from dualform.modes import evaluating
 from dualform.progress import bar
+from dualform.show.predictions import predict
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,20 +145,6 @@ def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> 
         order = torch.randperm(count, generator=generator)
         batches += order[: count - count % batch].split(batch)
     return batches[:steps]
-
-
-@torch.no_grad()
-def predict(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the class the model outputs for each input, (M,), in eval mode; of a text, that of its last position."""
-    device = next(model.parameters()).device
-    with evaluating(model):
-        return torch.cat([_classes(model(part.to(device)), len(part)) for part in inputs.split(4096)])
-
-
-def _classes(outputs: Any, count: int) -> Tensor:
-    """Return the class with the largest output for each of `count` inputs, (count,), on the CPU."""
-    rows = output_rows(outputs)
-    return rows.reshape(count, -1, rows.shape[-1])[:, -1].argmax(dim=1).cpu()
 
 
 def accuracy(model: nn.Module, task: Task) -> float:

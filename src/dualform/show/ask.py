@@ -16,9 +16,9 @@ from dualform.attend.layer import Per
 from dualform.attend.memory import Memory, undecided_text
 from dualform.attend.spotlight import Spotlight
 from dualform.errors import QueryError
-from dualform.experiments.training import predict
 from dualform.printable import printable
 from dualform.show.models import load_inputs, load_model
+from dualform.show.predictions import compare_predictions, predict
 from dualform.show.tables import console, percent, print_grid
 
 ALL = "*"  # in place of a layer's name: all of them together
@@ -163,17 +163,17 @@ def compare_mask(
     before = predict(net, rows)
     after = predict(masked.unwarned().apply(net, layers=list(layers) or None), rows)
     flips = []
-    for test in (before != after).nonzero()[:, 0].tolist():
+    changes = compare_predictions(before, after, targets)
+    for test in changes.changed:
         flip = {"test": test, "before": int(before[test]), "after": int(after[test])}
         flips.append(flip if targets is None else {**flip, "target": int(targets[test])})
-    accuracies = [None if targets is None else float((said == targets).double().mean()) for said in (before, after)]
     view = masked.info().view
     return MaskOutcome(
         view,
         len(rows),
         len(flips),
-        accuracies[0],
-        accuracies[1],
+        changes.accuracy_before,
+        changes.accuracy_after,
         flips,
         warnings=loaded.warnings,
         unknown=masked.unknown(list(layers) or None),

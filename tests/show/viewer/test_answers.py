@@ -13,8 +13,8 @@ from served import Running
 
 import dualform
 from dualform import cli
-from dualform.experiments.training import predict
 from dualform.progress import bar
+from dualform.show.predictions import predict
 from dualform.show.viewer.jobs import AT_ONCE
 
 
