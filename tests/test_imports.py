@@ -53,7 +53,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": PURE | {"record", "store", "attend", "show"},  # the public names, when asked for; show registers itself
 }
-COMPARED = {"dualform.show.models": {"dualform.experiments.models"}}
+COMPARED = {"dualform.show.model_loading": {"dualform.experiments.models"}}
 """Names of modules that a file only compares with: a run may name a factory of that package without being trusted."""
 
 
@@ -79,8 +79,7 @@ def imported(source: str, package: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, node.module] if node.module else above)
-            # `from dualform import store` imports a part by its name.
-            found |= {f"{base}.{alias.name}" for alias in node.names} if base == "dualform" else {base}
+            found |= {f"{base}.{alias.name}" for alias in node.names}  # the module may be the last name
     return {name for name in found if name.startswith("dualform.") and not name.endswith("__version__")}
 
 
@@ -124,7 +123,7 @@ def test_imports_go_one_way() -> None:
         ("dualform.coefficients.scalar", "from dualform.record import optimizers", "record"),
         ("dualform.algebra", "from dualform.coefficients import derive", "coefficients"),
         ("dualform.store.writer", "from dualform.experiments import images", "experiments"),
-        ("dualform.show.ask", "from dualform.experiments.training import predict", "experiments"),
+        ("dualform.show.input_answers", "from dualform.experiments.training import predict", "experiments"),
         ("dualform.experiments.training", "from dualform.cli import main", "cli"),
         ("dualform.attend.spotlight", 'import_module("dualform.show.report.notebook").spotlight_html', "show"),
         ("dualform.attend.spotlight", 'NOTEBOOK = "dualform.show.report.notebook"', "show"),
@@ -143,9 +142,27 @@ def test_the_check_lets_the_right_direction_pass() -> None:
         "dualform.cli.questions": "from dualform import attend, experiments, show\nfrom . import options",
         "dualform.record.hooks": "from dualform import __version__\nimport dualformer.store",
         "dualform.record.layers": "raise ValueError('dualform.show is a folder')",
-        "dualform.show.models": "OWN = 'dualform.experiments.models'",
+        "dualform.show.model_loading": "OWN = 'dualform.experiments.models'",
     }
     assert violations(files) == []
+
+
+def web_importers(files: Mapping[str, str]) -> list[str]:
+    """Return the modules outside of the viewer that import it."""
+    outside = {module: source for module, source in files.items() if not module.startswith("dualform.show.viewer")}
+    found = {module: imported(source, module.rpartition(".")[0]) for module, source in outside.items()}
+    return sorted(m for m, names in found.items() if any(n.startswith("dualform.show.viewer") for n in names))
+
+
+def test_only_the_command_line_imports_the_web_application() -> None:
+    assert web_importers(our_files()) == ["dualform.cli.pages"]
+
+
+@pytest.mark.parametrize(
+    "line", ["from dualform.show.viewer.routes import questions", "from dualform.show import viewer"]
+)
+def test_the_check_of_the_web_application_can_fail(line: str) -> None:
+    assert web_importers({"dualform.show.report.section": line}) == ["dualform.show.report.section"]
 
 
 def test_importing_dualform_imports_no_torch() -> None:

@@ -13,7 +13,7 @@ import dualform
 from dualform.attend.slopes import slopes
 from dualform.modes import evaluating, evaluation_copy
 from dualform.show.predictions import predict
-from dualform.show.viewer.session import Session
+from dualform.show.session import Session
 
 
 class Unruly(nn.Module):

@@ -267,7 +267,7 @@ def test_all_patterns_carry_the_whole_logit(found, monkeypatch):
     findings, folder, _ = found
     memory = dualform.open(folder / "run").at(step=3)
     from dualform.experiments.language import measure
-    from dualform.show.models import load_model
+    from dualform.show.model_loading import load_model
 
     model = load_model(memory, None).model.eval()
     total = memory.attend(queries={"softmax": torch.zeros(1, memory.layers["softmax"].d_in)})["softmax"].count()

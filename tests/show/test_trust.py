@@ -12,7 +12,7 @@ from torch import nn
 import dualform
 from dualform import cli
 from dualform.errors import QueryError
-from dualform.show.models import load_model
+from dualform.show.model_loading import load_model
 from dualform.show.viewer.opened import Opened
 from small import recorded
 
@@ -83,7 +83,7 @@ def test_what_is_no_factory_of_its_module_is_refused_even_where_the_run_is_trust
 
 def test_our_own_modules_that_are_no_models_need_trust(foreign: Path) -> None:
     """One of them would import and call what it is told."""
-    forge(foreign, "dualform.show.models:make_model", spec="subprocess:run")
+    forge(foreign, "dualform.show.model_loading:make_model", spec="subprocess:run")
     with pytest.raises(QueryError, match="--trust"):
         load_model(dualform.open(foreign), None)
 

@@ -41,8 +41,8 @@ def attend(
     json: Json = False,
 ) -> None:
     """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
-    from dualform.show.ask import ask, show_answers
     from dualform.show.grouping import parse_by
+    from dualform.show.input_answers import answer_inputs, show_answers
     from dualform.show.tables import print_json
 
     memory = open_view(run, where=where, without=without, at=at)
@@ -61,7 +61,7 @@ def attend(
             json=json,
         )
         return
-    answers = ask(
+    answers = answer_inputs(
         memory,
         model=model,
         inputs=inputs,
@@ -95,7 +95,7 @@ def mask(
     json: Json = False,
 ) -> None:
     """Say what changes without some patterns: removes recorded updates; the model is not retrained."""
-    from dualform.show.ask import compare_mask, show_mask
+    from dualform.show.mask_outcome import compare_mask, show_mask
     from dualform.show.tables import print_json
 
     if where is None and without is None and at is None:
@@ -141,10 +141,10 @@ def _attend_text(
 ) -> None:
     import dataclasses
 
-    from dualform.show.ask import late
-    from dualform.show.language import show_text
-    from dualform.show.models import load_model
+    from dualform.show.input_answers import late_queries_text
+    from dualform.show.model_loading import load_model
     from dualform.show.tables import print_json
+    from dualform.show.text_output import show_text
     from dualform.show.tokenizers import load_tokenizer
 
     pieces = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -152,7 +152,7 @@ def _attend_text(
     found = memory.unwarned().attend_text(
         loaded.model, prompt, layers=layers or None, top=top, tokenizer=pieces, context=context, other_model=True
     )
-    doubts = [*loaded.warnings, memory.unknown_text(list(found.layers)), late(memory)]
+    doubts = [*loaded.warnings, memory.unknown_text(list(found.layers)), late_queries_text(memory)]
     found = dataclasses.replace(found, notes=(*filter(None, doubts), *found.notes))
     if json:
         print_json(found)

@@ -27,7 +27,7 @@ def info(run: Run, json: Json = False) -> None:
 
 def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> None:
     """Check every file, rebuild every weight from the patterns, and compare with the live ones."""
-    from dualform.show.models import make_model
+    from dualform.show.model_loading import make_model
     from dualform.show.tables import print_json
 
     memory = open_view(run, at=at)

@@ -5,7 +5,7 @@ from typing import Any
 from dualform.experiments.demo import MASKED, Demo
 from dualform.experiments.examples import attended, training_image
 from dualform.record.estimate import size_text
-from dualform.show.ask import MASK_NOTE
+from dualform.show.predictions import MASK_NOTE
 from dualform.show.tables import cell, console, percent, print_grid
 from dualform.show.terminal import draw, side_by_side
 

@@ -10,6 +10,7 @@ from dualform.attend.slopes import output_rows
 from dualform.errors import DualformError, QueryError
 from dualform.modes import evaluating
 
+MASK_NOTE = "A mask removes recorded updates from the sum; the model is not retrained."
 ROWS_AT_ONCE = 2048
 SEQUENCES_AT_ONCE = 64  # inputs of whole numbers with further axes: each has an output per position
 

@@ -1,13 +1,12 @@
 """Put a report together: choose tests, ask about each, write one page within a size."""
 
 import base64
-import dataclasses
 import datetime
 import importlib.resources
 import json
 import platform
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -19,13 +18,15 @@ from dualform.attend.removal import Removal
 from dualform.errors import QueryError
 from dualform.progress import bar
 from dualform.record.estimate import size_text
-from dualform.show.report.section import Facts, gather, render
+from dualform.show.grouping import GroupingColumns, offered_groupings, parse_by
+from dualform.show.panels.badge import Badge, rebuild_badge
+from dualform.show.predictions import predict, share_right
+from dualform.show.report.section import Facts, MaskedGroup, gather, render
+from dualform.show.session import Mask, Session
 from dualform.show.tables import plain
-from dualform.show.viewer.routes.badge import rebuild_badge
-from dualform.show.viewer.session import By, Mask, Session, grouping_columns, predicted
 from dualform.store.format import MANIFEST, checksum
 
-MOST_MASKS = 12
+MAX_MASKS = 12
 POLICY = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'\">"
@@ -59,23 +60,28 @@ def choose_tests(session: Session, count: int) -> list[int]:
     return sorted([*wrong, *[*varied, *rest][: count - len(wrong)]])
 
 
-def default_by(session: Session) -> By:
+def default_by(session: Session) -> GroupingColumns:
     """Return the columns that a report groups by when nobody says: the first that the viewer offers."""
-    offered = grouping_columns(session.memory, list(session.memory.layers)[-1])
+    offered = offered_groupings(session.memory, list(session.memory.layers)[-1])
     if not offered:
         return (Bins("step", max(1, -(-session.memory.step // 10))),)
-    return tuple(offered[0]["by"].split(","))
+    return parse_by(offered[0].by)
 
 
 def build_report(
-    session: Session, *, tests: Sequence[int], by: By | None = None, media: bool = True, most_bytes: int = 3_000_000
+    session: Session,
+    *,
+    tests: Sequence[int],
+    by: GroupingColumns | None = None,
+    media: bool = True,
+    most_bytes: int = 3_000_000,
 ) -> str:
     """Return the page; tests that would make it larger than `most_bytes` are left out, and it says so."""
     by = by or default_by(session)
     badge = rebuild_badge(session, by, wait=True)
     masks = mask_each(session, by, tests) if session.exact else []
     sections: list[str] = []
-    facts: list[dict[str, Any]] = []
+    facts: list[Facts] = []
     left_out: list[int] = []
     frame = len(_page(session, by, badge, [], [], left_out, media=media).encode())
     used = frame
@@ -83,14 +89,13 @@ def build_report(
         for test in tests:
             found = gather(session, test, by)
             section = render(session, found, by, masks, media=media)
-            numbers = _numbers(found)
-            size = len(section.encode()) + len(_packed([numbers]))
+            size = len(section.encode()) + len(_packed([found]))
             if used + size > most_bytes:
                 left_out.append(test)
             else:
                 used += size
                 sections.append(section)
-                facts.append(numbers)
+                facts.append(found)
             advance(1)
     if not sections:
         raise QueryError(
@@ -100,25 +105,18 @@ def build_report(
     return _page(session, by, badge, sections, facts, left_out, media=media)
 
 
-def mask_each(session: Session, by: By, tests: Sequence[int]) -> list[dict[str, Any]]:
-    """Mask each group in turn; return what the model says then about these tests, and how often it is right on all."""
-    groups = session.weights(by).plan.groups[:MOST_MASKS]
+def mask_each(session: Session, by: GroupingColumns, tests: Sequence[int]) -> list[MaskedGroup]:
+    """Mask each group in turn; return what the model says then about these tests, and its accuracy on all tests."""
+    groups = session.weights(by).plan.groups[:MAX_MASKS]
     found = []
     inputs = session.tests[list(tests)]
     with bar("masking", total=len(groups)) as advance:
         for group in groups:
             model = session.masked(Mask(Removal(by=by, groups=(group,))))
-            after = predicted(model, inputs).tolist()
-            right = None
-            if session.targets is not None:
-                right = float((predicted(model, session.tests) == session.targets).double().mean())
-            found.append({"group": group, "after": dict(zip(tests, after, strict=True)), "accuracy": right})
+            after = dict(zip(tests, predict(model, inputs).tolist(), strict=True))
+            right = None if session.targets is None else share_right(predict(model, session.tests), session.targets)
+            found.append(MaskedGroup(group, after, right))
             advance(1)
-    return found
-
-
-def _numbers(facts: Facts) -> dict[str, Any]:
-    found: dict[str, Any] = plain(dataclasses.asdict(facts))
     return found
 
 
@@ -128,10 +126,10 @@ def _packed(value: Any) -> str:
 
 def _page(
     session: Session,
-    by: By,
-    badge: Mapping[str, Any],
+    by: GroupingColumns,
+    badge: Badge,
     sections: Sequence[str],
-    facts: Sequence[dict[str, Any]],
+    facts: Sequence[Facts],
     left_out: Sequence[int],
     *,
     media: bool,
@@ -163,7 +161,7 @@ def _asset(name: str) -> str:
     return (importlib.resources.files("dualform.show.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _summary(session: Session, badge: Mapping[str, Any]) -> str:
+def _summary(session: Session, badge: Badge) -> str:
     info = session.memory.info()
     rows = [("warning", warning) for warning in session.warnings]
     rows += [
@@ -176,16 +174,16 @@ def _summary(session: Session, badge: Mapping[str, Any]) -> str:
     if session.targets is not None and len(session.tests):
         right = float((session.predictions() == session.targets).double().mean())
         rows.append(("accuracy", f"{100 * right:.2f} % of {len(session.tests):,} tests"))
-    rows.append(("exactness", badge["verdict"] or str(badge["state"])))
-    if badge["not_recorded"]:
-        rows.append(("not recorded", badge["not_recorded"].removeprefix("not recorded: ")))
-    for layer in badge["layers"]:
-        error, bound = layer["relative_error"], layer["bound"]
+    rows.append(("exactness", badge.verdict or badge.state))
+    if badge.not_recorded:
+        rows.append(("not recorded", badge.not_recorded.removeprefix("not recorded: ")))
+    for layer in badge.layers:
+        error, bound = layer.relative_error, layer.bound
         text = "keys only" if error is None else f"{error:.1e} of the change; at most {bound:.1e} is rounding"
-        rows.append((f"rebuild error, {layer['layer']}", text))
+        rows.append((f"rebuild error, {layer.layer}", text))
     rows += [
-        (name, f"{layer['kind']} {layer['d_in']} → {layer['d_out']}, {layer['patterns']:,} patterns")
-        for name, layer in info.layers.items()
+        (name, f"{entry['kind']} {entry['d_in']} → {entry['d_out']}, {entry['patterns']:,} patterns")
+        for name, entry in info.layers.items()
     ]
     return _facts(rows)
 

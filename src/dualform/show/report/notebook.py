@@ -7,14 +7,17 @@ from typing import Any
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.spotlight import Spotlight
 from dualform.errors import DualformError
-from dualform.show.passages import PLACE, around, column_name
+from dualform.show.grouping import annotated_columns, group_name
+from dualform.show.panels.top_patterns import Card
 from dualform.show.report.cards import cards
 from dualform.show.report.svg import Bar, bars
+from dualform.show.text_places import text_around
+from dualform.store.corpus_fit import PLACE
+from dualform.store.media import Media
 
 QUERIES = 3  # that are drawn
 TOP = 5
-MOST_GROUPS = 40
-ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
+MAX_GROUPS = 40
 
 
 def spotlight_html(spotlight: Spotlight) -> str:
@@ -37,17 +40,16 @@ def _query(spotlight: Spotlight, query: int) -> str:
 
 
 def _totals(layer: LayerSpotlight, query: int) -> str:
-    for column in ("label", *(name for name in layer.columns if name not in ADDRESS)):
-        if column not in layer.columns or column in ("sample", "place"):
-            continue
+    columns = annotated_columns(list(layer.columns))
+    for column in sorted(columns, key=lambda name: name != "label"):  # labels first
         try:
             totals = layer.totals(column)
         except DualformError:
             continue
-        if len(totals.groups) > MOST_GROUPS:
+        if len(totals.groups) > MAX_GROUPS:
             continue
         rows = [
-            Bar(_name(layer, column, group), value)
+            Bar(group_name(layer.media, (column,), group), value)
             for group, value in zip(totals.groups, totals.values[query].tolist(), strict=True)
         ]
         title = f"total attention by {column}"
@@ -55,33 +57,26 @@ def _totals(layer: LayerSpotlight, query: int) -> str:
     return ""
 
 
-def _name(layer: LayerSpotlight, column: str, group: Any) -> str:
-    labels = layer.media.labels
-    known = column == "label" and labels is not None and isinstance(group, int) and 0 <= group < len(labels)
-    if known and labels is not None:
-        return str(labels[group])
-    return column_name(layer.media.text, column, group) or str(group)
-
-
 def _top(layer: LayerSpotlight, query: int) -> str:
     media = layer.media
     top = layer.top(TOP, per="sample" if "sample" in layer.columns else "pattern")
     rows = [row for row in top.to_arrow().to_pylist() if row["query"] == query]
-    found = []
-    for row in rows:
-        sample, label, place = row.get("sample"), row.get("label"), row.get(PLACE)
-        passage = around(media.text, place) if media.text is not None and isinstance(place, int) else None
-        found.append(
-            {
-                "sample": sample,
-                "pattern": row["pattern"],
-                "value": row["attention"],
-                "share": None,
-                "image": isinstance(sample, int) and media.image(sample) is not None,
-                "label_name": None if label is None else _name(layer, "label", label),
-                "occurrences": row.get("occurrences"),
-                "step": row.get("step"),
-                "passage": passage,
-            }
-        )
-    return cards(found, media.image)
+    return cards([_card(media, row) for row in rows], media.image)
+
+
+def _card(media: Media, row: dict[str, Any]) -> Card:
+    sample, label, place = row.get("sample"), row.get("label"), row.get(PLACE)
+    return Card(
+        rank=row["rank"],
+        pattern=row["pattern"],
+        value=row["attention"],
+        share=None,
+        sample=sample,
+        image=isinstance(sample, int) and media.image(sample) is not None,
+        label=label,
+        label_name=None if label is None else group_name(media, ("label",), label),
+        step=row.get("step"),
+        occurrences=row.get("occurrences"),
+        passage=text_around(media.text, place) if media.text is not None and isinstance(place, int) else None,
+        columns={},
+    )

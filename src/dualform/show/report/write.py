@@ -8,9 +8,10 @@ from torch import nn
 
 from dualform.attend.memory import Memory
 from dualform.errors import QueryError, StoreError
-from dualform.show.models import Loaded, load_model
+from dualform.show.grouping import GroupingColumns
+from dualform.show.model_loading import Loaded, load_model
 from dualform.show.report.build import build_report, choose_tests
-from dualform.show.viewer.session import By, Session
+from dualform.show.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ def write_report(
     path: Path,
     *,
     tests: int | Sequence[int] = 12,
-    by: By | None = None,
+    by: GroupingColumns | None = None,
     media: bool = True,
     most_mb: float = 3.0,
     model: str | nn.Module | None = None,

@@ -15,14 +15,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from dualform.errors import DualformError, RunNotFoundError
+from dualform.show.job import Cancelled, job_progress
 from dualform.show.png import png
+from dualform.show.session import Session
 from dualform.show.tables import plain
-from dualform.show.viewer.ask import Ask, BadQuestion
-from dualform.show.viewer.job import Cancelled, describe
 from dualform.show.viewer.jobs import Jobs
 from dualform.show.viewer.opened import Opened
-from dualform.show.viewer.questions import Answer, questions
-from dualform.show.viewer.session import Session
+from dualform.show.viewer.parameters import BadQuestion, RequestParameters
+from dualform.show.viewer.routes import Answer, questions
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 KEEP = "private, max-age=86400"  # what is named by its content
@@ -35,8 +35,8 @@ def make_app(opened: Opened) -> Starlette:
 
     def endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
-            ask = Ask(request.query_params.multi_items())
-            return await _answered(jobs, request, ask, lambda: rendered(answer(opened.session(), ask)))
+            parameters = RequestParameters(request.query_params.multi_items())
+            return await _answered(jobs, request, parameters, lambda: rendered(answer(opened.session(), parameters)))
 
         return respond
 
@@ -49,7 +49,8 @@ def make_app(opened: Opened) -> Starlette:
 
     async def progress(request: Request) -> Response:
         try:
-            return rendered(describe(jobs.progress(Ask(request.query_params.multi_items()).job())))
+            job = jobs.progress(RequestParameters(request.query_params.multi_items()).job())
+            return rendered({"running": False} if job is None else job_progress(job))
         except BadQuestion as error:
             return rendered({"error": str(error)}, 400)
 
@@ -60,8 +61,8 @@ def make_app(opened: Opened) -> Starlette:
         return await _answered(jobs, request, None, lambda: _image(opened.session(), what, int(number)))
 
     async def report(request: Request) -> Response:
-        ask = Ask(request.query_params.multi_items())
-        return await _answered(jobs, request, ask, lambda: _report(opened.session(), ask))
+        parameters = RequestParameters(request.query_params.multi_items())
+        return await _answered(jobs, request, parameters, lambda: _report(opened.session(), parameters))
 
     return Starlette(
         routes=[
@@ -81,10 +82,12 @@ def rendered(value: Any, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-async def _answered(jobs: Jobs, request: Request, ask: Ask | None, work: Callable[[], Response]) -> Response:
+async def _answered(
+    jobs: Jobs, request: Request, parameters: RequestParameters | None, work: Callable[[], Response]
+) -> Response:
     """Run a question in a thread; every failure is an answer that says what failed."""
     try:
-        return await jobs.run(request, "" if ask is None else ask.job(), work)
+        return await jobs.run(request, "" if parameters is None else parameters.job(), work)
     except Cancelled:
         return rendered({"error": "cancelled"}, 499)
     except RunNotFoundError as error:
@@ -108,10 +111,10 @@ def _image(session: Session, what: str, number: int) -> Response:
     return Response(png(pixels.numpy()), media_type="image/png", headers={"Cache-Control": KEEP})
 
 
-def _report(session: Session, ask: Ask) -> Response:
+def _report(session: Session, parameters: RequestParameters) -> Response:
     from dualform.show.report.build import build_report
 
-    test = ask.number("test", 0, high=max(len(session.tests) - 1, 0))
+    test = parameters.number("test", 0, high=max(len(session.tests) - 1, 0))
     page = build_report(session, tests=[test], media=True)
     name = f"attachment; filename=dualform-report-{test}.html"
     return Response(page, media_type="text/html", headers={"Content-Disposition": name})

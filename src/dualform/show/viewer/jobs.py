@@ -9,7 +9,7 @@ import anyio.to_thread
 from starlette.requests import Request
 
 from dualform.progress import watching
-from dualform.show.viewer.job import Job
+from dualform.show.job import Job
 
 R = TypeVar("R")
 AT_ONCE = 8  # questions that are worked on at the same time

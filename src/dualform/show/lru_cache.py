@@ -1,4 +1,4 @@
-"""Answers worth keeping for a while: the last few, each computed once however many threads ask for it."""
+"""A cache of the values that were used last, each computed once however many threads ask for it."""
 
 import threading
 from collections import OrderedDict
@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 V = TypeVar("V")
 
 
-class Kept(Generic[V]):
-    """The last `size` values by key."""
+class LruCache(Generic[V]):
+    """The `size` values that were used last, by key."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -18,7 +18,7 @@ class Kept(Generic[V]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, compute: Callable[[], V]) -> V:
-        """Return the value of a key; whoever comes first computes it, and the others wait for that."""
+        """Return the value of a key; the first thread that asks computes it, and the others wait for that."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -40,6 +40,6 @@ class Kept(Generic[V]):
             return value
 
     def values(self) -> list[V]:
-        """Return what is kept now."""
+        """Return the values that are in the cache now."""
         with self._lock:
             return list(self._values.values())

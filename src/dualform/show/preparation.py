@@ -1,4 +1,4 @@
-"""Prepare the group weights of a run in the background, whoever comes and goes meanwhile."""
+"""Prepare the group weights of a run in a thread of its own, which goes on when the request that began it ends."""
 
 import threading
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dualform.attend.memory import Memory
 from dualform.attend.weights import GroupWeights
 from dualform.progress import watching
-from dualform.show.viewer.job import Cancelled, Job
+from dualform.show.job import Cancelled, Job
 from dualform.store.audit import LayerCheck
 
 

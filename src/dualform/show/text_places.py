@@ -1,5 +1,6 @@
 """Places of a training text as people read them: the passage around a place, and what numbers of tokens stand for."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -7,24 +8,42 @@ import numpy as np
 from dualform.store.corpus import Corpus
 from dualform.tokens import join, space_between, visible
 
-CONTEXT = 20  # words or pieces on each side; characters say less
-PLACE = "place"  # the annotated column that holds a pattern's place in the text
+CONTEXT = 20  # words or pieces on each side; four times as many characters
 
 
-def around(corpus: Corpus, place: int, *, context: int = CONTEXT) -> dict[str, Any]:
-    """Return what stands before a place, the token there, what follows, and the document's title."""
+@dataclass(frozen=True, slots=True)
+class TextPlace:
+    """One token of a training text, and the passage around it.
+
+    Attributes:
+        place: the number of the token in the text.
+        before: the text before the token.
+        token: the token itself.
+        after: the text after the token.
+        title: the title of the document; None where the document has none.
+    """
+
+    place: int
+    before: str
+    token: str
+    after: str
+    title: str | None
+
+
+def text_around(corpus: Corpus, place: int, *, context: int = CONTEXT) -> TextPlace:
+    """Return a token of the training text with the passage around it, `context` words or pieces on each side."""
     wide = 4 * context if corpus.unit == "chars" else context
     space = space_between(corpus.unit)
     before = corpus.words(corpus.train[max(place - wide, 0) : place])
     after = corpus.words(corpus.train[place + 1 : place + 1 + wide])
     document = int(corpus.documents(np.array([place]))[0])
-    return {
-        "place": place,
-        "before": join(before, corpus.unit) + space,
-        "token": join(corpus.words(corpus.train[place : place + 1]), corpus.unit),
-        "after": space + join(after, corpus.unit),
-        "title": corpus.titles[document] if 0 <= document < len(corpus.titles) else None,
-    }
+    return TextPlace(
+        place=place,
+        before=join(before, corpus.unit) + space,
+        token=join(corpus.words(corpus.train[place : place + 1]), corpus.unit),
+        after=space + join(after, corpus.unit),
+        title=corpus.titles[document] if 0 <= document < len(corpus.titles) else None,
+    )
 
 
 def text_of(corpus: Corpus, tokens: list[int]) -> str:

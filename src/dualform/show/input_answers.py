@@ -1,28 +1,24 @@
-"""What `dualform attend` and `dualform mask` ask of a memory, and how their answers look."""
+"""The answers of `dualform attend` about inputs: totals and top patterns per layer, and how a terminal shows them."""
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-
-import torch
 
 from dualform.attend.answers import EFFECT_NOTE
 from dualform.attend.effects_asked import Quantity
 from dualform.attend.engine import Of
 from dualform.attend.groups import By
 from dualform.attend.layer import Per
-from dualform.attend.memory import Memory, undecided_text
+from dualform.attend.memory import Memory
 from dualform.attend.spotlight import Spotlight
 from dualform.errors import QueryError
 from dualform.printable import printable
-from dualform.show.models import load_inputs, load_model
-from dualform.show.predictions import compare_predictions, predict
-from dualform.show.tables import console, percent, print_grid
+from dualform.show.model_loading import load_inputs, load_model
+from dualform.show.tables import console, print_grid
 
 ALL = "*"  # in place of a layer's name: all of them together
-MASK_NOTE = "A mask removes recorded updates from the sum; the model is not retrained."
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +34,7 @@ class LayerAnswer:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskOutcome:
-    """What masking changed."""
-
-    view: str
-    tests: int
-    changed: int
-    accuracy_before: float | None
-    accuracy_after: float | None
-    flips: list[dict[str, int]]  # test, before, after (and target, where it is known)
-    note: str = MASK_NOTE
-    warnings: tuple[str, ...] = ()  # which parts of the model are not those of the recording
-    unknown: dict[str, int] = field(default_factory=dict)  # layer -> patterns that the mask cannot decide
-
-
-def ask(
+def answer_inputs(
     memory: Memory,
     *,
     model: str | None,
@@ -108,10 +89,12 @@ def ask(
 def _noted(memory: Memory, answer: LayerAnswer, warnings: Sequence[str]) -> LayerAnswer:
     """Return an answer whose note also says what is doubtful about the model, and what the mask cannot decide."""
     unknown = memory.unknown_text(None if answer.layer == ALL else answer.layer)
-    return dataclasses.replace(answer, note=" ".join(filter(None, (*warnings, answer.note, unknown, late(memory)))))
+    return dataclasses.replace(
+        answer, note=" ".join(filter(None, (*warnings, answer.note, unknown, late_queries_text(memory))))
+    )
 
 
-def late(memory: Memory) -> str:
+def late_queries_text(memory: Memory) -> str:
     """Say that the model is that of the end of the recording, where the view looks back from an earlier step."""
     last = memory.info().steps
     return "" if memory.step == last else f"The queries are those of the model at the end, after step {last}."
@@ -143,56 +126,3 @@ def show_answers(answers: Sequence[LayerAnswer]) -> None:
                 screen.print()
     for note in dict.fromkeys(answer.note for answer in answers if answer.note):
         screen.print(printable(note))
-
-
-@torch.no_grad()
-def compare_mask(
-    memory: Memory,
-    masked: Memory,
-    model: str | None,
-    inputs: Path | None,
-    layers: Sequence[str],
-    *,
-    accept_untrained: bool = False,
-    trust: bool = False,
-) -> MaskOutcome:
-    """Compare the model's predictions with and without the masked patterns."""
-    rows, targets = load_inputs(memory, inputs)
-    loaded = load_model(memory, model, accept_untrained=accept_untrained, trust=trust)
-    net = loaded.model
-    before = predict(net, rows)
-    after = predict(masked.unwarned().apply(net, layers=list(layers) or None), rows)
-    flips = []
-    changes = compare_predictions(before, after, targets)
-    for test in changes.changed:
-        flip = {"test": test, "before": int(before[test]), "after": int(after[test])}
-        flips.append(flip if targets is None else {**flip, "target": int(targets[test])})
-    view = masked.info().view
-    return MaskOutcome(
-        view,
-        len(rows),
-        len(flips),
-        changes.accuracy_before,
-        changes.accuracy_after,
-        flips,
-        warnings=loaded.warnings,
-        unknown=masked.unknown(list(layers) or None),
-    )
-
-
-def show_mask(outcome: MaskOutcome) -> None:
-    """Print the outcome of a mask."""
-    screen = console()
-    for warning in outcome.warnings:
-        screen.print(printable(warning))
-    screen.print(f"{printable(outcome.view)}: {outcome.changed} of {outcome.tests} predictions change")
-    if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
-        screen.print(f"accuracy {percent(outcome.accuracy_before)} -> {percent(outcome.accuracy_after)}")
-    if outcome.flips:
-        shown = outcome.flips[:20]
-        print_grid(screen, "Changed", list(shown[0]), [list(flip.values()) for flip in shown])
-        if len(outcome.flips) > len(shown):
-            screen.print(f"... and {len(outcome.flips) - len(shown)} more (--json lists them all)")
-    if outcome.unknown:
-        screen.print(printable(undecided_text(outcome.unknown)))
-    screen.print(outcome.note)

@@ -1,4 +1,4 @@
-"""The parameters of a question, read from the address with limits; whatever does not fit is a `BadQuestion`."""
+"""The parameters of a request, read from its address within limits; a value outside of them is a `BadQuestion`."""
 
 import base64
 import binascii
@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-import dualform
-from dualform.attend.groups import Bins
 from dualform.attend.last_tokens import laid_out
 from dualform.attend.prompts import read_prompt
 from dualform.attend.removal import Removal
 from dualform.errors import DualformError, QueryError
-from dualform.show.viewer.session import By, Mask, Session, Subject
+from dualform.show.grouping import GroupingColumns, parse_by
+from dualform.show.session import Mask, Session, Subject
 
 LONGEST_LIST = 256  # groups, ranges or pins of one mask
 LONGEST_PROMPT = 4096  # characters
@@ -27,7 +26,7 @@ class BadQuestion(DualformError, ValueError):
     """A parameter is missing or is not what it should be."""
 
 
-class Ask:
+class RequestParameters:
     """The parameters of one request: names and values, some of them several times."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
@@ -84,21 +83,17 @@ class Ask:
             raise BadQuestion(f"There is no layer {text!r}; there are {', '.join(session.memory.layers)}.")
         return text
 
-    def by(self, session: Session) -> By:
+    def by(self, session: Session) -> GroupingColumns:
         """Return the columns to group by, as `dualform attend --by` takes them."""
-        parts: list[str | Bins] = []
-        for part in self.text("by").split(","):
-            column, colon, width = part.strip().partition(":")
-            if column not in session.memory.columns:
-                raise BadQuestion(f"There is no column {column!r}; there are {', '.join(session.memory.columns)}.")
-            try:
-                parts.append(dualform.bins(column, width=float(width)) if colon else column)
-            except ValueError as error:
-                raise BadQuestion(f"The parameter by is {part!r}; expected a column, or column:width.") from error
-        return tuple(parts)
+        columns = parse_by(self.text("by"))
+        for column in columns:
+            name = column if isinstance(column, str) else column.column
+            if name not in session.memory.columns:
+                raise BadQuestion(f"There is no column {name!r}; there are {', '.join(session.memory.columns)}.")
+        return columns
 
     def subject(self, session: Session) -> Subject:
-        """Return what is asked about: `test`, `drawn` (base64 of grey pixels) or `prompt`."""
+        """Return the input that the question is about: `test`, `drawn` (base64 of grey pixels) or `prompt`."""
         if "drawn" in self._lists:
             return self._drawn(session)
         if "prompt" in self._lists:
@@ -110,7 +105,7 @@ class Ask:
             raise BadQuestion(str(error)) from error
 
     def mask(self, session: Session) -> Mask:
-        """Return the mask: groups `g`, ranges of steps `s`, samples `p`, a random part `r`, and how they are meant."""
+        """Return the mask: groups `g`, ranges of steps `s`, samples `p`, a random part `r`; `only` keeps these."""
         removal = Removal(
             by=self.by(session) if "by" in self._lists else (),
             groups=tuple(_group(text) for text in self._many("g")),
