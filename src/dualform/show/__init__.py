@@ -9,6 +9,7 @@ from dualform.drawing import register_html
 
 if TYPE_CHECKING:
     from dualform.attend.spotlight import Spotlight
+    from dualform.attend.text_answers import TextSpotlight
 
 
 def _draw_spotlight(spotlight: "Spotlight") -> str:
@@ -17,4 +18,11 @@ def _draw_spotlight(spotlight: "Spotlight") -> str:
     return spotlight_html(spotlight)
 
 
+def _draw_text_spotlight(spotlight: "TextSpotlight") -> str:
+    from dualform.show.report.notebook import text_spotlight_html
+
+    return text_spotlight_html(spotlight)
+
+
 register_html("Spotlight", _draw_spotlight)
+register_html("TextSpotlight", _draw_text_spotlight)

@@ -2,13 +2,11 @@
 
 import base64
 import datetime
-import importlib.resources
 import json
 import platform
 import zlib
 from collections.abc import Sequence
-from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,17 +19,16 @@ from dualform.record.estimate import size_text
 from dualform.show.grouping import GroupingColumns, offered_groupings, parse_by
 from dualform.show.panels.badge import Badge, rebuild_badge
 from dualform.show.predictions import predict, share_right
-from dualform.show.report.section import Facts, MaskedGroup, gather, render
+from dualform.show.report.section import Facts, MaskedGroup, gather, section_html
 from dualform.show.session import Mask, Session
 from dualform.show.tables import plain
+from dualform.show.templating import render, template_source
 from dualform.store.format import MANIFEST, checksum
 
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
 MAX_MASKS = 12
-POLICY = (
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'\">"
-)
-"""What a report may load: its own style and script, and images inside it. Nothing from elsewhere."""
 LIMITS = (
     "The identity is exact: every layer's output is what is left of its start plus the sum over recorded training "
     "patterns of coefficient × attention × value. The rebuild errors above say how exactly this run keeps it.",
@@ -80,7 +77,7 @@ def build_report(
     by = by or default_by(session)
     badge = rebuild_badge(session, by, wait=True)
     masks = mask_each(session, by, tests) if session.exact else []
-    sections: list[str] = []
+    sections: list[Markup] = []
     facts: list[Facts] = []
     left_out: list[int] = []
     frame = len(_page(session, by, badge, [], [], left_out, media=media).encode())
@@ -88,8 +85,8 @@ def build_report(
     with bar("reporting", total=len(tests)) as advance:
         for test in tests:
             found = gather(session, test, by)
-            section = render(session, found, by, masks, media=media)
-            size = len(section.encode()) + len(_packed([found]))
+            section = section_html(session, found, by, masks, media=media)
+            size = len(section.encode()) + 1 + len(_packed([found]))
             if used + size > most_bytes:
                 left_out.append(test)
             else:
@@ -128,40 +125,31 @@ def _page(
     session: Session,
     by: GroupingColumns,
     badge: Badge,
-    sections: Sequence[str],
+    sections: Sequence["Markup"],
     facts: Sequence[Facts],
     left_out: Sequence[int],
     *,
     media: bool,
 ) -> str:
     name = session.memory.path.resolve()
-    title = f"dualform report: {name.parent.name}/{name.name}"
-    style, script = (_asset(asset) for asset in ("report.css", "report.js"))
-    told = (
-        "Training samples are embedded in this file; mind who may see them."
-        if media
-        else "No training samples are embedded."
-    )
-    missing = f"<p>Left out to keep the file small: tests {', '.join(map(str, left_out))}.</p>" if left_out else ""
-    limits = "".join(f"<li>{escape(text)}</li>" for text in LIMITS)
-    warned = "".join(f'<p class="warning" role="note">{escape(text)}</p>' for text in session.warnings)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{POLICY}<title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f'<style>{style}</style></head><body><main><h1>{escape(title)}</h1>{warned}<p class="muted">{told} Grouped by '
-        f"{escape(', '.join(map(str, by)))}. ◆ target, ▸ what the model says.</p>{missing}"
-        f'<div id="tools" hidden></div><h2>Summary</h2>{_summary(session, badge)}{"".join(sections)}'
-        f"<h2>What this can and cannot say</h2><ul>{limits}</ul><h2>Provenance</h2>{_provenance(session)}</main>"
-        f'<script type="application/octet-stream" id="data">{_packed(facts)}</script>'
-        f"<script>{script}</script></body></html>"
+    return render(
+        "page.html",
+        title=f"dualform report: {name.parent.name}/{name.name}",
+        style=template_source("report.css"),
+        script=template_source("report.js"),
+        warnings=session.warnings,
+        media=media,
+        by=", ".join(map(str, by)),
+        left_out=left_out,
+        summary=_summary(session, badge),
+        sections=sections,
+        limits=LIMITS,
+        provenance=_provenance(session),
+        data=_packed(facts),
     )
 
 
-def _asset(name: str) -> str:
-    return (importlib.resources.files("dualform.show.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _summary(session: Session, badge: Badge) -> str:
+def _summary(session: Session, badge: Badge) -> "Markup":
     info = session.memory.info()
     rows = [("warning", warning) for warning in session.warnings]
     rows += [
@@ -185,10 +173,10 @@ def _summary(session: Session, badge: Badge) -> str:
         (name, f"{entry['kind']} {entry['d_in']} → {entry['d_out']}, {entry['patterns']:,} patterns")
         for name, entry in info.layers.items()
     ]
-    return _facts(rows)
+    return render("facts.html", rows=rows)
 
 
-def _provenance(session: Session) -> str:
+def _provenance(session: Session) -> "Markup":
     memory = session.memory
     rows = [
         ("made", datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")),
@@ -197,9 +185,4 @@ def _provenance(session: Session) -> str:
         ("manifest", f"xxh3 {checksum(memory.path / MANIFEST)}"),
         ("stored", size_text(memory.info().bytes)),
     ]
-    return _facts(rows)
-
-
-def _facts(rows: Sequence[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f'<table class="facts"><tbody>{body}</tbody></table>'
+    return render("facts.html", rows=rows)
