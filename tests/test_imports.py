@@ -129,7 +129,7 @@ def test_imports_go_one_way() -> None:
         ("dualform.attend.spotlight", 'NOTEBOOK = "dualform.show.report.notebook"', "show"),
         ("dualform.attend.spotlight", 'import_module(f"dualform.show.{name}")', "show"),
         ("dualform.store.writer", 'FACTORY = "dualform.experiments.models:mlp"', "experiments"),
-        ("dualform.show.tables", 'OWN = "dualform.experiments.models"', "experiments"),
+        ("dualform.show.terminal_tables", 'OWN = "dualform.experiments.models"', "experiments"),
     ],
 )
 def test_the_check_can_fail(module: str, source: str, wrong: str) -> None:
@@ -155,7 +155,7 @@ def web_importers(files: Mapping[str, str]) -> list[str]:
 
 
 def test_only_the_command_line_imports_the_web_application() -> None:
-    assert web_importers(our_files()) == ["dualform.cli.pages"]
+    assert web_importers(our_files()) == ["dualform.cli.page_commands"]
 
 
 @pytest.mark.parametrize(

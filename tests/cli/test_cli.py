@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import dualform
 from dualform import cli
 from dualform.experiments.datasets import load
-from dualform.experiments.training import Phase, Recipe, make_tasks, train
+from dualform.experiments.image_training import ClassifierRecipe, Phase, make_tasks, train_classifier
 from dualform.show.predictions import predict
 
 
@@ -25,8 +25,8 @@ def trained(tmp_path_factory):
     """A small recorded run of digits that keeps its tests, and its model."""
     folder = tmp_path_factory.mktemp("cli") / "run"
     tasks = make_tasks([load("digits")])
-    recipe = Recipe(hidden=(16,), learning_rate=0.05, batch=64)
-    model = train(tasks, [Phase(("digits",), 60)], recipe, folder, seed=0)
+    recipe = ClassifierRecipe(hidden=(16,), learning_rate=0.05, batch=64)
+    model = train_classifier(tasks, [Phase(("digits",), 60)], recipe, folder, seed=0)
     dualform.open(folder).add_tests(tasks[0].test[:40], tasks[0].test_labels[:40])
     return folder, model, tasks[0]
 
@@ -252,7 +252,7 @@ def test_a_run_without_a_factory_says_what_to_give(monkeypatch, capsys, tmp_path
 
 
 def test_demo_end_to_end(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("dualform.experiments.demo.STEPS", 60)
+    monkeypatch.setattr("dualform.experiments.demo.DEMO_STEPS", 60)
     folder = tmp_path / "demo"
     status, out, _ = call(monkeypatch, capsys, "demo", "--folder", folder)
     assert status == 0

@@ -15,12 +15,12 @@ import dualform
 from dualform import cli
 from dualform.attend.removal import Removal
 from dualform.attend.text_answers import TextSpotlight
-from dualform.cli import questions
 from dualform.errors import QueryError
 from dualform.show.model_loading import Loaded, make_model
 from dualform.show.panels.badge import rebuild_badge
 from dualform.show.panels.masking import mask_effect
 from dualform.show.panels.overview import run_overview
+from dualform.show.prompt_answers import answer_prompt
 from dualform.show.report.write import write_report
 from dualform.show.session import Mask, Session
 from dualform.show.viewer.opened import Opened
@@ -200,7 +200,7 @@ def test_an_accepted_doubt_is_in_the_output_itself(
     status, out, _ = call(monkeypatch, capsys, "attend", run, *accept, "--json")
     assert all(words in answer["note"] for answer in json.loads(out))
     page = (tmp_path / "r.html").read_text()
-    shown = words.replace("'", "&#x27;")
+    shown = words.replace("'", "&#39;")
     assert page.count(shown) == 2, "at the top, and in the summary"
     assert f'<p class="warning" role="note">{shown}' in page
     opened = Opened(run, model="small_factories:other", accept_untrained=True)
@@ -217,27 +217,13 @@ def mock_memory(answer: TextSpotlight) -> Any:
     return memory
 
 
-def test_a_warning_stands_in_a_text_answer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_stands_in_a_text_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded(nn.Linear(2, 2), ("WARNING: another network.",))
-    monkeypatch.setattr("dualform.show.model_loading.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("dualform.show.prompt_answers.load_model", lambda *_, **__: loaded)
     answer = TextSpotlight("the", ("a note",), (), "fox", "words", {})
-    memory = mock_memory(answer)
-    shown: list[TextSpotlight] = []
-    monkeypatch.setattr("dualform.show.text_output.show_text", shown.append)
-    questions._attend_text(
-        memory,  # type: ignore[arg-type]
-        "the",
-        model=None,
-        layers=[],
-        top=1,
-        tokenizer=None,
-        context=None,
-        accept_untrained=True,
-        trust=False,
-        json=False,
-    )
+    found = answer_prompt(mock_memory(answer), "the", model=None, accept_untrained=True)
     late = "The queries are those of the model at the end, after step 9."
-    assert shown[0].notes == ("WARNING: another network.", "3 patterns unknown", late, "a note")
+    assert found.notes == ("WARNING: another network.", "3 patterns unknown", late, "a note")
 
 
 @pytest.fixture

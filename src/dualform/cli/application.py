@@ -1,16 +1,17 @@
 """The application with all its commands, and the entry point of the script `dualform`."""
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from dualform._version import __version__
-from dualform.cli.datasets import data
-from dualform.cli.experiments import demo, evaluate, reproduce
-from dualform.cli.pages import report, view
-from dualform.cli.questions import attend, mask
-from dualform.cli.runs import info, support, verify
+from dualform.cli.data_commands import data
+from dualform.cli.experiment_commands import demo_command, evaluate_command, reproduce_command
+from dualform.cli.page_commands import report_command, view_command
+from dualform.cli.question_commands import attend_command, mask_command
+from dualform.cli.run_commands import info_command, support_command, verify_command
 from dualform.errors import DualformError
 from dualform.printable import printable
 
@@ -21,8 +22,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (demo, reproduce, info, verify, attend, evaluate, mask, report, view, support):  # as --help lists them
-    app.command()(command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo_command,
+    "reproduce": reproduce_command,
+    "info": info_command,
+    "verify": verify_command,
+    "attend": attend_command,
+    "evaluate": evaluate_command,
+    "mask": mask_command,
+    "report": report_command,
+    "view": view_command,
+    "support": support_command,
+}
+"""The commands by name, in the order in which --help lists them."""
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 app.add_typer(data, name="data")
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from dualform.experiments.demo import MASKED, Demo
-from dualform.experiments.examples import attended, training_image
+from dualform.experiments.demo import MASKED_LABEL, Demo
+from dualform.experiments.image_examples import attended, training_image
 from dualform.record.estimate import size_text
 from dualform.show.predictions import MASK_NOTE
-from dualform.show.tables import cell, console, percent, print_grid
-from dualform.show.terminal import draw, side_by_side
+from dualform.show.terminal_images import draw, join_blocks
+from dualform.show.terminal_tables import cell, console, percent, print_grid
 
 
 def show_demo(demo: Demo) -> None:
@@ -49,12 +49,15 @@ def show_demo(demo: Demo) -> None:
                 caption = f"a {row['label']}, seen {row['occurrences']} times, {cell(row['attention'])}"
                 blocks.append((caption, draw(training_image(demo.tasks, row["sample"]))))
             screen.print(f"layer {layer}")
-            screen.print(side_by_side(blocks))
+            screen.print(join_blocks(blocks))
         screen.print()
 
     masked = [(row.what, percent(row.on_label), percent(row.on_rest)) for row in demo.masked]
     print_grid(
-        screen, "What would it say without them? Test accuracy", ["memory", f"on {MASKED}s", "on the rest"], masked
+        screen,
+        "What would it say without them? Test accuracy",
+        ["memory", f"on {MASKED_LABEL}s", "on the rest"],
+        masked,
     )
     screen.print(f"{MASK_NOTE}\n")
     screen.print(f"Figures: {demo.folder / 'figures'}", soft_wrap=True)

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 import dualform
 from dualform.attend.memory import Memory
 from dualform.experiments.agreement import agreement
-from dualform.experiments.examples import choose, draw_figures, look
-from dualform.experiments.findings import Clock, Row, exactness, machine, make_room, store
-from dualform.experiments.studies import Study, load_sets
-from dualform.experiments.training import Task, accuracy, make_tasks, train
+from dualform.experiments.findings import Clock, Row, describe_machine, exactness, make_room, store_findings
+from dualform.experiments.image_examples import attend_examples, choose_examples, draw_figures
+from dualform.experiments.image_studies import ImageStudy, load_sets
+from dualform.experiments.image_training import Task, accuracy, make_tasks, train_classifier
 from dualform.show.predictions import predict
-from dualform.show.tables import plain
+from dualform.show.terminal_tables import plain
 
 CLOSE = 1000  # test examples per task for which attention is compared between tasks
 
 
-def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
+def reproduce_images(study: ImageStudy, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
     """Run a study with one seed and return its findings.
 
     Args:
@@ -36,7 +36,9 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
     clock = Clock({})
     tasks = clock("data", lambda: make_tasks(load_sets(study.tasks)))
     run = folder / "run"
-    model = clock("training", lambda: train(tasks, study.phases, study.recipe, run, seed=seed, device=device))
+    model = clock(
+        "training", lambda: train_classifier(tasks, study.phases, study.recipe, run, seed=seed, device=device)
+    )
     memory = dualform.open(run)
     verification = clock("verify", lambda: memory.verify(model))
     findings: Row = {
@@ -54,8 +56,8 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
     }
     findings["figures"] = clock("figures", lambda: _figures(memory, model, tasks, study, folder / "figures"))
     findings["seconds"] = clock.seconds
-    findings["machine"] = machine(device)
-    result = store(folder, findings)
+    findings["machine"] = describe_machine(device)
+    result = store_findings(folder, findings)
     if not keep:
         shutil.rmtree(run)
     return result
@@ -92,7 +94,7 @@ def _sharing(memory: Memory, model: nn.Module, tasks: Sequence[Task]) -> list[Ro
     return rows
 
 
-def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study) -> list[Row]:
+def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> list[Row]:
     """Return both tasks' accuracies of the memory and of its masked views."""
     second = tasks[1]
     switch = study.phases[0].steps
@@ -114,7 +116,7 @@ def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study
     return rows
 
 
-def _forgotten(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study) -> Row:
+def _forgotten(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> Row:
     """Look at tests of the first task that were right before the second and are wrong after it."""
     first, second = tasks
     before = predict(memory.at(step=study.phases[0].steps).apply(model), first.test) == first.test_labels
@@ -153,12 +155,12 @@ def _mean(hits: Any) -> float:
     return sum(flags) / len(flags)
 
 
-def _figures(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study, folder: Path) -> list[str]:
+def _figures(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy, folder: Path) -> list[str]:
     by: str | list[str] = "label" if len(tasks) == 1 else ["task", "label"]
     names: list[str] = []
     for task in tasks:
         outputs: Tensor = predict(model, task.test)
-        closeup = look(memory, model, choose(task, outputs, right=1, wrong=1), by=by)
+        closeup = attend_examples(memory, model, choose_examples(task, outputs, right=1, wrong=1), by=by)
         paths = draw_figures(closeup, tasks, folder, prefix=f"{study.name}-{task.name}")
         names += [path.name for path in paths]
     return names

@@ -4,29 +4,29 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 from dualform.errors import QueryError
+from dualform.experiments import image_studies as image_studies
 from dualform.experiments import images
-from dualform.experiments import studies as image_studies
+from dualform.experiments.findings import Row
 from dualform.experiments.image_page import image_section
 from dualform.experiments.language import plans
 from dualform.experiments.language import study as language
-from dualform.experiments.language.summary import language_section
-from dualform.experiments.language.summary import summarise as summarise_language
+from dualform.experiments.language.language_summary import language_section
+from dualform.experiments.language.language_summary import summarise_language as summarise_language
 from dualform.experiments.page import Section, write_page
-from dualform.experiments.summary import Grid, summarise
-from dualform.show.tables import console, print_grid, print_json
+from dualform.experiments.study_summary import Grid, summarise_images
+from dualform.show.terminal_tables import console, print_grid, print_json
 from dualform.tokens import SPLIT_UNITS
 
-KEEP = ("first", "all", "none")
+SEEDS_KEPT = ("first", "all", "none")
 PAGE = Path("docs/results.md")
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What the user asked for.
+class ReproductionOptions:
+    """The options of `dualform reproduce`.
 
     Attributes:
         which: a study's name, or all.
@@ -60,7 +60,7 @@ class Options:
 
     def command(self, study: str) -> str:
         """Return the command line that makes one study's findings again."""
-        plain = Options(study)
+        plain = ReproductionOptions(study)
         given = {
             "data": self.data, "file": self.file, "tokens": self.tokens, "model": self.model, "updates": self.updates,
             "units": self.units, "seeds": self.seeds, "device": self.device,
@@ -70,7 +70,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StudyJob:
     """One study, ready to be run.
 
     Attributes:
@@ -86,10 +86,10 @@ class Job:
     section: Callable[[Sequence[Row]], Section]
 
 
-def reproduce_studies(options: Options, *, json: bool) -> None:
-    """Run one study or all of them, and show what was found."""
-    if options.keep not in KEEP:
-        raise QueryError(f"--keep is {options.keep!r}; expected one of {', '.join(KEEP)}.")
+def reproduce_studies(options: ReproductionOptions, *, json: bool) -> None:
+    """Run one study or all of them, print their tables, and write their sections of the results page."""
+    if options.keep not in SEEDS_KEPT:
+        raise QueryError(f"--keep is {options.keep!r}; expected one of {', '.join(SEEDS_KEPT)}.")
     found: dict[str, list[Row]] = {}
     sections = []
     for job in _jobs(options):
@@ -109,14 +109,14 @@ def reproduce_studies(options: Options, *, json: bool) -> None:
         print_json(found)
 
 
-def _page(options: Options) -> Path | None:
+def _page(options: ReproductionOptions) -> Path | None:
     """Return the page to write to: with all, and the paper's data, the published one; anything else with its runs."""
     if options.which != "all":
         return None
     return PAGE if options.data in (None, "mnist") else options.folder / "results.md"
 
 
-def _print(job: Job, findings: Sequence[Row], folder: Path) -> None:
+def _print(job: StudyJob, findings: Sequence[Row], folder: Path) -> None:
     screen = console()
     for grid in job.summarise(findings):
         print_grid(screen, grid.title, grid.columns, grid.rows)
@@ -124,31 +124,33 @@ def _print(job: Job, findings: Sequence[Row], folder: Path) -> None:
     screen.print(f"Runs and figures: {folder / f'{job.name}-0'}\n", soft_wrap=True)
 
 
-def _jobs(options: Options) -> list[Job]:
+def _jobs(options: ReproductionOptions) -> list[StudyJob]:
     """Return the studies asked for; all are the image studies and, on the paper's data, the language ones."""
-    known = [*image_studies.NAMES, *plans.NAMES]
+    known = [*image_studies.IMAGE_STUDIES, *plans.LANGUAGE_STUDIES]
     which = options.which
     if which == "all":
-        wanted = [*image_studies.NAMES, *([*plans.PAPER] if options.data in (None, "mnist") else [])]
+        wanted = [*image_studies.IMAGE_STUDIES, *([*plans.PAPER_STUDIES] if options.data in (None, "mnist") else [])]
     elif which in known:
         wanted = [which]
     else:
         raise QueryError(f"There is no study {which!r}; expected {', '.join(known)} or all.")
     return [
-        _image_job(cast("image_studies.Name", name), options)
-        if name in get_args(image_studies.Name)
-        else _language_job(cast("plans.Name", name), options)
+        _image_job(cast("image_studies.ImageStudyName", name), options)
+        if name in get_args(image_studies.ImageStudyName)
+        else _language_job(cast("plans.LanguageStudyName", name), options)
         for name in wanted
     ]
 
 
-def _image_job(name: image_studies.Name, options: Options) -> Job:
+def _image_job(name: image_studies.ImageStudyName, options: ReproductionOptions) -> StudyJob:
     data = options.data or "mnist"
-    plan = image_studies.study(name, data)
-    return Job(
+    plan = image_studies.image_study(name, data)
+    return StudyJob(
         name=f"{name}-{data}",
-        run=lambda folder, seed, keep: images.reproduce(plan, folder, seed=seed, device=options.device, keep=keep),
-        summarise=summarise,
+        run=lambda folder, seed, keep: images.reproduce_images(
+            plan, folder, seed=seed, device=options.device, keep=keep
+        ),
+        summarise=summarise_images,
         section=lambda findings: image_section(
             name,
             findings,
@@ -158,7 +160,7 @@ def _image_job(name: image_studies.Name, options: Options) -> Job:
     )
 
 
-def _language_job(name: plans.Name, options: Options) -> Job:
+def _language_job(name: plans.LanguageStudyName, options: ReproductionOptions) -> StudyJob:
     if options.model not in plans.MODEL_NAMES:
         raise QueryError(f"--model is {options.model!r}; expected {' or '.join(plans.MODEL_NAMES)}.")
     if options.tokens is not None and options.tokens not in SPLIT_UNITS:
@@ -178,9 +180,9 @@ def _language_job(name: plans.Name, options: Options) -> Job:
     )
     parts = [name, corpus.name if name == "text" else "", "" if plan.model == "lstm" else plan.model]
     title = "-".join([part for part in parts if part] + (["paper"] if plan.paper else []))
-    return Job(
+    return StudyJob(
         name=title,
-        run=lambda folder, seed, keep: language.reproduce(
+        run=lambda folder, seed, keep: language.reproduce_language(
             plan, corpus, folder, seed=seed, device=options.device, keep=keep
         ),
         summarise=summarise_language,

@@ -12,7 +12,7 @@ from dualform.store.corpus_fit import PLACE
 from dualform.store.media import Media
 from dualform.tokens import visible
 
-MAX_GROUPS = 50_000  # of a grouping that is offered
+MAX_OFFERED_GROUPS = 50_000  # of a grouping that is offered
 FIRST_OFFERED = ("task,label", "label", "task", "document", "token")
 """Groupings that are offered before others, in this order."""
 
@@ -50,12 +50,12 @@ class OfferedGrouping:
 
 
 def annotated_columns(columns: tuple[str, ...] | list[str]) -> list[str]:
-    """Return the columns whose values patterns may share: those of the user, without samples and places of a text."""
+    """Return the user's columns without samples and places of a text, whose values hardly any two patterns share."""
     return [name for name in columns if name not in (*ADDRESS, "sample", PLACE)]
 
 
 def offered_groupings(memory: Memory, layer: str) -> list[OfferedGrouping]:
-    """Return what the patterns of a layer can be grouped by; the best known first."""
+    """Return the columns that the patterns of a layer can be grouped by, with numbers of groups; common ones first."""
     names = annotated_columns(list(memory.columns))
     candidates = [[name] for name in names]
     if "task" in names and "label" in names:
@@ -66,7 +66,7 @@ def offered_groupings(memory: Memory, layer: str) -> list[OfferedGrouping]:
             count = memory.count_groups(layer, columns)
         except DualformError:
             continue
-        if 1 < count <= MAX_GROUPS or columns == ["label"]:
+        if 1 < count <= MAX_OFFERED_GROUPS or columns == ["label"]:
             found.append(OfferedGrouping(",".join(columns), count))
     if not any(entry.by == "task" and entry.groups > 1 for entry in found):
         found = [entry for entry in found if entry.by not in ("task,label", "task")]
@@ -78,7 +78,7 @@ def _place_in(names: tuple[str, ...], name: str) -> int:
 
 
 def unit_name(media: Media, unit: int) -> str:
-    """Return what an output unit stands for: a class, a token, or its number."""
+    """Return the name of an output unit: its class, its token, or its number."""
     if media.labels is not None and 0 <= unit < len(media.labels):
         return str(media.labels[unit])
     if media.text is not None and 0 <= unit < len(media.text.vocabulary):

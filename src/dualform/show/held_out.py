@@ -9,7 +9,7 @@ from dualform.store.corpus import Corpus
 
 MAX_WINDOWS = 500
 WINDOW_TOKENS = {"words": 24, "chars": 80, "pieces": 32}
-"""Tokens of a prompt, by what a token is."""
+"""Tokens of a prompt, by the unit of the text."""
 
 
 def held_out_windows(corpus: Corpus, context: int | None = None) -> tuple[Tensor, Tensor]:

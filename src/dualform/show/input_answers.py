@@ -16,7 +16,7 @@ from dualform.attend.spotlight import Spotlight
 from dualform.errors import QueryError
 from dualform.printable import printable
 from dualform.show.model_loading import load_inputs, load_model
-from dualform.show.tables import console, print_grid
+from dualform.show.terminal_tables import console, print_grid
 
 ALL = "*"  # in place of a layer's name: all of them together
 
@@ -68,7 +68,7 @@ def answer_inputs(
                 targets=wanted,
                 quantity=cast("Quantity", quantity),
                 layers=list(layers) or None,
-                other_model=True,  # it is what the run keeps, or a warning in the answer says where it is not
+                other_model=True,  # load_model has compared it with the run; the answer carries its warnings
             )
             answers.append(_all_layers(spotlight, test, by, top, largest=largest))
         else:
@@ -87,7 +87,7 @@ def answer_inputs(
 
 
 def _noted(memory: Memory, answer: LayerAnswer, warnings: Sequence[str]) -> LayerAnswer:
-    """Return an answer whose note also says what is doubtful about the model, and what the mask cannot decide."""
+    """Return an answer with doubts about the model, and with the patterns that a mask cannot decide, in its note."""
     unknown = memory.unknown_text(None if answer.layer == ALL else answer.layer)
     return dataclasses.replace(
         answer, note=" ".join(filter(None, (*warnings, answer.note, unknown, late_queries_text(memory))))
@@ -95,7 +95,7 @@ def _noted(memory: Memory, answer: LayerAnswer, warnings: Sequence[str]) -> Laye
 
 
 def late_queries_text(memory: Memory) -> str:
-    """Say that the model is that of the end of the recording, where the view looks back from an earlier step."""
+    """Return a note that queries are the final model's, for a view from an earlier step; else an empty text."""
     last = memory.info().steps
     return "" if memory.step == last else f"The queries are those of the model at the end, after step {last}."
 

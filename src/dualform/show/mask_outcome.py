@@ -8,12 +8,12 @@ from dualform.attend.memory import Memory, undecided_text
 from dualform.printable import printable
 from dualform.show.model_loading import load_inputs, load_model
 from dualform.show.predictions import MASK_NOTE, compare_predictions, predict
-from dualform.show.tables import console, percent, print_grid
+from dualform.show.terminal_tables import console, percent, print_grid
 
 
 @dataclass(frozen=True, slots=True)
 class MaskOutcome:
-    """What masking changed."""
+    """The predictions of a model with and without some patterns, compared."""
 
     view: str
     tests: int

@@ -31,7 +31,7 @@ class Loaded:
 
     Attributes:
         model: the model.
-        warnings: sentences that belong into every answer about it: which parts are as the factory made them.
+        warnings: sentences for every answer about the model: which of its parts have the factory's values.
     """
 
     model: nn.Module
@@ -39,7 +39,7 @@ class Loaded:
 
 
 def load_model(memory: Memory, spec: str | None, *, accept_untrained: bool = False, trust: bool = False) -> Loaded:
-    """Make the model and put what the memory keeps into it: recorded weights, other parameters and buffers.
+    """Make the model and load the values that the memory keeps: recorded weights, other parameters and buffers.
 
     Args:
         memory: the memory.
@@ -124,13 +124,13 @@ def _made(factory: Any, arguments: Mapping[str, Any], spec: str) -> nn.Module:
 
 
 def _call(spec: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call as people read it, without what a terminal might obey."""
+    """Return a call as people read it, without control characters that a terminal would obey."""
     listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return printable(f"{spec}({listed})"[:500])
 
 
 def _is_agreed(memory: Memory, spec: str, arguments: Mapping[str, Any]) -> bool:
-    """Ask on a terminal whether to call what the run names; elsewhere nobody can agree."""
+    """Ask on a terminal whether to call the factory that the run names; without a terminal the answer is no."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     sys.stderr.write(
@@ -154,7 +154,7 @@ def _without_current_folder() -> Iterator[None]:
 
 
 def load_inputs(memory: Memory, path: Path | None) -> tuple[Tensor, Tensor | None]:
-    """Return inputs and, where they are known, targets: from a file, or those that the run keeps."""
+    """Return inputs and, if they are known, targets: from a file, or the tests that the run keeps."""
     if path is None:
         return memory.tests()
     if not path.is_file():

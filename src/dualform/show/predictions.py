@@ -1,4 +1,4 @@
-"""What a model says about inputs, in evaluation mode, and what changes when its weights do."""
+"""Predictions of a model in evaluation mode, and their comparison after a change of its weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,6 @@ class PredictionChanges:
 
 
 def compare_predictions(before: Tensor, after: Tensor, targets: Tensor | None) -> PredictionChanges:
-    """Compare predictions (M,) with those after a change of the weights, (M,)."""
+    """Compare the predictions (M,) before and after a change of the weights."""
     changed = (before != after).nonzero()[:, 0].tolist()
     return PredictionChanges(changed, share_right(before, targets), share_right(after, targets))

@@ -1,4 +1,4 @@
-"""An opened run that is asked many questions: memory, model, tests, and what is worth keeping between questions.
+"""An opened run that is asked many questions: memory, model, tests, and caches of intermediate answers.
 
 Safe to use from many threads: captures of queries and gradients take turns, everything that is shared is computed once.
 The viewer holds a session while it runs, a report while it is written.
@@ -73,7 +73,7 @@ class Session:
 
     @cached_property
     def tests(self) -> Tensor:
-        """The test inputs, (M, ...); windows of the held-out text where the run keeps that instead."""
+        """The test inputs, (M, ...): those that the run keeps, or else windows of its held-out text."""
         return self._examples[0]
 
     @cached_property
@@ -83,7 +83,7 @@ class Session:
 
     @cached_property
     def test_images(self) -> Tensor | None:
-        """What a person should see of the tests, (M, H, W[, 3])."""
+        """The tests as images for people, (M, H, W[, 3]); None if the run keeps none."""
         try:
             return self.memory.test_images()
         except QueryError:
@@ -91,7 +91,7 @@ class Session:
 
     @cached_property
     def context(self) -> int | None:
-        """How many tokens the model takes at most, where it says."""
+        """The largest number of tokens that the model takes; None if the model does not declare it."""
         return context_of(self.model)
 
     @cached_property
@@ -125,7 +125,7 @@ class Session:
         return output_rows(run_model(model, subject.inputs))[-1].float()
 
     def spotlight(self, subject: Subject, *, row: int | None = None) -> tuple[Spotlight, dict[str, tuple[int, int]]]:
-        """Return the spotlight on one query row of each layer, and which row of how many it is.
+        """Return the spotlight on one query row of each layer; and layer -> (that row, number of rows).
 
         A layer that sees many rows of one input (tokens, patches) is asked about one of them: `row`, or the last of a
         text, or the middle of an image.
@@ -208,7 +208,7 @@ class Session:
         return self._preparations.get(by, lambda: Preparation(self.memory, self.weights(by)))
 
     def close(self) -> None:
-        """Stop what is being prepared, and wait for that."""
+        """Stop the preparations of group weights, and wait for their threads to end."""
         for preparation in self._preparations.values():
             preparation.job.cancelled = True
             preparation.thread.join(10)
@@ -239,5 +239,5 @@ class Session:
     # Names --------------------------------------------------------------------------------------------------------
 
     def name(self, unit: int) -> str:
-        """Return what an output unit stands for."""
+        """Return the name of an output unit."""
         return unit_name(self.media, unit)

@@ -20,7 +20,7 @@ def render(template: str, /, **values: Any) -> "Markup":
 
 
 def template_source(name: str) -> "Markup":
-    """Return a style or a script of this package, as it stands."""
+    """Return the text of a style or a script of this package, marked as safe."""
     from markupsafe import Markup
 
     environment = _environment()

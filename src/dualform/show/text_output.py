@@ -6,7 +6,7 @@ from rich.text import Text
 
 from dualform.attend.text_answers import TextSpotlight, Total, rankings
 from dualform.printable import printable
-from dualform.show.tables import console, percent, print_grid
+from dualform.show.terminal_tables import console, percent, print_grid
 
 
 def show_text(spotlight: TextSpotlight) -> None:

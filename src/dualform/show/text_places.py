@@ -1,4 +1,4 @@
-"""Places of a training text as people read them: the passage around a place, and what numbers of tokens stand for."""
+"""Places of a training text as people read them: the passage around a place, and the names of tokens and documents."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from dualform.store.corpus import Corpus
 from dualform.tokens import join, space_between, visible
 
-CONTEXT = 20  # words or pieces on each side; four times as many characters
+CONTEXT_TOKENS = 20  # words or pieces on each side; four times as many characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TextPlace:
     title: str | None
 
 
-def text_around(corpus: Corpus, place: int, *, context: int = CONTEXT) -> TextPlace:
+def text_around(corpus: Corpus, place: int, *, context: int = CONTEXT_TOKENS) -> TextPlace:
     """Return a token of the training text with the passage around it, `context` words or pieces on each side."""
     wide = 4 * context if corpus.unit == "chars" else context
     space = space_between(corpus.unit)
@@ -53,7 +53,7 @@ def text_of(corpus: Corpus, tokens: list[int]) -> str:
 
 
 def column_name(corpus: Corpus | None, column: str, value: Any) -> str | None:
-    """Return what a number of the columns `token` and `document` stands for, where there is a text."""
+    """Return the name of a value of the columns `token` and `document`; None for other columns or without a text."""
     if corpus is None or not isinstance(value, int) or value < 0:
         return None
     if column == "token" and value < len(corpus.vocabulary):

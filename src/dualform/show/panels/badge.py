@@ -38,10 +38,10 @@ class Badge:
         state: "passed", "high", "not measured", "preparing", "failed" or "keys only".
         layers: the measurements, once the group weights are prepared.
         keys_only: the layers that were recorded with their keys only.
-        plan: what is kept for masks; None where no layer has values.
+        plan: the group weights kept for masks; None if no layer has values.
         progress: of the preparation, while the state is "preparing".
-        uncovered: what no recorded layer covers: name -> number of parameters.
-        uncovered_share: the share of the model's parameters that is not covered.
+        uncovered: trained parameters that no recorded layer covers: name -> number of elements.
+        uncovered_share: the share of the trained elements that is not covered.
         not_recorded: the uncovered part in words.
         verdict: the sentence that a passed run deserves.
         error: why the preparation failed.
@@ -60,7 +60,7 @@ class Badge:
 
 
 def rebuild_badge(session: Session, by: GroupingColumns, *, wait: bool = False) -> Badge:
-    """Return the rebuild error of each layer, whether it passed, and what is kept for masks.
+    """Return the rebuild error of each layer, whether it passed, and the size of the group weights kept for masks.
 
     The first question about a run begins to prepare its group weights in the background.
 

@@ -8,7 +8,7 @@ from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.session import Session, Subject
 
 MAX_PATTERNS = 500  # of one group
-MAX_GROUPS = 40
+MAX_CURVES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,10 @@ def sorted_attention(
     """Return the values of each group's `count` strongest patterns in a layer."""
     spotlight, _ = session.spotlight(subject, row=row)
     answer = spotlight[layer].top(count, by=list(by), of=of, columns=())
-    rows = [[value for value in line if value == value] for line in answer.values[0].tolist()]  # NaN: there are fewer
-    order = sorted(range(len(rows)), key=lambda g: -(rows[g][0] if rows[g] else float("-inf")))[:MAX_GROUPS]
+    rows = [
+        [value for value in line if value == value] for line in answer.values[0].tolist()
+    ]  # NaN fills up groups of fewer patterns
+    order = sorted(range(len(rows)), key=lambda g: -(rows[g][0] if rows[g] else float("-inf")))[:MAX_CURVES]
     shown = sorted(order)
     return SortedAttention(
         layer=layer,

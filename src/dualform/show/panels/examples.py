@@ -1,4 +1,4 @@
-"""The test examples: what they are, what the model says, and the text of some of them."""
+"""The test examples: their targets, the model's predictions, and their texts."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Examples:
     """Every test's target and the model's output for it.
 
     Attributes:
-        names: output unit -> what it stands for.
+        names: output unit -> its name.
         count: how many tests are listed.
         left_out: how many tests are not listed.
         targets: the units that would be right, where they are known.
@@ -59,7 +59,7 @@ def example_snippets(session: Session, first: int, count: int) -> Snippets:
 
 
 def whole_text(session: Session, number: int) -> str:
-    """Return the text of a test; nothing where the run has no vocabulary."""
+    """Return the text of a test; an empty text if the run has no vocabulary."""
     corpus = session.media.text
     if corpus is None or session.tests.is_floating_point():
         return ""

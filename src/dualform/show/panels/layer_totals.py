@@ -11,7 +11,7 @@ from dualform.attend.sums import respond
 from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.session import Session, Subject
 
-MAX_GROUPS = 40  # that are shown: the largest in any layer
+MAX_TOTALS = 40  # that are shown: the largest in any layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class OneLayerTotals:
         layer: the layer's name.
         row: the query row that was asked about, of `rows`.
         rows: how many query rows the layer has for this input.
-        reason: why there are no totals, where there are none.
+        reason: why `totals` is None.
         totals: one for each group that is shown.
         sum: over all groups, also those that are not shown.
     """
@@ -89,7 +89,7 @@ def layer_totals(
             labels, values = _contributions(session, subject, by, name, unit)
             found[name] = dict(zip(labels, values.tolist(), strict=True))
     groups = list({group: None for values in found.values() for group in values or ()})
-    shown = groups if len(groups) <= MAX_GROUPS else _largest_groups(groups, found)
+    shown = groups if len(groups) <= MAX_TOTALS else _largest_groups(groups, found)
     return LayerTotals(
         of=of,
         by=[str(part) for part in by],
@@ -124,7 +124,7 @@ def why_no_effects(session: Session, subject: Subject, layer: str) -> str | None
 def _contributions(
     session: Session, subject: Subject, by: GroupingColumns, layer: str, unit: int
 ) -> tuple[tuple[Any, ...], Tensor]:
-    """Return the groups, and what each adds to the model's output `unit` through a layer, (G,).
+    """Return the groups, and the contribution of each to the model's output `unit` through a layer, (G,).
 
     A group's contribution to the layer's output is projected on the gradient of the model's output by that output.
     """
@@ -152,4 +152,4 @@ def _largest_groups(groups: list[Any], found: dict[str, dict[Any, float] | None]
         )
         for group in groups
     }
-    return sorted(groups, key=lambda group: -size[group])[:MAX_GROUPS]
+    return sorted(groups, key=lambda group: -size[group])[:MAX_TOTALS]

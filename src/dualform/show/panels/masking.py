@@ -1,4 +1,4 @@
-"""What a mask does to all test examples, and how large it is."""
+"""The effect of a mask on the predictions for all test examples, and the number of patterns that it removes."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class MaskEffect:
         patterns: how many patterns the last layer has.
         unknown: layer -> patterns that the mask cannot decide, because their columns are not known.
         undecided: the same in words.
-        note: what a mask is, and what it is not.
+        note: that a mask is not a retraining.
     """
 
     tests: int

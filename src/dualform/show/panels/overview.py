@@ -1,4 +1,4 @@
-"""What the run is: for the header, and for what the page may offer."""
+"""A description of the run: for the page's header, and for the choices that the page offers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from dualform.show.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The run, its model, its layers, its groupings, and what kind of input it takes.
+    """The run, its model, its layers, its groupings, and the kind of its inputs.
 
     Attributes:
         name: the run's folder, short.
@@ -21,22 +21,22 @@ class Overview:
         optimizers: the optimizers' names.
         model: the factory that makes the model, where the run remembers it.
         arguments: of the factory.
-        layers: what is recorded of each layer.
+        layers: each layer's name, kind, sizes and number of patterns.
         patterns: how many patterns there are in all layers.
         uncovered: parameters that no recorded layer covers, with their numbers of elements.
         groupings: the columns that patterns can be grouped by.
         columns: all columns.
         output_layer: the layer whose outputs are the model's outputs.
         tests: how many test examples there are.
-        kind: what a test example is: "text", "image" or "none" of these.
+        kind: of a test example: "text", "image", or "none" of these.
         shape: of a test image.
         images: whether the run keeps the training images.
         draw: whether an input can be drawn.
         prompt: whether an input can be typed.
-        labels: what the classes are called.
+        labels: the names of the classes.
         exact: whether every layer has its values.
         warnings: which parts of the model are not those of the recording.
-        note: what a mask is, and what it is not.
+        note: that a mask is not a retraining.
     """
 
     name: str

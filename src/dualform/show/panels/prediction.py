@@ -1,4 +1,4 @@
-"""What the model says about an input, and what it would say under a mask."""
+"""The model's prediction for an input, with and without a mask."""
 
 from dataclasses import dataclass
 
@@ -30,8 +30,8 @@ class OutputUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What the model says about one input.
+class ModelPrediction:
+    """The model's prediction for one input.
 
     Attributes:
         target: the unit that would be right, where it is known.
@@ -42,7 +42,7 @@ class Prediction:
         after_name: the unit `after` as people read it.
         masked: whether there is a mask.
         flipped: whether the mask changes the prediction.
-        probability: whether probabilities mean anything: there are several units.
+        probability: whether probabilities mean anything, which takes several units.
         text: the input as text, where it is a test of a text.
         outputs: the units with the largest outputs without and with the mask, and the target.
     """
@@ -60,7 +60,7 @@ class Prediction:
     outputs: list[OutputUnit]
 
 
-def model_prediction(session: Session, subject: Subject, mask: Mask) -> Prediction:
+def model_prediction(session: Session, subject: Subject, mask: Mask) -> ModelPrediction:
     """Return the outputs of an input with and without a mask: the largest of both, and the target."""
     before = session.outputs(subject)
     after = None if mask.removal.nothing else session.outputs(subject, mask)
@@ -70,7 +70,7 @@ def model_prediction(session: Session, subject: Subject, mask: Mask) -> Predicti
     says = int(before.argmax())
     says_after = says if after is None else int(after.argmax())
     chances = before.softmax(dim=0), None if after is None else after.softmax(dim=0)
-    return Prediction(
+    return ModelPrediction(
         target=subject.target,
         target_name=None if subject.target is None else session.name(subject.target),
         before=says,

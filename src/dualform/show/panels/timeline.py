@@ -1,4 +1,4 @@
-"""Attention along the steps of training, by group, with the course of the run."""
+"""Attention along the steps of training, by group, with the errors, epochs and tasks of the run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.session import Session, Subject
 
 MAX_BINS = 60  # of steps
-MAX_GROUPS = 20
+MAX_TIMELINE_GROUPS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Signed totals by group and bin of steps in one layer, and what happened at which step.
+    """Signed totals by group and bin of steps in one layer, with the errors, epochs and tasks along the steps.
 
     Attributes:
         layer: the layer's name.
@@ -54,9 +54,9 @@ def attention_timeline(
         group = label[0] if len(by) == 1 else label[:-1]
         grid.setdefault(group, [0.0] * bins)[int(label[-1]) // width] = value
     groups = list(grid)
-    if len(groups) > MAX_GROUPS:
+    if len(groups) > MAX_TIMELINE_GROUPS:
         size = {group: sum(map(abs, values)) for group, values in grid.items()}
-        groups = sorted(groups, key=lambda group: -size[group])[:MAX_GROUPS]
+        groups = sorted(groups, key=lambda group: -size[group])[:MAX_TIMELINE_GROUPS]
     return Timeline(
         layer=layer,
         width=width,

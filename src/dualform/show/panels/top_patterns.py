@@ -35,7 +35,7 @@ class Card:
         occurrences: of a sample: how many patterns it has.
         passage: the training text around the pattern's place, where there is one.
         columns: the address and the columns of the pattern.
-        group: the group that the card is one of the best of, where groups were asked for.
+        group: for the tab "group", the group whose pattern this is.
         group_name: that group as people read it.
     """
 
@@ -61,7 +61,7 @@ class TopPatterns:
 
     Attributes:
         layer: the layer's name.
-        of: the measure that was ranked by; attention where the one that was asked for has no answer here.
+        of: the measure that was ranked by: the one asked for, or attention if that has no answer in this layer.
         per: "pattern" or "sample".
         tab: "positive", "negative", or "group" for the best of each group.
         patterns: how many patterns were ranked.
@@ -138,7 +138,7 @@ def top_patterns(
 
 
 def _answerable(session: Session, subject: Subject, layer: str, of: Of, steps: tuple[tuple[int, int], ...]) -> Of:
-    """Return the measure to rank by: the one that was asked for, or attention where that has no answer.
+    """Return the measure to rank by: the one that was asked for, or attention if it has no answer.
 
     Contributions are ranked in the output layer only; the moments behind effects are those of all steps.
     """

@@ -19,10 +19,10 @@ from dualform.record.estimate import size_text
 from dualform.show.grouping import GroupingColumns, offered_groupings, parse_by
 from dualform.show.panels.badge import Badge, rebuild_badge
 from dualform.show.predictions import predict, share_right
-from dualform.show.report.section import Facts, MaskedGroup, gather, section_html
+from dualform.show.report.section import MaskedGroup, TestAnswers, ask_about_test, section_html
 from dualform.show.session import Mask, Session
-from dualform.show.tables import plain
 from dualform.show.templating import render, template_source
+from dualform.show.terminal_tables import plain
 from dualform.store.format import MANIFEST, checksum
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ LIMITS = (
 
 
 def choose_tests(session: Session, count: int) -> list[int]:
-    """Return tests to report on: up to half of them wrong ones, the rest right ones of as many classes as there are."""
+    """Return the tests to report on: up to half wrong predictions, the rest right predictions of many classes."""
     if session.targets is None:
         return list(range(min(count, len(session.tests))))
     said = session.predictions()
@@ -58,7 +58,7 @@ def choose_tests(session: Session, count: int) -> list[int]:
 
 
 def default_by(session: Session) -> GroupingColumns:
-    """Return the columns that a report groups by when nobody says: the first that the viewer offers."""
+    """Return the default grouping of a report: the first grouping that is offered, or tenths of the steps."""
     offered = offered_groupings(session.memory, list(session.memory.layers)[-1])
     if not offered:
         return (Bins("step", max(1, -(-session.memory.step // 10))),)
@@ -73,18 +73,18 @@ def build_report(
     media: bool = True,
     most_bytes: int = 3_000_000,
 ) -> str:
-    """Return the page; tests that would make it larger than `most_bytes` are left out, and it says so."""
+    """Return the page; it leaves out and lists the tests that would make it larger than `most_bytes`."""
     by = by or default_by(session)
     badge = rebuild_badge(session, by, wait=True)
     masks = mask_each(session, by, tests) if session.exact else []
     sections: list[Markup] = []
-    facts: list[Facts] = []
+    facts: list[TestAnswers] = []
     left_out: list[int] = []
     frame = len(_page(session, by, badge, [], [], left_out, media=media).encode())
     used = frame
     with bar("reporting", total=len(tests)) as advance:
         for test in tests:
-            found = gather(session, test, by)
+            found = ask_about_test(session, test, by)
             section = section_html(session, found, by, masks, media=media)
             size = len(section.encode()) + 1 + len(_packed([found]))
             if used + size > most_bytes:
@@ -103,7 +103,7 @@ def build_report(
 
 
 def mask_each(session: Session, by: GroupingColumns, tests: Sequence[int]) -> list[MaskedGroup]:
-    """Mask each group in turn; return what the model says then about these tests, and its accuracy on all tests."""
+    """Mask each group in turn; return the model's predictions for these tests, and its accuracy on all tests."""
     groups = session.weights(by).plan.groups[:MAX_MASKS]
     found = []
     inputs = session.tests[list(tests)]
@@ -126,7 +126,7 @@ def _page(
     by: GroupingColumns,
     badge: Badge,
     sections: Sequence["Markup"],
-    facts: Sequence[Facts],
+    facts: Sequence[TestAnswers],
     left_out: Sequence[int],
     *,
     media: bool,

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 SIDE = 64  # pixels of an image at most
 Images = Callable[[int], Tensor | None]
-"""From the number of a sample to its pixels, or to None where there are none."""
+"""A function from the number of a sample to its pixels, or to None if the run keeps no image of it."""
 
 
 def picture(pixels: Tensor | None, alt: str) -> "Markup | str":
-    """Return an image inline, at most 64 pixels a side; nothing where there is none."""
+    """Return an image inline, at most 64 pixels a side; an empty text without pixels."""
     if pixels is None:
         return ""
     return render("picture.html", uri=data_uri(shrunk(pixels.numpy(), side=SIDE)), alt=alt)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 MAX_QUERIES = 3  # that are drawn
-TOP = 5  # samples of each layer
-MAX_GROUPS = 40  # of a chart
+TOP_SAMPLES = 5  # samples of each layer
+MAX_CHART_GROUPS = 40  # of a chart
 
 
 def spotlight_html(spotlight: Spotlight) -> "Markup":
@@ -45,7 +45,7 @@ def text_spotlight_html(spotlight: TextSpotlight) -> "Markup":
 def _layer(name: str, layer: LayerSpotlight, query: int) -> dict[str, Any]:
     """Return one layer as its template takes it."""
     title, chart = _totals(layer, query)
-    top = layer.top(TOP, per="sample" if "sample" in layer.columns else "pattern")
+    top = layer.top(TOP_SAMPLES, per="sample" if "sample" in layer.columns else "pattern")
     cards = [_card(layer.media, row) for row in top.to_arrow().to_pylist() if row["query"] == query]
     return {
         "name": name,
@@ -64,7 +64,7 @@ def _totals(layer: LayerSpotlight, query: int) -> "tuple[str, Markup | None]":
             totals = layer.totals(column)
         except DualformError:
             continue
-        if len(totals.groups) > MAX_GROUPS:
+        if len(totals.groups) > MAX_CHART_GROUPS:
             continue
         rows = [
             Bar(group_name(layer.media, (column,), group), value)

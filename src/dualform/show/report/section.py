@@ -1,4 +1,4 @@
-"""One test example of a report: prediction, panels A to D, and what masking each group does."""
+"""One test example of a report: prediction, panels A to D, and the predictions without each group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dualform.attend.removal import Removal
 from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.panels.curves import SortedAttention, sorted_attention
 from dualform.show.panels.layer_totals import LayerTotals, layer_totals
-from dualform.show.panels.prediction import Prediction, model_prediction
+from dualform.show.panels.prediction import ModelPrediction, model_prediction
 from dualform.show.panels.timeline import Timeline, attention_timeline
 from dualform.show.panels.top_patterns import TopPatterns, top_patterns
 from dualform.show.predictions import MASK_NOTE
@@ -26,11 +26,11 @@ TEXT_CHARACTERS = 400  # of a test's text that are shown, the last ones
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class TestAnswers:
     """The answers that a report shows of one test example; they stand in the file as JSON too."""
 
     test: int
-    prediction: Prediction
+    prediction: ModelPrediction
     layers: LayerTotals
     contributions: LayerTotals | None
     effects: LayerTotals | None
@@ -42,7 +42,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class MaskedGroup:
-    """What the model says without one group.
+    """The model's predictions without one group.
 
     Attributes:
         group: the group that is masked.
@@ -55,14 +55,14 @@ class MaskedGroup:
     accuracy: float | None
 
 
-def gather(session: Session, test: int, by: GroupingColumns) -> Facts:
+def ask_about_test(session: Session, test: int, by: GroupingColumns) -> TestAnswers:
     """Ask everything about one test example."""
     subject = session.test(test)
     layer = session.output_layer or list(session.memory.layers)[-1]
     per: Per = "sample" if "sample" in session.memory.columns else "pattern"
     shown = list(session.memory.layers)[-CURVE_LAYERS:]
     exact = session.exact
-    return Facts(
+    return TestAnswers(
         test=test,
         prediction=model_prediction(session, subject, Mask(Removal())),
         layers=layer_totals(session, subject, by, "attention"),
@@ -76,7 +76,7 @@ def gather(session: Session, test: int, by: GroupingColumns) -> Facts:
 
 
 def section_html(
-    session: Session, facts: Facts, by: GroupingColumns, masks: Sequence[MaskedGroup], *, media: bool
+    session: Session, facts: TestAnswers, by: GroupingColumns, masks: Sequence[MaskedGroup], *, media: bool
 ) -> "Markup":
     """Return the section of one test example.
 
@@ -84,7 +84,7 @@ def section_html(
         session: the opened run.
         facts: the answers about the test example.
         by: the columns that they are grouped by.
-        masks: what the model says without each group.
+        masks: the model's predictions without each group.
         media: show the test example and training samples, not only numbers.
     """
     said = facts.prediction
@@ -124,7 +124,7 @@ def section_html(
     )
 
 
-def _marks(by: GroupingColumns, group: Any, said: Prediction) -> str:
+def _marks(by: GroupingColumns, group: Any, said: ModelPrediction) -> str:
     """Return the marks of a group whose label is the target or the model's output."""
     names = list(map(str, by))
     if "label" not in names:
@@ -133,7 +133,7 @@ def _marks(by: GroupingColumns, group: Any, said: Prediction) -> str:
     return ("◆" if label == said.target else "") + ("▸" if label == said.before else "")
 
 
-def _layer_charts(session: Session, found: LayerTotals, by: GroupingColumns, said: Prediction) -> "Markup":
+def _layer_charts(session: Session, found: LayerTotals, by: GroupingColumns, said: ModelPrediction) -> "Markup":
     """Return the totals by group: a chart for each layer, and all of them as a table."""
     charts: list[tuple[str, Markup | None]] = []
     for layer in found.layers:
@@ -156,7 +156,7 @@ def _layer_charts(session: Session, found: LayerTotals, by: GroupingColumns, sai
     return render("layer_totals.html", charts=charts, left_out=found.left_out, table=table)
 
 
-def _curves(session: Session, found: SortedAttention, by: GroupingColumns, said: Prediction) -> "Markup | str":
+def _curves(session: Session, found: SortedAttention, by: GroupingColumns, said: ModelPrediction) -> "Markup | str":
     """Return one layer's sorted curves; a second task's are dashed."""
     tasks = list(dict.fromkeys(group[0] for group in found.groups if isinstance(group, list | tuple)))
     series = []
@@ -167,8 +167,8 @@ def _curves(session: Session, found: SortedAttention, by: GroupingColumns, said:
     return lines(series, title=f"{found.layer}: sorted attention of each group's strongest patterns") or ""
 
 
-def _masks(session: Session, by: GroupingColumns, facts: Facts, masks: Sequence[MaskedGroup]) -> "Markup":
-    """Return what the model says about the test example without each group, as a table."""
+def _masks(session: Session, by: GroupingColumns, facts: TestAnswers, masks: Sequence[MaskedGroup]) -> "Markup":
+    """Return the prediction for the test example without each group, as a table."""
     before = facts.prediction.before
     rows = []
     for mask in masks:

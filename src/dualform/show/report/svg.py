@@ -1,4 +1,4 @@
-"""Charts as SVG, for pages that must do without scripts. Here is where things stand; how they look is in templates."""
+"""Charts as SVG, for pages without scripts. This module computes the geometry; the templates hold the markup."""
 
 import base64
 import math
@@ -83,7 +83,7 @@ def bars(rows: Sequence[Bar], *, title: str, width: int = 220) -> "Markup":
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A sorted curve: its name, its values from the first rank on, and what it is (target, output or nothing)."""
+    """A sorted curve: its name, its values from the first rank on, and its role ("target", "output" or "")."""
 
     label: str
     values: Sequence[float]

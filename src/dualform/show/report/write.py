@@ -37,7 +37,7 @@ def write_report(
     accept_untrained: bool = False,
     trust: bool = False,
 ) -> Written:
-    """Write a report on so many tests, or on these."""
+    """Write a report on a number of tests that are chosen, or on the tests with these numbers."""
     if isinstance(model, nn.Module):
         differs = memory.other_model_text(model)
         loaded = Loaded(model, (f"WARNING: {differs}",) if differs else ())
@@ -48,7 +48,7 @@ def write_report(
         raise QueryError(f"{memory.path} keeps no test examples to report on. Add some with memory.add_tests.")
     chosen = choose_tests(session, tests) if isinstance(tests, int) else list(tests)
     for test in chosen:
-        session.test(test)  # raises where there is none
+        session.test(test)  # raises if there is no test of this number
     page = build_report(session, tests=chosen, by=by, media=media, most_bytes=int(most_mb * 1_000_000))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

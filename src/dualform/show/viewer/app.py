@@ -18,14 +18,14 @@ from dualform.errors import DualformError, RunNotFoundError
 from dualform.show.job import Cancelled, job_progress
 from dualform.show.png import png
 from dualform.show.session import Session
-from dualform.show.tables import plain
+from dualform.show.terminal_tables import plain
 from dualform.show.viewer.jobs import Jobs
 from dualform.show.viewer.opened import Opened
 from dualform.show.viewer.parameters import BadQuestion, RequestParameters
-from dualform.show.viewer.routes import Answer, questions
+from dualform.show.viewer.routes import Question, questions
 
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-KEEP = "private, max-age=86400"  # what is named by its content
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+IMAGE_CACHING = "private, max-age=86400"  # Cache-Control of images, whose content never changes
 
 
 def make_app(opened: Opened) -> Starlette:
@@ -33,7 +33,7 @@ def make_app(opened: Opened) -> Starlette:
     jobs = Jobs()
     files = static_files()
 
-    def endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(answer: Question) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
             parameters = RequestParameters(request.query_params.multi_items())
             return await _answered(jobs, request, parameters, lambda: rendered(answer(opened.session(), parameters)))
@@ -108,7 +108,7 @@ def _image(session: Session, what: str, number: int) -> Response:
         pixels = None
     if pixels is None:
         return PlainTextResponse("404: there is no such image.\n", 404)
-    return Response(png(pixels.numpy()), media_type="image/png", headers={"Cache-Control": KEEP})
+    return Response(png(pixels.numpy()), media_type="image/png", headers={"Cache-Control": IMAGE_CACHING})
 
 
 def _report(session: Session, parameters: RequestParameters) -> Response:
@@ -129,8 +129,8 @@ def static_files() -> dict[str, tuple[str, bytes]]:
             name = prefix / entry.name
             if entry.is_dir():
                 walk(entry, name)
-            elif name.suffix in TYPES:
-                found[str(name)] = (TYPES[name.suffix], entry.read_bytes())
+            elif name.suffix in MEDIA_TYPES:
+                found[str(name)] = (MEDIA_TYPES[name.suffix], entry.read_bytes())
 
     walk(importlib.resources.files("dualform.show.viewer") / "static", PurePosixPath())
     return found

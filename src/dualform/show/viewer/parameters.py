@@ -18,12 +18,12 @@ from dualform.show.session import Mask, Session, Subject
 
 LONGEST_LIST = 256  # groups, ranges or pins of one mask
 LONGEST_PROMPT = 4096  # characters
-STEPS = re.compile(r"(\d{1,12})-(\d{1,12})")
-JOB = re.compile(r"[A-Za-z0-9-]{0,64}")
+STEP_RANGE = re.compile(r"(\d{1,12})-(\d{1,12})")
+JOB_NAME = re.compile(r"[A-Za-z0-9-]{0,64}")
 
 
 class BadQuestion(DualformError, ValueError):
-    """A parameter is missing or is not what it should be."""
+    """A parameter of a request is missing, or its value is not allowed."""
 
 
 class RequestParameters:
@@ -51,7 +51,7 @@ class RequestParameters:
         return int(text)
 
     def optional(self, name: str, *, high: int = 1 << 40) -> int | None:
-        """Return a whole number, or nothing where it is not given."""
+        """Return a whole number, or None if the parameter is not given."""
         return self.number(name, low=0, high=high) if self.text(name, "") else None
 
     def choice(self, name: str, options: Sequence[str], default: str | None = None) -> str:
@@ -66,18 +66,18 @@ class RequestParameters:
         return self.choice(name, ("0", "1")) == "1"
 
     def steps(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Return ranges of steps, `0-600`, as often as they are given."""
+        """Return all ranges of steps that are given, each written as `0-600`."""
         return tuple(self._range(name, text) for text in self._many(name))
 
     def job(self) -> str:
         """Return the name that the page gave to this question."""
         text = self.text("job", "", longest=64)
-        if not JOB.fullmatch(text):
+        if not JOB_NAME.fullmatch(text):
             raise BadQuestion(f"The parameter job is {text!r}; expected letters, digits and hyphens.")
         return text
 
     def layer(self, session: Session) -> str:
-        """Return a recorded layer; the last one where none is given."""
+        """Return the name of a recorded layer; by default the last one."""
         text = self.text("layer", list(session.memory.layers)[-1])
         if text not in session.memory.layers:
             raise BadQuestion(f"There is no layer {text!r}; there are {', '.join(session.memory.layers)}.")
@@ -132,7 +132,7 @@ class RequestParameters:
         return found
 
     def _range(self, name: str, text: str) -> tuple[int, int]:
-        found = STEPS.fullmatch(text)
+        found = STEP_RANGE.fullmatch(text)
         if found is None or int(found[1]) >= int(found[2]):
             raise BadQuestion(
                 f"The parameter {name} is {text[:40]!r}; expected steps as 0-600, the first below the second."

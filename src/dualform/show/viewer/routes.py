@@ -12,33 +12,33 @@ from dualform.show.panels.layer_totals import LayerTotals, layer_totals
 from dualform.show.panels.masking import MaskEffect, mask_effect
 from dualform.show.panels.occurrences import Occurrences, sample_occurrences
 from dualform.show.panels.overview import Overview, run_overview
-from dualform.show.panels.prediction import Prediction, model_prediction
+from dualform.show.panels.prediction import ModelPrediction, model_prediction
 from dualform.show.panels.timeline import Timeline, attention_timeline
 from dualform.show.panels.top_patterns import MAX_RANK, Tab, TopPatterns, top_patterns
 from dualform.show.session import Session
-from dualform.show.text_places import CONTEXT, TextPlace, text_around
+from dualform.show.text_places import CONTEXT_TOKENS, TextPlace, text_around
 from dualform.show.viewer.parameters import BadQuestion, RequestParameters
 
 MAX_CONTEXT = 400  # words or pieces on each side of a place
 MAX_SNIPPETS = 200  # in one answer
 MEASURES = ("attention", "magnitude", "contribution", "effect")
 
-Answer = Callable[[Session, RequestParameters], Any]
+Question = Callable[[Session, RequestParameters], Any]
 """A question: from an opened run and the parameters of a request to dataclasses, lists and numbers. May take long."""
-_QUESTIONS: dict[str, Answer] = {}
+_QUESTIONS: dict[str, Question] = {}
 
 
-def question(path: str) -> Callable[[Answer], Answer]:
+def question(path: str) -> Callable[[Question], Question]:
     """Register the function that answers a path. It runs in a thread."""
 
-    def register(answer: Answer) -> Answer:
+    def register(answer: Question) -> Question:
         _QUESTIONS[path] = answer
         return answer
 
     return register
 
 
-def questions() -> dict[str, Answer]:
+def questions() -> dict[str, Question]:
     """Return every registered question by its path."""
     return dict(_QUESTIONS)
 
@@ -73,7 +73,7 @@ def _search(session: Session, parameters: RequestParameters) -> dict[str, list[i
 
 
 @question("/api/prediction")
-def _prediction(session: Session, parameters: RequestParameters) -> Prediction:
+def _prediction(session: Session, parameters: RequestParameters) -> ModelPrediction:
     return model_prediction(session, parameters.subject(session), parameters.mask(session))
 
 
@@ -137,4 +137,4 @@ def _passage(session: Session, parameters: RequestParameters) -> TextPlace:
     if corpus is None:
         raise BadQuestion("This run keeps no text.")
     place = parameters.number("place", high=max(len(corpus.train) - 1, 0))
-    return text_around(corpus, place, context=parameters.number("context", CONTEXT, low=1, high=MAX_CONTEXT))
+    return text_around(corpus, place, context=parameters.number("context", CONTEXT_TOKENS, low=1, high=MAX_CONTEXT))

@@ -31,7 +31,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ClassifierRecipe:
     """How a network is made and trained."""
 
     hidden: tuple[int, ...] = (800, 800)
@@ -43,7 +43,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """So many updates on batches drawn from these tasks together."""
+    """A number of updates on batches that are drawn from all of these tasks together."""
 
     tasks: tuple[str, ...]
     steps: int
@@ -62,10 +62,10 @@ def make_tasks(sets: Sequence[ImageSet]) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def train(
+def train_classifier(
     tasks: Sequence[Task],
     phases: Sequence[Phase],
-    recipe: Recipe,
+    recipe: ClassifierRecipe,
     folder: Path,
     *,
     seed: int,
@@ -116,7 +116,7 @@ def train(
 
 
 def _show(recorder: dualform.Recorder, tasks: Sequence[Task]) -> None:
-    """Let the run keep what a person should see: every image once, what labels mean, and the test examples.
+    """Let the run keep what people look at: every training image once, the names of labels, and the test examples.
 
     A drawn image can be asked about where all tasks are standardised alike; with several, nobody can say by which.
     """

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dualform import cli
 from dualform.errors import DataError
-from dualform.experiments import truth
+from dualform.experiments import retraining
 from dualform.experiments.page import Section, write_page
-from dualform.experiments.truth import ceiling, correlate, evaluate, score, scores, spread
-from dualform.experiments.truth_config import Truth, make_split, read_config
-from dualform.experiments.truth_page import section, table
-from dualform.experiments.truth_training import (
+from dualform.experiments.retraining import ceiling, correlate, evaluate_effects, mean_and_error, score, scores
+from dualform.experiments.retraining_config import RetrainingConfig, make_split, read_config
+from dualform.experiments.retraining_page import section, table
+from dualform.experiments.stacked_training import (
     initial,
     loss_of,
     make_optimizer,
@@ -27,7 +27,7 @@ from dualform.experiments.truth_training import (
     train_stack,
 )
 
-SMALL = Truth(
+SMALL = RetrainingConfig(
     name="small",
     data="digits",
     epochs=6,
@@ -41,7 +41,7 @@ SMALL = Truth(
     models=2,
     splits=2,
 )
-CHARACTERS = Truth(
+CHARACTERS = RetrainingConfig(
     name="characters",
     data="text",
     text="text.txt",
@@ -63,7 +63,7 @@ CHARACTERS = Truth(
 
 
 @pytest.fixture
-def characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Truth:
+def characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RetrainingConfig:
     """A configuration whose text is there."""
     text = "".join(f"The {i * i % 97}th fox saw {i % 13} crows; none was hungry. " for i in range(60))
     (tmp_path / "text.txt").write_text(text)
@@ -75,11 +75,11 @@ def characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Truth:
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small evaluation."""
     folder = tmp_path_factory.mktemp("truth") / "small"
-    evaluate(SMALL, folder)
+    evaluate_effects(SMALL, folder)
     return folder
 
 
-def loop(config: Truth, inputs: Tensor, targets: Tensor, seed: int) -> dict[str, Tensor]:
+def loop(config: RetrainingConfig, inputs: Tensor, targets: Tensor, seed: int) -> dict[str, Tensor]:
     """Train one network alone, the plain way."""
     model = initial(config, seed)
     optimizer = make_optimizer(config, model.parameters())
@@ -106,7 +106,7 @@ def test_a_stack_trains_as_single_networks_do(optimizer: str) -> None:
         assert float((stacked["layers.0.weight"][i] - start).norm()) > 0.1
 
 
-def test_a_stack_of_transformers_trains_as_one_does(characters: Truth) -> None:
+def test_a_stack_of_transformers_trains_as_one_does(characters: RetrainingConfig) -> None:
     split = make_split(characters, 0)
     torch.set_default_dtype(torch.float64)  # AdamW makes much of the rounding of gradients that are truly zero
     try:
@@ -148,24 +148,24 @@ def test_an_evaluation_goes_on_where_it_stopped(
     evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in evaluated.rglob("*.safetensors")}
-    assert len(before) == SMALL.splits * (SMALL.seeds + truth.CHECKPOINTS + SMALL.recordings)
+    assert len(before) == SMALL.splits * (SMALL.seeds + retraining.CHECKPOINTS + SMALL.recordings)
     lost = evaluated / "split-1" / "retrained-2.safetensors"
     kept = load_file(lost)["margins"].clone()
     lost.unlink()
     told: list[str] = []
-    evaluate(SMALL, evaluated, tell=told.append)
+    evaluate_effects(SMALL, evaluated, tell=told.append)
     assert told == ["small: split 1, retrained 24 halves with seed 2"]
     torch.testing.assert_close(load_file(lost)["margins"], kept)
     after = {path: path.stat().st_mtime_ns for path in evaluated.rglob("*.safetensors")}
     assert {path for path in before if after[path] != before[path]} == {lost}
     with pytest.raises(DataError, match="holds another evaluation"):
-        evaluate(dataclasses.replace(SMALL, epochs=7), evaluated)
+        evaluate_effects(dataclasses.replace(SMALL, epochs=7), evaluated)
 
 
 def test_seeds_never_meet() -> None:
-    retraining = range(truth.RETRAINING, truth.RETRAINING + 3 * 6 * 100)
+    used = range(retraining.RETRAINING, retraining.RETRAINING + 3 * 6 * 100)
     for number in range(3):
-        assert not set(retraining) & set(truth.attribution_seeds(SMALL, number))
+        assert not set(used) & set(retraining.attribution_seeds(SMALL, number))
 
 
 def test_a_perfect_prediction_scores_one_and_its_opposite_minus_one() -> None:
@@ -199,7 +199,7 @@ def test_the_page_has_a_section_that_can_be_replaced(evaluated: Path, tmp_path: 
     write_page(page, [section(found)])
     first = page.read_text()
     assert "Other things." in first
-    assert f"| effects | {spread(found[SMALL]['effects'])} |" in first
+    assert f"| effects | {mean_and_error(found[SMALL]['effects'])} |" in first
     assert "- small: 120 samples of digits, an MLP with hidden units 24; 6 epochs of SGD" in first
     write_page(page, [section(found)])
     assert page.read_text() == first
@@ -250,7 +250,7 @@ def test_the_benchmarks_configurations_are_right() -> None:
 
 
 def test_the_command_evaluates(
-    tmp_path: Path, characters: Truth, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, characters: RetrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "characters.toml"
     fields = {

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from dualform.cli.options import At, Json, Model, Run, open_view
+from dualform.cli.options import AtOption, JsonOption, ModelOption, RunArgument, open_view
 from dualform.printable import printable
 
 FACTORY_HINT = (
@@ -13,10 +13,10 @@ FACTORY_HINT = (
 )
 
 
-def info(run: Run, json: Json = False) -> None:
+def info_command(run: RunArgument, json: JsonOption = False) -> None:
     """Say what a run holds: layers, patterns, bytes, columns."""
     import dualform
-    from dualform.show.tables import print_json
+    from dualform.show.terminal_tables import print_json
 
     found = dualform.open(run).info()
     if json:
@@ -25,10 +25,10 @@ def info(run: Run, json: Json = False) -> None:
         sys.stdout.write(f"{printable(repr(found))}\n")
 
 
-def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> None:
+def verify_command(run: RunArgument, model: ModelOption = None, at: AtOption = None, json: JsonOption = False) -> None:
     """Check every file, rebuild every weight from the patterns, and compare with the live ones."""
     from dualform.show.model_loading import make_model
-    from dualform.show.tables import print_json
+    from dualform.show.terminal_tables import print_json
 
     memory = open_view(run, at=at)
     outcome = memory.verify(None if model is None else make_model(model))
@@ -75,7 +75,7 @@ def verify(run: Run, model: Model = None, at: At = None, json: Json = False) -> 
         raise typer.Exit(1)
 
 
-def support() -> None:
+def support_command() -> None:
     """Print which layers and optimizers are supported, as Markdown."""
     from dualform.show.support import support_page
 

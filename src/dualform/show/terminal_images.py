@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 SHADES = " ░▒▓█"
-ROWS = 14  # an image that is taller is shrunk
+MAX_IMAGE_ROWS = 14  # an image that is taller is shrunk
 
 
-def draw(image: npt.NDArray[np.generic], *, height: int = ROWS) -> list[str]:
+def draw(image: npt.NDArray[np.generic], *, height: int = MAX_IMAGE_ROWS) -> list[str]:
     """Return an image (H, W) or (H, W, C) as lines of text, two characters a pixel.
 
     >>> draw(np.array([[0, 4], [2, 4]]))
@@ -27,7 +27,7 @@ def draw(image: npt.NDArray[np.generic], *, height: int = ROWS) -> list[str]:
     return ["".join(SHADES[level] * 2 for level in row) for row in levels]
 
 
-def side_by_side(blocks: Sequence[tuple[str, Sequence[str]]], *, gap: int = 3) -> str:
+def join_blocks(blocks: Sequence[tuple[str, Sequence[str]]], *, gap: int = 3) -> str:
     """Return captioned blocks of lines next to each other."""
     widths = [max(len(caption), *(len(line) for line in lines)) for caption, lines in blocks]
     height = max(len(lines) for _, lines in blocks)

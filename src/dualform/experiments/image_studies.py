@@ -1,17 +1,17 @@
-"""The paper's three image studies: what is trained on what, and what the paper found."""
+"""The paper's three image studies: their data, their training, and the paper's results."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from dualform.errors import DataError
 from dualform.experiments.datasets import ImageSet, load, permuted
-from dualform.experiments.training import Phase, Recipe
+from dualform.experiments.image_training import ClassifierRecipe, Phase
 
-Name = Literal["single", "joint", "continual"]
-NAMES: tuple[Name, ...] = ("single", "joint", "continual")
+ImageStudyName = Literal["single", "joint", "continual"]
+IMAGE_STUDIES: tuple[ImageStudyName, ...] = ("single", "joint", "continual")
 
-SMALL = Recipe(hidden=(128, 128), learning_rate=0.02, momentum=0.9, clip=1.0, batch=64)
-PAPER = Recipe()
+SMALL_RECIPE = ClassifierRecipe(hidden=(128, 128), learning_rate=0.02, momentum=0.9, clip=1.0, batch=64)
+PAPER_RECIPE = ClassifierRecipe()
 
 TABLE_1 = {
     "layers.0": ((17.2, 2.7), (49.5, 1.5), (75.1, 0.0)),
@@ -29,14 +29,14 @@ ACCURACY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
+class ImageStudy:
     """One study on one collection of data."""
 
-    name: Name
+    name: ImageStudyName
     data: str
     tasks: tuple[str, ...]
     phases: tuple[Phase, ...]
-    recipe: Recipe
+    recipe: ClassifierRecipe
 
     @property
     def steps(self) -> int:
@@ -44,25 +44,25 @@ class Study:
         return sum(phase.steps for phase in self.phases)
 
 
-def study(name: Name, data: str) -> Study:
+def image_study(name: ImageStudyName, data: str) -> ImageStudy:
     """Return a study on `mnist` (the paper's), `digits` (small and instant), or, for single, `cifar-10`."""
     if data == "cifar-10" and name == "single":
-        return Study(name, data, (data,), (Phase((data,), 5000),), PAPER)
+        return ImageStudy(name, data, (data,), (Phase((data,), 5000),), PAPER_RECIPE)
     if data not in ("mnist", "digits"):
         known = "mnist, digits, or cifar-10" if name == "single" else "mnist or digits"
         raise DataError(f"The {name} study runs on {known}; {data!r} came.")
     large = data == "mnist"
     first, second = (data, "fashion-mnist" if large else f"{data}-permuted")
-    recipe = PAPER if large else SMALL
+    recipe = PAPER_RECIPE if large else SMALL_RECIPE
     once, joint = (3000, 5000) if large else (400, 800)
     match name:
         case "single":
-            return Study(name, data, (first,), (Phase((first,), once),), recipe)
+            return ImageStudy(name, data, (first,), (Phase((first,), once),), recipe)
         case "joint":
-            return Study(name, data, (first, second), (Phase((first, second), joint),), recipe)
+            return ImageStudy(name, data, (first, second), (Phase((first, second), joint),), recipe)
         case "continual":
             phases = (Phase((first,), once), Phase((second,), once))
-            return Study(name, data, (first, second), phases, recipe)
+            return ImageStudy(name, data, (first, second), phases, recipe)
 
 
 def load_sets(names: tuple[str, ...]) -> list[ImageSet]:

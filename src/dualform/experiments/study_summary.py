@@ -7,12 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any
 
-from dualform.experiments.studies import ACCURACY, TABLE_1
+from dualform.experiments.findings import Row
+from dualform.experiments.image_studies import ACCURACY, TABLE_1
 from dualform.record.estimate import size_text
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class Grid:
     note: str = ""
 
 
-def summarise(findings: Sequence[Row]) -> list[Grid]:
+def summarise_images(findings: Sequence[Row]) -> list[Grid]:
     """Return the tables of one study, from the findings of its seeds."""
     grids = [_accuracies(findings)]
     if findings[0]["table_1"]:
@@ -39,10 +37,10 @@ def summarise(findings: Sequence[Row]) -> list[Grid]:
     return [*grids, _exactness(findings), costs(findings)]
 
 
-def spread(values: Sequence[float], *, scale: float = 100.0, digits: int = 1) -> str:
+def mean_and_deviation(values: Sequence[float], *, scale: float = 100.0, digits: int = 1) -> str:
     """Return mean ± deviation of shares in percent.
 
-    >>> spread([0.97, 0.972])
+    >>> mean_and_deviation([0.97, 0.972])
     '97.1 ± 0.1'
     """
     known = [scale * value for value in values if value is not None and not math.isnan(value)]
@@ -59,7 +57,11 @@ def _paper(findings: Sequence[Row]) -> bool:
 def _accuracies(findings: Sequence[Row]) -> Grid:
     paper = ACCURACY[findings[0]["study"]["name"]] if _paper(findings) else {}
     rows = tuple(
-        (task, f"{paper[task]:.0f}" if task in paper else "-", spread([f["accuracy"][task] for f in findings]))
+        (
+            task,
+            f"{paper[task]:.0f}" if task in paper else "-",
+            mean_and_deviation([f["accuracy"][task] for f in findings]),
+        )
         for task in findings[0]["accuracy"]
     )
     return Grid("Test accuracy, percent", ("task", "paper", "ours"), rows)
@@ -74,7 +76,7 @@ def _table_1(findings: Sequence[Row], of: str) -> Grid:
             if _paper(findings) and of == "magnitude":
                 centre, deviation = TABLE_1[entry["layer"]][j]
                 cells.append(f"{centre:.1f} ± {deviation:.1f}")
-            cells.append(spread([f["table_1"][of][i][name] for f in findings]))
+            cells.append(mean_and_deviation([f["table_1"][of][i][name] for f in findings]))
         rows.append(tuple(cells))
     heads = ("target, model wrong", "output, model wrong", "model right")
     if _paper(findings) and of == "magnitude":
@@ -89,7 +91,7 @@ def _table_1(findings: Sequence[Row], of: str) -> Grid:
 def _masks(findings: Sequence[Row]) -> Grid:
     tasks = findings[0]["study"]["tasks"]
     rows = tuple(
-        (entry["memory"], *(spread([f["masks"][i][task] for f in findings]) for task in tasks))
+        (entry["memory"], *(mean_and_deviation([f["masks"][i][task] for f in findings]) for task in tasks))
         for i, entry in enumerate(findings[0]["masks"])
     )
     note = "A mask removes recorded updates from the sum; the model is not retrained."
@@ -102,8 +104,8 @@ def _sharing(findings: Sequence[Row]) -> Grid:
         (
             entry["tested"],
             entry["layer"],
-            *(spread([f["sharing"][i]["share"][task] for f in findings]) for task in tasks),
-            spread([f["sharing"][i]["largest_total_in_own_task"] for f in findings]),
+            *(mean_and_deviation([f["sharing"][i]["share"][task] for f in findings]) for task in tasks),
+            mean_and_deviation([f["sharing"][i]["largest_total_in_own_task"] for f in findings]),
         )
         for i, entry in enumerate(findings[0]["sharing"])
     )
@@ -118,8 +120,8 @@ def _forgotten(findings: Sequence[Row]) -> Grid:
     for which in ("forgotten", "still right"):
         for layer in [entry["layer"] for entry in findings[0]["layers"]]:
             found = [r for f in findings for r in f["forgotten"]["rows"] if (r["tests"], r["layer"]) == (which, layer)]
-            rows.append((which, layer, *(spread([r[key] for r in found]) for key in keys)))
-    count = spread([f["forgotten"]["counts"]["forgotten"] for f in findings], scale=1.0)
+            rows.append((which, layer, *(mean_and_deviation([r[key] for r in found]) for key in keys)))
+    count = mean_and_deviation([f["forgotten"]["counts"]["forgotten"] for f in findings], scale=1.0)
     title = f"{first} tests that were right before {second} and are wrong after it ({count} of them), percent"
     columns = ("tests", "layer", f"attention on {second}", f"largest total in {second}", "its class is the output")
     return Grid(title, columns, tuple(rows))
@@ -137,10 +139,10 @@ def _exactness(findings: Sequence[Row]) -> Grid:
 
 
 def costs(findings: Sequence[Row]) -> Grid:
-    """Return what the parts of a study took, in seconds, and on which machine."""
+    """Return the seconds of each part of a study, and the machine."""
     steps = list(findings[0]["seconds"])
-    rows = [(what, spread([f["seconds"][what] for f in findings], scale=1.0)) for what in steps]
-    rows.append(("all", spread([sum(f["seconds"].values()) for f in findings], scale=1.0)))
+    rows = [(what, mean_and_deviation([f["seconds"][what] for f in findings], scale=1.0)) for what in steps]
+    rows.append(("all", mean_and_deviation([sum(f["seconds"].values()) for f in findings], scale=1.0)))
     peak = max(f["machine"]["peak_memory_bytes"] for f in findings)
     where = findings[0]["machine"]
     note = f"Peak memory {size_text(peak)}. {where['processor']}, {where['threads']} threads, torch {_torch(findings)}."

@@ -26,17 +26,19 @@ from dualform.attend.engine import Score, score_patterns
 from dualform.attend.groups import Grouping
 from dualform.attend.reducers import GroupSums
 from dualform.errors import DataError
-from dualform.experiments.truth_config import Split, Truth, make_split
-from dualform.experiments.truth_training import measure_stack, train_recorded, train_stack
+from dualform.experiments.retraining_config import RetrainingConfig, Split, make_split
+from dualform.experiments.stacked_training import measure_stack, train_recorded, train_stack
 from dualform.progress import bar
 from dualform.store.stream import Chunk
 
-RETRAINING, ATTRIBUTION = 10_000, 20_000  # where seeds begin
+RETRAINING, ATTRIBUTION = 10_000, 20_000  # the first seeds of retrained and of attributed networks
 CHECKPOINTS = 5  # kept on the way, for methods that want them
 OURS = ("effects", "direct", "attention")
 
 
-def evaluate(config: Truth, folder: Path, *, device: str = "cpu", tell: Callable[[str], None] = lambda _: None) -> None:
+def evaluate_effects(
+    config: RetrainingConfig, folder: Path, *, device: str = "cpu", tell: Callable[[str], None] = lambda _: None
+) -> None:
     """Retrain, record and score every split that the folder does not hold yet.
 
     Args:
@@ -64,7 +66,7 @@ def evaluate(config: Truth, folder: Path, *, device: str = "cpu", tell: Callable
                 tell(f"{config.name}: split {number}, effects of recording {recording}")
 
 
-def _keep_config(config: Truth, folder: Path) -> None:
+def _keep_config(config: RetrainingConfig, folder: Path) -> None:
     text = json.dumps(dataclasses.asdict(config), indent=1) + "\n"
     path = folder / "config.json"
     if path.is_file() and path.read_text() != text:
@@ -78,7 +80,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     beside.replace(path)
 
 
-def _retrain(config: Truth, split: Split, number: int, seed: int, device: str) -> Tensor:
+def _retrain(config: RetrainingConfig, split: Split, number: int, seed: int, device: str) -> Tensor:
     """Return the margin of every test input after training on each half, (K, M)."""
     first = RETRAINING + (number * config.seeds + seed) * config.subsets
     seeds = range(first, first + config.subsets)
@@ -86,13 +88,13 @@ def _retrain(config: Truth, split: Split, number: int, seed: int, device: str) -
     return measure_stack(config, stacked, split.test, split.test_targets)
 
 
-def attribution_seeds(config: Truth, number: int) -> range:
+def attribution_seeds(config: RetrainingConfig, number: int) -> range:
     """Return the seeds of the networks that are trained on all samples of a split."""
     first = ATTRIBUTION + number * 1000
     return range(first, first + max(config.models, config.recordings))
 
 
-def _train_models(config: Truth, split: Split, number: int, here: Path, device: str) -> None:
+def _train_models(config: RetrainingConfig, split: Split, number: int, here: Path, device: str) -> None:
     """Train the networks that peers attribute with, and keep them and some checkpoints on their way."""
     seeds = attribution_seeds(config, number)
     rows = torch.arange(config.train).expand(len(seeds), -1)
@@ -103,8 +105,8 @@ def _train_models(config: Truth, split: Split, number: int, here: Path, device: 
         _save(here / f"models-{i}.safetensors", state)
 
 
-def _attribute(config: Truth, split: Split, number: int, recording: int, run: Path) -> dict[str, Tensor]:
-    """Record one training, and return what each of our answers says of every sample, (M, N) each."""
+def _attribute(config: RetrainingConfig, split: Split, number: int, recording: int, run: Path) -> dict[str, Tensor]:
+    """Record one training, and return the score of every sample by each of our methods, (M, N) each."""
     if run.exists():
         shutil.rmtree(run)
     seed = attribution_seeds(config, number)[recording]
@@ -152,10 +154,10 @@ def _magnitudes(source: LayerEffects, grouping: Grouping) -> Tensor:
     return score_patterns(source.table, source.layer, source.queries, Score("magnitude"), grouping, reducer)
 
 
-# What was found -------------------------------------------------------------------------------------------------------
+# Scores -------------------------------------------------------------------------------------------------------------
 
 
-def scores(config: Truth, folder: Path) -> dict[str, list[float]]:
+def scores(config: RetrainingConfig, folder: Path) -> dict[str, list[float]]:
     """Return the score of each method in each split, from what the folder holds: ours, peers', controls, ceiling."""
     found: dict[str, list[float]] = {}
     for number in range(config.splits):
@@ -228,10 +230,10 @@ def _ranks(values: Tensor) -> Tensor:
     return below + (same.double() - 1) / 2
 
 
-def spread(values: Sequence[float]) -> str:
+def mean_and_error(values: Sequence[float]) -> str:
     """Return mean ± standard error.
 
-    >>> spread([0.5, 0.6])
+    >>> mean_and_error([0.5, 0.6])
     '0.55 ± 0.05'
     """
     if len(values) < 2:

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from dualform.attend.answers import Top, Totals
 from dualform.attend.memory import Memory
-from dualform.experiments.training import Task
+from dualform.experiments.image_training import Task
 from dualform.show import figures
 
-CURVE = 500  # the paper's figures show the strongest 500 patterns of each class
-TOP = 3
+CURVE_PATTERNS = 500  # the paper's figures show the strongest 500 patterns of each class
+TOP_IMAGES = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """One test example: where it is, what it is, and what the model says it is."""
+    """One test example: its task, its number there, its class, and the class that the model predicts."""
 
     task: Task
     number: int  # in the task's test set
@@ -42,7 +42,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Closeup:
-    """What some examples attend to, by layer; queries are the examples in order."""
+    """The attention of some examples, by layer; the queries are the examples in order."""
 
     examples: Sequence[Example]
     curves: Mapping[str, Top]
@@ -50,7 +50,7 @@ class Closeup:
     top: Mapping[str, Top]
 
 
-def choose(task: Task, outputs: Tensor, *, right: int, wrong: int) -> list[Example]:
+def choose_examples(task: Task, outputs: Tensor, *, right: int, wrong: int) -> list[Example]:
     """Return the first test examples that the model gets right, one per class while they last, then some wrong ones."""
     hits = (outputs == task.test_labels).nonzero()[:, 0].tolist()
     misses = (outputs != task.test_labels).nonzero()[:, 0].tolist()
@@ -62,15 +62,15 @@ def choose(task: Task, outputs: Tensor, *, right: int, wrong: int) -> list[Examp
     ]
 
 
-def look(memory: Memory, model: nn.Module, examples: Sequence[Example], *, by: str | list[str]) -> Closeup:
+def attend_examples(memory: Memory, model: nn.Module, examples: Sequence[Example], *, by: str | list[str]) -> Closeup:
     """Ask every layer what the examples attend to, by class or by task and class."""
     inputs = torch.stack([example.task.test[example.number] for example in examples])
     spotlight = memory.attend(model, inputs)
     return Closeup(
         examples=examples,
-        curves={name: layer.top(CURVE, by=by) for name, layer in spotlight.layers.items()},
+        curves={name: layer.top(CURVE_PATTERNS, by=by) for name, layer in spotlight.layers.items()},
         totals={name: layer.totals(by) for name, layer in spotlight.layers.items()},
-        top={name: layer.top(TOP, per="sample") for name, layer in spotlight.layers.items()},
+        top={name: layer.top(TOP_IMAGES, per="sample") for name, layer in spotlight.layers.items()},
     )
 
 
@@ -100,7 +100,7 @@ def draw_figures(closeup: Closeup, tasks: Sequence[Task], folder: Path, *, prefi
         paths.append(
             figures.curves(
                 folder / f"{name}-curves.png", curves, groups, target=example.target, output=example.output,
-                title=f"{title}. The {CURVE} strongest training patterns of each class",
+                title=f"{title}. The {CURVE_PATTERNS} strongest training patterns of each class",
             )
         )  # fmt: skip
         paths.append(

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.errors import DataError
-from dualform.experiments.language.plans import MODELS, Recipe, Storage, Study
+from dualform.experiments.language.plans import MODELS, LanguageRecipe, LanguageStudy, Storage
 from dualform.progress import bar
 from dualform.record.recorder import Recorder
 from dualform.store.corpus import Corpus
@@ -28,7 +28,7 @@ TESTED = 10  # streams that the held-out part is read in
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one update reads.
+    """The tokens that one update reads.
 
     Attributes:
         places: (B, L) where in the training part.
@@ -39,7 +39,7 @@ class Window:
     first: bool
 
 
-def fit(recipe: Recipe, corpus: Corpus) -> Recipe:
+def fit(recipe: LanguageRecipe, corpus: Corpus) -> LanguageRecipe:
     """Return the recipe with no more streams than the text has for one update.
 
     Raises:
@@ -54,8 +54,8 @@ def fit(recipe: Recipe, corpus: Corpus) -> Recipe:
     return replace(recipe, batch=min(recipe.batch, rows))
 
 
-def windows(corpus: Corpus, recipe: Recipe) -> Iterator[Window]:
-    """Yield what every update reads, epoch after epoch."""
+def windows(corpus: Corpus, recipe: LanguageRecipe) -> Iterator[Window]:
+    """Yield the tokens of every update, epoch after epoch."""
     length = (len(corpus.train) - 1) // recipe.batch
     starts = torch.arange(recipe.batch)[:, None] * length  # (B, 1)
     steps = torch.arange(recipe.unroll)[None]  # (1, L)
@@ -66,22 +66,22 @@ def windows(corpus: Corpus, recipe: Recipe) -> Iterator[Window]:
             done += 1
 
 
-def make_model(study: Study, corpus: Corpus) -> nn.Module:
+def make_language_model(study: LanguageStudy, corpus: Corpus) -> nn.Module:
     """Make a study's model."""
     model = MODELS[study.model]
     return model.make(**model.arguments(study.recipe, len(corpus.vocabulary)))
 
 
 class Trainer:
-    """A model in training: what one update needs to know."""
+    """A model in training, with its optimizer and everything else that an update needs."""
 
-    def __init__(self, study: Study, corpus: Corpus, *, seed: int, device: str) -> None:
+    def __init__(self, study: LanguageStudy, corpus: Corpus, *, seed: int, device: str) -> None:
         torch.manual_seed(seed)
         self.recipe = study.recipe
         self.corpus = corpus
         self.device = device
         torch.backends.cudnn.allow_tf32 = False  # its LSTM would round the gates to 10 bits, and errors with them
-        self.model = make_model(study, corpus).to(device).train()
+        self.model = make_language_model(study, corpus).to(device).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=study.recipe.learning_rate)
         self.tokens = torch.from_numpy(corpus.train)
         self.documents = torch.from_numpy(corpus.documents(np.arange(len(corpus.train))))
@@ -103,8 +103,8 @@ class Trainer:
         self.optimizer.step()
 
 
-def train(
-    study: Study,
+def train_language_model(
+    study: LanguageStudy,
     corpus: Corpus,
     folder: Path,
     storage: Storage,
@@ -181,5 +181,5 @@ def held_out_loss(model: nn.Module, corpus: Corpus, *, unroll: int) -> float:
 
 
 def quality(loss: float, corpus: Corpus) -> tuple[str, float]:
-    """Return what a loss in nats is called and counted in: bits per character, or perplexity."""
+    """Return the usual measure of a loss in nats, and its value: bits per character, or perplexity."""
     return ("bits per character", loss / math.log(2)) if corpus.unit == "chars" else ("perplexity", math.exp(loss))

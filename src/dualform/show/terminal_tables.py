@@ -12,12 +12,12 @@ from rich.table import Table
 
 from dualform.printable import printable
 
-WIDTH = 120  # where stdout is no terminal
+FILE_WIDTH = 120  # characters of a line if stdout is not a terminal
 
 
 def console() -> Console:
-    """Return the console that results go to; labels in brackets are labels there, and no markup."""
-    width = None if sys.stdout.isatty() else WIDTH
+    """Return the console that results go to; it takes labels in brackets literally, not as markup."""
+    width = None if sys.stdout.isatty() else FILE_WIDTH
     return Console(width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 

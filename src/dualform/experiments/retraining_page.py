@@ -5,13 +5,13 @@ from fnmatch import fnmatchcase
 from statistics import mean
 
 from dualform.experiments.page import Section
-from dualform.experiments.summary import Grid
-from dualform.experiments.truth import spread
-from dualform.experiments.truth_config import DATA, OPTIMIZERS, Truth
+from dualform.experiments.retraining import mean_and_error
+from dualform.experiments.retraining_config import DATA, OPTIMIZERS, RetrainingConfig
+from dualform.experiments.study_summary import Grid
 
-Found = Mapping[Truth, Mapping[str, list[float]]]
+Found = Mapping[RetrainingConfig, Mapping[str, list[float]]]
 
-ROWS = {
+METHOD_ROWS = {
     "effects": "effects",
     "effects, mean of several recordings": "effects, mean of *",
     "kronfluence EK-FAC, best damping": "EK-FAC*",
@@ -47,7 +47,7 @@ def table(found: Found) -> Grid:
     """Return the table: a row per method, a column per evaluation."""
     found = {config: found[config] for config in _ordered(found)}
     rows = []
-    for label, pattern in ROWS.items():
+    for label, pattern in METHOD_ROWS.items():
         cells = [_cell(scores, pattern) for scores in found.values()]
         if any(cell != "-" for cell in cells):
             rows.append((label, *cells))
@@ -55,14 +55,14 @@ def table(found: Found) -> Grid:
     return Grid("Linear datamodeling score", columns, tuple(rows))
 
 
-def _ordered(found: Found) -> list[Truth]:
+def _ordered(found: Found) -> list[RetrainingConfig]:
     return sorted(found, key=lambda c: (DATA.index(c.data), OPTIMIZERS.index(c.optimizer), c.epochs))
 
 
 def _cell(scores: Mapping[str, list[float]], pattern: str) -> str:
-    """Return the best of the methods with such a name."""
+    """Return the best score among the methods whose names match a pattern."""
     names = [name for name in scores if fnmatchcase(name, pattern)]
-    return spread(scores[max(names, key=lambda name: mean(scores[name]))]) if names else "-"
+    return mean_and_error(scores[max(names, key=lambda name: mean(scores[name]))]) if names else "-"
 
 
 def section(found: Found) -> Section:
@@ -71,7 +71,7 @@ def section(found: Found) -> Section:
     return Section("effects", "Do effects predict retraining?", (COMMAND, TEXT), [table(found)], more=f"{recipes}\n")
 
 
-def _recipe(config: Truth) -> str:
+def _recipe(config: RetrainingConfig) -> str:
     network = "a character Transformer, width" if config.data == "text" else "an MLP with hidden units"
     return (
         f"{config.train:,} samples of {config.text or config.data}, {network} {', '.join(map(str, config.hidden))}; "

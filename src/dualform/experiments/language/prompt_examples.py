@@ -1,23 +1,21 @@
 """Single prompts, looked at closely, as the paper's Table 2 does."""
 
-from typing import Any
-
 from torch import nn
 
 from dualform.attend.memory import Memory
 from dualform.attend.passages import Passage
 from dualform.attend.text_answers import TextSpotlight
+from dualform.experiments.findings import Row
 from dualform.experiments.language.measure import HeldOut
 from dualform.store.corpus import Corpus
 from dualform.tokens import END, UNKNOWN, visible
 
-Row = dict[str, Any]
 SHOWN = 3  # prompts
-TOP = 3  # passages by each ranking
+TOP_PASSAGES = 3  # passages by each ranking
 LENGTH = {"words": 20, "chars": 60}  # tokens of a held-out prompt
 
 
-def choose(corpus: Corpus, prompts: HeldOut, given: tuple[str, ...]) -> list[tuple[str, str | None]]:
+def choose_prompts(corpus: Corpus, prompts: HeldOut, given: tuple[str, ...]) -> list[tuple[str, str | None]]:
     """Return prompts, each with the token that truly follows, where that is known.
 
     First those given, then held-out ones that the model gets right, then wrong ones; of these, such whose next tokens
@@ -37,11 +35,13 @@ def choose(corpus: Corpus, prompts: HeldOut, given: tuple[str, ...]) -> list[tup
     return chosen[:SHOWN]
 
 
-def look(memory: Memory, model: nn.Module, prompts: list[tuple[str, str | None]], layers: tuple[str, ...]) -> list[Row]:
+def attend_prompts(
+    memory: Memory, model: nn.Module, prompts: list[tuple[str, str | None]], layers: tuple[str, ...]
+) -> list[Row]:
     """Ask what each prompt attends to."""
     rows = []
     for text, target in prompts:
-        spotlight = memory.attend_text(model, text, layers=layers, top=TOP)
+        spotlight = memory.attend_text(model, text, layers=layers, top=TOP_PASSAGES)
         rows.append(as_row(spotlight, target))
     return rows
 

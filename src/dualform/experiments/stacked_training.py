@@ -15,13 +15,13 @@ from torch.nn import functional
 
 import dualform
 from dualform.attend.effects_asked import measure
-from dualform.experiments.truth_config import Truth
+from dualform.experiments.retraining_config import RetrainingConfig
 from dualform.progress import bar
 
-State = dict[str, Tensor]
+StackedState = dict[str, Tensor]
 
 
-def make_optimizer(config: Truth, parameters: Any) -> torch.optim.Optimizer:
+def make_optimizer(config: RetrainingConfig, parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of a configuration."""
     if config.optimizer == "SGD":
         return torch.optim.SGD(
@@ -30,13 +30,13 @@ def make_optimizer(config: Truth, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
 
 
-def initial(config: Truth, seed: int) -> nn.Module:
+def initial(config: RetrainingConfig, seed: int) -> nn.Module:
     """Make the network of a seed."""
     torch.manual_seed(seed)
     return config.make_model()
 
 
-def order(count: int, config: Truth, seed: int) -> Tensor:
+def order(count: int, config: RetrainingConfig, seed: int) -> Tensor:
     """Return the rows of every step, (S, batch): whole epochs, each in a new order, without a last short batch."""
     generator = torch.Generator().manual_seed(seed)
     batch = min(config.batch, count)
@@ -50,7 +50,7 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_stack(
-    config: Truth,
+    config: RetrainingConfig,
     inputs: Tensor,
     targets: Tensor,
     rows: Tensor,
@@ -58,7 +58,7 @@ def train_stack(
     *,
     keep: Sequence[int] = (),
     device: str = "cpu",
-) -> tuple[State, list[State]]:
+) -> tuple[StackedState, list[StackedState]]:
     """Train a network for each set of rows.
 
     Args:
@@ -90,7 +90,7 @@ def train_stack(
         return loss_of(functional_call(skeleton, dict(parameters), (batch,)), wanted)
 
     losses: Callable[..., Tensor] = vmap(loss)
-    kept: list[State] = []
+    kept: list[StackedState] = []
     with bar("retraining", total=orders.shape[1]) as advance:
         for step in range(orders.shape[1]):
             chosen = rows.gather(1, orders[:, step])  # (K, batch)
@@ -104,7 +104,7 @@ def train_stack(
 
 
 @torch.no_grad()
-def measure_stack(config: Truth, stacked: State, inputs: Tensor, targets: Tensor) -> Tensor:
+def measure_stack(config: RetrainingConfig, stacked: StackedState, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the margin of every test input under every network, (K, M)."""
     device = next(iter(stacked.values())).device
     skeleton = initial(config, 0).to(device).eval()
@@ -116,7 +116,7 @@ def measure_stack(config: Truth, stacked: State, inputs: Tensor, targets: Tensor
     return found.cpu()
 
 
-def train_recorded(config: Truth, inputs: Tensor, targets: Tensor, folder: Path, seed: int) -> nn.Module:
+def train_recorded(config: RetrainingConfig, inputs: Tensor, targets: Tensor, folder: Path, seed: int) -> nn.Module:
     """Train one network on all samples, as `train_stack` does, and record it."""
     model = initial(config, seed)
     optimizer = make_optimizer(config, model.parameters())

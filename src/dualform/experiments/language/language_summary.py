@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from statistics import mean
-from typing import Any
 
+from dualform.experiments.findings import Row
 from dualform.experiments.page import Section, made_by
-from dualform.experiments.summary import Grid, costs, spread
+from dualform.experiments.study_summary import Grid, costs, mean_and_deviation
 from dualform.record.estimate import size_text
-
-Row = dict[str, Any]
 
 TITLES = {
     "aesop": "Characters of Aesop's fables",
@@ -17,7 +15,7 @@ TITLES = {
 }
 
 
-def summarise(findings: Sequence[Row]) -> list[Grid]:
+def summarise_language(findings: Sequence[Row]) -> list[Grid]:
     """Return the tables of one study, from the findings of its seeds."""
     carried = [_carried(findings)] if findings[0]["carried"] else []
     return [_quality(findings), _agreement(findings), *carried, _exactness(findings), costs(findings)]
@@ -34,7 +32,7 @@ def language_section(name: str, findings: Sequence[Row], *, command: str) -> Sec
         made_by(command, len(findings)),
         f"Stored: {stored_text(findings[0])}",
     )
-    return Section(name, title, text, summarise(findings), more=example_tables(findings[0]["examples"]))
+    return Section(name, title, text, summarise_language(findings), more=example_tables(findings[0]["examples"]))
 
 
 def model_text(study: Row) -> str:
@@ -56,7 +54,7 @@ def recipe_text(found: Row) -> str:
 
 
 def stored_text(found: Row) -> str:
-    """Return what was stored and what was left out, in words."""
+    """Return a sentence on the layers that were stored and those that were left out."""
     stored = found["stored"]
     left_out = f" Left out: {stored['left_out']}." if stored["left_out"] else ""
     return (
@@ -67,8 +65,8 @@ def stored_text(found: Row) -> str:
 
 def _quality(findings: Sequence[Row]) -> Grid:
     measure = findings[0]["quality"]["measure"]
-    value = spread([f["quality"]["value"] for f in findings], scale=1.0, digits=2)
-    right = spread([f["prompts"]["accuracy"] for f in findings])
+    value = mean_and_deviation([f["quality"]["value"] for f in findings], scale=1.0, digits=2)
+    right = mean_and_deviation([f["prompts"]["accuracy"] for f in findings])
     seconds = findings[0]["one_prompt"]
     note = "Attending to one prompt took " + ", ".join(f"{s:.1f} s in {layer}" for layer, s in seconds.items()) + "."
     count = findings[0]["prompts"]["count"]
@@ -81,8 +79,8 @@ def _agreement(findings: Sequence[Row]) -> Grid:
         (
             entry["layer"] or "chance",
             entry["by"],
-            spread([f["agreement"][i]["predicted"] for f in findings]),
-            spread([f["agreement"][i]["true"] for f in findings]),
+            mean_and_deviation([f["agreement"][i]["predicted"] for f in findings]),
+            mean_and_deviation([f["agreement"][i]["true"] for f in findings]),
         )
         for i, entry in enumerate(findings[0]["agreement"])
     )
@@ -99,7 +97,7 @@ def _carried(findings: Sequence[Row]) -> Grid:
     rows = tuple(
         (
             f"{entry['patterns']:,}",
-            spread([f["carried"][i]["share"] for f in findings], digits=2),
+            mean_and_deviation([f["carried"][i]["share"] for f in findings], digits=2),
             f"{100 * entry['of_all_patterns']:.1g}",
         )
         for i, entry in enumerate(findings[0]["carried"])
@@ -152,6 +150,6 @@ def _one_line(text: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Return text that Markdown shows as it stands."""
+    """Return text with the characters escaped that Markdown would interpret."""
     escaped = "".join(f"\\{sign}" if sign in "\\`*_{}[]#|~" else sign for sign in text)
     return escaped.replace("<", "&lt;").replace(">", "&gt;")

@@ -5,20 +5,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 FIRST, LAST = 32, 126  # printable ASCII; everything else is one more character
-VOCABULARY = LAST - FIRST + 2
+CHARACTERS = LAST - FIRST + 2
 
 
-def encode(text: str) -> Tensor:
+def encode_characters(text: str) -> Tensor:
     """Return a text as numbers of characters.
 
-    >>> encode("A!é")
+    >>> encode_characters("A!é")
     tensor([33,  1, 95])
     """
     codes = torch.tensor([ord(character) for character in text])
-    return torch.where((codes >= FIRST) & (codes <= LAST), codes - FIRST, VOCABULARY - 1)
+    return torch.where((codes >= FIRST) & (codes <= LAST), codes - FIRST, CHARACTERS - 1)
 
 
-class Block(nn.Module):
+class CharacterBlock(nn.Module):
     """Causal attention with one matrix for queries, keys and values, and a feed-forward part."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, d)
-        """Return x with what this block adds."""
+        """Return x plus the outputs of attention and of the feed-forward part."""
         rows, length, width = x.shape
         q, k, v = self.qkv(self.before(x)).reshape(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-1, -2) / (width // self.heads) ** 0.5  # (B, H, L, L)
@@ -48,11 +48,11 @@ class Characters(nn.Module):
 
     def __init__(self, width: int, length: int, blocks: int, heads: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(CHARACTERS, width)
         self.places = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.blocks = nn.ModuleList(CharacterBlock(width, heads) for _ in range(blocks))
         self.last = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Linear(width, CHARACTERS)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, L) -> (B, L, V)
         """Return the logits of the next character at each place."""

@@ -1,4 +1,4 @@
-"""What an evaluation of effects trains on, how, and how often: read from a TOML file, checked before anything runs."""
+"""The settings of an evaluation of effects: data, network, training, repetitions. Read from a TOML file and checked."""
 
 import dataclasses
 import gzip
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import DataError
+from dualform.experiments.character_model import characters, encode_characters
 from dualform.experiments.datasets import load, standardised
 from dualform.experiments.models import mlp
-from dualform.experiments.truth_model import characters, encode
 
 OPTIMIZERS = ("SGD", "AdamW")
 DATA = ("digits", "mnist", "fashion-mnist", "text")
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
-    """One evaluation.
+class RetrainingConfig:
+    """The settings of one evaluation of effects against retraining.
 
     Attributes:
         name: of its folder and its row in the tables.
@@ -81,19 +81,19 @@ class Truth:
         return mlp([d_in, *self.hidden, 10])
 
 
-def read_config(path: Path) -> Truth:
+def read_config(path: Path) -> RetrainingConfig:
     """Read a configuration: the fields of `Truth`, in TOML."""
     try:
         found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise DataError(f"{path} cannot be read as a TOML file: {error}.") from error
-    known = {field.name for field in dataclasses.fields(Truth)}
+    known = {field.name for field in dataclasses.fields(RetrainingConfig)}
     if unknown := sorted(set(found) - known):
         raise DataError(f"{path} has the settings {', '.join(unknown)}; known are {', '.join(sorted(known))}.")
     if "hidden" in found:
         found["hidden"] = tuple(found["hidden"])
     try:
-        return Truth(**{"name": path.stem, **found})
+        return RetrainingConfig(**{"name": path.stem, **found})
     except TypeError as error:
         raise DataError(f"{path} is no evaluation: {error}.") from error
 
@@ -109,7 +109,7 @@ class Split:
     halves: Tensor  # (K, N / 2) rows of train
 
 
-def make_split(config: Truth, number: int) -> Split:
+def make_split(config: RetrainingConfig, number: int) -> Split:
     """Draw the samples, the tests and the halves of a split."""
     generator = torch.Generator().manual_seed(7_000 + number)
     inputs, targets, test, test_targets = _samples(config)
@@ -121,7 +121,7 @@ def make_split(config: Truth, number: int) -> Split:
     return Split(inputs[rows], targets[rows], test[asked], test_targets[asked], torch.stack(halves))
 
 
-def _samples(config: Truth) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _samples(config: RetrainingConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if config.data == "text":
         return _passages(config)
     images = load(config.data)
@@ -129,14 +129,14 @@ def _samples(config: Truth) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return train, torch.from_numpy(images.train_labels), test, torch.from_numpy(images.test_labels)
 
 
-def _passages(config: Truth) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _passages(config: RetrainingConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return passages of a text and, for each place, the next character; the last tenth of the text is for tests."""
     path = Path(os.environ.get("DUALFORM_DATA", ".")) / config.text
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}. {config.name} needs it below DUALFORM_DATA.") from error
-    codes = encode(content.decode("utf-8"))
+    codes = encode_characters(content.decode("utf-8"))
     length = config.length + 1
     passages = codes[: len(codes) // length * length].reshape(-1, length)
     cut = len(passages) * 9 // 10

@@ -2,31 +2,31 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from dualform.cli.options import Accept, Json, Model, Run, Trust, open_view
+from dualform.cli.options import AcceptOption, JsonOption, ModelOption, RunArgument, TrustOption, open_view
 from dualform.printable import printable
 
 
-def report(
-    run: Run,
+def report_command(
+    run: RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
     tests: Annotated[int, typer.Option(help="How many test examples, some of them wrong.", min=1)] = 12,
     test: Annotated[list[int], typer.Option("--test", "-t", help="These instead; repeatable.")] = [],  # noqa: B006
-    by: Annotated[Optional[str], typer.Option(help="Group by columns: label, or task,label.")] = None,  # noqa: UP045
+    by: Annotated[str | None, typer.Option(help="Group by columns: label, or task,label.")] = None,
     no_media: Annotated[bool, typer.Option("--no-media", help="Leave training samples and test images out.")] = False,
     max_mb: Annotated[float, typer.Option("--max-mb", help="The size of the file at most.", min=0.01)] = 3.0,
-    model: Model = None,
-    accept_untrained: Accept = False,
-    trust: Trust = False,
-    json: Json = False,
+    model: ModelOption = None,
+    accept_untrained: AcceptOption = False,
+    trust: TrustOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML file about some test examples."""
     from dualform.show.grouping import parse_by
     from dualform.show.report.write import write_report
-    from dualform.show.tables import print_json
+    from dualform.show.terminal_tables import print_json
 
     written = write_report(
         open_view(run),
@@ -46,15 +46,15 @@ def report(
         sys.stdout.write(printable("\n".join(lines)) + "\n")
 
 
-def view(
-    run: Run,
-    model: Model = None,
+def view_command(
+    run: RunArgument,
+    model: ModelOption = None,
     port: Annotated[int, typer.Option(help="0 for a free one.", min=0, max=65535)] = 0,
     host: Annotated[str, typer.Option(help="Where to listen; anything but this machine needs --expose.")] = "127.0.0.1",
     expose: Annotated[bool, typer.Option("--expose", help="Let other machines ask.")] = False,
     memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory for live masks.", min=1)] = 512,
-    accept_untrained: Accept = False,
-    trust: Trust = False,
+    accept_untrained: AcceptOption = False,
+    trust: TrustOption = False,
 ) -> None:
     """Look at a run in the browser, with live masks."""
     from dualform.show.viewer.serve import serve
