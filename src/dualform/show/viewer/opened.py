@@ -8,8 +8,8 @@ from typing import Any
 
 import dualform
 from dualform.errors import QueryError
-from dualform.show.models import load_model
-from dualform.show.viewer.session import Session
+from dualform.show.model_loading import load_model
+from dualform.show.session import Session
 from dualform.store.format import MANIFEST
 
 
