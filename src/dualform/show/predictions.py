@@ -1,5 +1,7 @@
 """Predictions of a model in evaluation mode, and their comparison after a change of its weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from dualform.attend.slopes import output_rows
 from dualform.errors import DualformError, QueryError
 from dualform.modes import evaluating
+from dualform.show.job import Cancelled
 
 MASK_NOTE = "A mask removes recorded updates from the sum; the model is not retrained."
 ROWS_AT_ONCE = 2048
@@ -21,10 +24,16 @@ def run_model(model: nn.Module, inputs: Tensor) -> Any:
     The model's mode is the caller's affair: a model that several threads use must be in evaluation mode already.
     """
     device = next((parameter.device for parameter in model.parameters()), inputs.device)
+    with torch.no_grad(), model_failures_named(inputs):
+        return model(inputs.to(device))
+
+
+@contextmanager
+def model_failures_named(inputs: Tensor) -> Iterator[None]:
+    """Turn an exception of a model on these inputs into a `QueryError` that says so."""
     try:
-        with torch.no_grad():
-            return model(inputs.to(device))
-    except DualformError:
+        yield
+    except (DualformError, Cancelled, OSError):
         raise
     except Exception as error:
         raise QueryError(

@@ -26,7 +26,7 @@ from dualform.record.watch import plain_name
 from dualform.show.grouping import GroupingColumns, unit_name
 from dualform.show.held_out import held_out_windows, shorten_to_context
 from dualform.show.lru_cache import LruCache
-from dualform.show.predictions import predict, run_model
+from dualform.show.predictions import model_failures_named, predict, run_model
 from dualform.show.preparation import Preparation
 
 
@@ -65,7 +65,7 @@ class Session:
         self._spotlights: LruCache[dict[str, Any]] = LruCache(24)
         self._masked: LruCache[nn.Module] = LruCache(4)
         self._weights: LruCache[GroupWeights] = LruCache(2)
-        self._preparations: LruCache[Preparation] = LruCache(8)
+        self._preparations: LruCache[Preparation] = LruCache(8, dropped=Preparation.cancel)
         self._slopes: LruCache[dict[str, Tensor]] = LruCache(24)
         self.answers: LruCache[Any] = LruCache(64)  # small answers that do not depend on a test
 
@@ -78,8 +78,9 @@ class Session:
 
     @cached_property
     def targets(self) -> Tensor | None:
-        """The tests' targets, (M,)."""
-        return self._examples[1]
+        """The tests' targets, (M,), where they are numbers of classes; the viewer has no use for others."""
+        found = self._examples[1]
+        return found if found is not None and found.dim() == 1 and not found.is_floating_point() else None
 
     @cached_property
     def test_images(self) -> Tensor | None:
@@ -134,7 +135,7 @@ class Session:
         return found["spotlight"], found["rows"]
 
     def _look(self, subject: Subject, row: int | None) -> dict[str, Any]:
-        with self._watched_lock:
+        with self._watched_lock, model_failures_named(subject.inputs):
             whole = self.memory.attend(self._watched, subject.inputs, other_model=True)
         tokens = not subject.inputs.is_floating_point()
         rows: dict[str, tuple[int, int]] = {}
@@ -156,7 +157,7 @@ class Session:
         """Return the spotlight that knows how the margin of the model's output `unit` moves with every layer."""
 
         def compute() -> dict[str, Any]:
-            with self._watched_lock:
+            with self._watched_lock, model_failures_named(subject.inputs):
                 targets = torch.tensor([unit])
                 whole = self.memory.attend(
                     self._watched, subject.inputs, targets=targets, quantity="margin", other_model=True
@@ -170,7 +171,7 @@ class Session:
         """Return how the model's output `unit` moves with each layer's output, layer -> (rows, d_out)."""
 
         def compute() -> dict[str, Tensor]:
-            with self._watched_lock:
+            with self._watched_lock, model_failures_named(subject.inputs):
                 return slopes(self._watched, subject.inputs, list(self.memory.layers), unit=unit)
 
         return self._slopes.get((subject.key, unit), compute)
@@ -207,10 +208,15 @@ class Session:
         """Begin to prepare the group weights by these columns, unless that has begun already."""
         return self._preparations.get(by, lambda: Preparation(self.memory, self.weights(by)))
 
+    def cancel(self) -> None:
+        """Stop the preparations of group weights at their next step."""
+        for preparation in self._preparations.values():
+            preparation.cancel()
+
     def close(self) -> None:
         """Stop the preparations of group weights, and wait for their threads to end."""
+        self.cancel()
         for preparation in self._preparations.values():
-            preparation.job.cancelled = True
             preparation.thread.join(10)
 
     @cached_property

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from dualform.errors import DualformError, RunNotFoundError
+from dualform.errors import CorruptError, DualformError, FormatError, RunNotFoundError
 from dualform.show.job import Cancelled, job_progress
 from dualform.show.png import png
 from dualform.show.session import Session
@@ -36,7 +36,9 @@ def make_app(opened: Opened) -> Starlette:
     def endpoint(answer: Question) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
             parameters = RequestParameters(request.query_params.multi_items())
-            return await _answered(jobs, request, parameters, lambda: rendered(answer(opened.session(), parameters)))
+            return await _answered(
+                jobs, request, parameters, lambda: opened.answer(lambda session: rendered(answer(session, parameters)))
+            )
 
         return respond
 
@@ -58,11 +60,13 @@ def make_app(opened: Opened) -> Starlette:
         what, number = request.path_params["what"], request.path_params["number"]
         if not re.fullmatch(r"[0-9]{1,15}", number):
             return PlainTextResponse("404: an image is named by a number.\n", 404)
-        return await _answered(jobs, request, None, lambda: _image(opened.session(), what, int(number)))
+        return await _answered(jobs, request, None, lambda: opened.answer(lambda run: _image(run, what, int(number))))
 
     async def report(request: Request) -> Response:
         parameters = RequestParameters(request.query_params.multi_items())
-        return await _answered(jobs, request, parameters, lambda: _report(opened.session(), parameters))
+        return await _answered(
+            jobs, request, parameters, lambda: opened.answer(lambda session: _report(session, parameters))
+        )
 
     return Starlette(
         routes=[
@@ -92,8 +96,12 @@ async def _answered(
         return rendered({"error": "cancelled"}, 499)
     except RunNotFoundError as error:
         return rendered({"error": str(error), "empty": True}, 404)
+    except (CorruptError, FormatError) as error:
+        return rendered({"error": str(error)}, 503)  # no question can be answered until the run is repaired
     except DualformError as error:
         return rendered({"error": str(error)}, 400)
+    except OSError as error:
+        return rendered({"error": f"A file of the run cannot be read: {error}. Restore it from a copy."}, 503)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return rendered({"error": f"{type(error).__name__}: {error}"}, 500)
