@@ -33,9 +33,9 @@ def images(bench: Bench) -> tuple[Tensor, Tensor, str]:
 
 
 def _images(bench: Bench) -> tuple[Tensor, Tensor, str]:
-    from dualform.experiments.datasets import describe, load, standardised
+    from dualform.experiments.datasets import describe_datasets, load, standardised
 
-    if not bench.quick and any(known.name == "mnist" and known.available for known in describe()):
+    if not bench.quick and any(known.name == "mnist" and known.available for known in describe_datasets()):
         found = load("mnist")
         return standardised(found)[0], torch.from_numpy(found.train_labels), "MNIST"
     count = bench.size(60_000, 1024)

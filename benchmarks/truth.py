@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 from truth_peers import PEERS, installed
 
 from dualform.experiments.page import write_page
-from dualform.experiments.truth import evaluate, scores
-from dualform.experiments.truth_config import Truth, make_split, read_config
-from dualform.experiments.truth_page import section, table
-from dualform.show.tables import console, print_grid
+from dualform.experiments.retraining import evaluate_effects, scores
+from dualform.experiments.retraining_config import RetrainingConfig, make_split, read_config
+from dualform.experiments.retraining_page import section, table
+from dualform.show.terminal_tables import console, print_grid
 
 
 def tell(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def ask_peers(config: Truth, folder: Path, names: list[str]) -> None:
+def ask_peers(config: RetrainingConfig, folder: Path, names: list[str]) -> None:
     """Ask every installed peer about every split that it has not been asked about."""
     for number in range(config.splits):
         split, here = make_split(config, number), folder / f"split-{number}"
@@ -54,7 +54,7 @@ def main() -> None:
     for path in chosen.configs:
         config = read_config(path)
         folder = chosen.folder / config.name
-        evaluate(config, folder, device=chosen.device, tell=tell)
+        evaluate_effects(config, folder, device=chosen.device, tell=tell)
         ask_peers(config, folder, chosen.peers)
         found[config] = scores(config, folder)
     grid = table(found)

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dualform.attend.effects_asked import measure
-from dualform.experiments.truth import CHECKPOINTS
-from dualform.experiments.truth_config import Split, Truth
-from dualform.experiments.truth_training import initial, loss_of
+from dualform.experiments.retraining import CHECKPOINTS
+from dualform.experiments.retraining_config import RetrainingConfig, Split
+from dualform.experiments.stacked_training import initial, loss_of
 
 DAMPINGS = (1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, None)  # None: kronfluence's own choice
 FEATURES = (8, 16, 32, 64, 128, 256, 512)  # that TRAK projects gradients to
 
 
-def networks(config: Truth, here: Path, checkpoint: int, count: int) -> list[nn.Module]:
+def networks(config: RetrainingConfig, here: Path, checkpoint: int, count: int) -> list[nn.Module]:
     """Return the first networks of a split, as they were at a checkpoint."""
     stacked = load_file(here / f"models-{checkpoint}.safetensors")
     found = []
@@ -39,7 +39,7 @@ def networks(config: Truth, here: Path, checkpoint: int, count: int) -> list[nn.
     return found
 
 
-def kronfluence(config: Truth, split: Split, here: Path) -> dict[str, Tensor]:
+def kronfluence(config: RetrainingConfig, split: Split, here: Path) -> dict[str, Tensor]:
     """Return EK-FAC influences on minus the margin: positive where a sample raises it."""
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
@@ -86,7 +86,7 @@ def kronfluence(config: Truth, split: Split, here: Path) -> dict[str, Tensor]:
     return {label: torch.stack(each) for label, each in found.items()}
 
 
-def traker(config: Truth, split: Split, here: Path) -> dict[str, Tensor]:
+def traker(config: RetrainingConfig, split: Split, here: Path) -> dict[str, Tensor]:
     """Return TRAK's scores with 1, 5 and 10 networks and several numbers of features; images only."""
     from trak import TRAKer
     from trak.projectors import BasicProjector, ProjectionType
@@ -138,7 +138,7 @@ def traker(config: Truth, split: Split, here: Path) -> dict[str, Tensor]:
     return found
 
 
-def captum(config: Truth, split: Split, here: Path) -> dict[str, Tensor]:
+def captum(config: RetrainingConfig, split: Split, here: Path) -> dict[str, Tensor]:
     """Return TracInCP's influences over the checkpoints, on the margin and on the loss."""
     from captum.influence import TracInCP
 
@@ -178,7 +178,7 @@ def captum(config: Truth, split: Split, here: Path) -> dict[str, Tensor]:
     return {label: torch.stack(each) for label, each in found.items()}
 
 
-Peer = Callable[[Truth, Split, Path], dict[str, Tensor]]
+Peer = Callable[[RetrainingConfig, Split, Path], dict[str, Tensor]]
 PEERS: dict[str, tuple[str, Peer]] = {
     "kronfluence": ("kronfluence", kronfluence),
     "traker": ("trak", traker),

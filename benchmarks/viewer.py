@@ -67,7 +67,7 @@ def main() -> None:
     executable = shutil.which("chromium") or shutil.which("chromium-browser")
     if executable is None:
         sys.exit("This needs Chromium: apt-get install chromium.")
-    command = [sys.executable, "-c", "from dualform.show.cli import main; main()", "view", arguments.run]
+    command = [sys.executable, "-c", "from dualform.cli import main; main()", "view", arguments.run]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

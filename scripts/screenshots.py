@@ -28,7 +28,7 @@ def main() -> None:
     executable = shutil.which("chromium") or shutil.which("chromium-browser")
     if executable is None:
         sys.exit("This needs Chromium: apt-get install chromium.")
-    dualform = [sys.executable, "-c", "from dualform.show.cli import main; main()"]
+    dualform = [sys.executable, "-c", "from dualform.cli import main; main()"]
     server = subprocess.Popen([*dualform, "view", str(arguments.run)], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import dualform
+from dualform.cli import app
 from dualform.errors import AnnotationError, RefusedError, UnknownLayerError
-from dualform.show.cli import app
 
 B, CLASSES = 6, 4
 

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 import dualform
 from dualform.attend.slopes import slopes
-from dualform.experiments.training import predict
 from dualform.modes import evaluating, evaluation_copy
-from dualform.show.viewer.session import Session
+from dualform.show.predictions import predict
+from dualform.show.session import Session
 
 
 class Unruly(nn.Module):

@@ -7,8 +7,8 @@ from torch import nn
 import dualform
 from dualform.experiments.datasets.textset import TextSet, Title
 from dualform.experiments.language.corpora import make_corpus
-from dualform.experiments.language.plans import Recipe, Storage, Study
-from dualform.experiments.language.training import train
+from dualform.experiments.language.language_training import train_language_model
+from dualform.experiments.language.plans import LanguageRecipe, LanguageStudy, Storage
 from dualform.store.corpus import Corpus
 
 WHO = ("wolf", "lamb", "fox", "crow", "dog", "cat")
@@ -32,15 +32,15 @@ def tiny_corpus(**options: object) -> Corpus:
     return make_corpus(tiny_text(**options))  # type: ignore[arg-type]
 
 
-def tiny_study(*, model: str = "transformer", updates: int = 12, storage: Storage | None = None) -> Study:
+def tiny_study(*, model: str = "transformer", updates: int = 12, storage: Storage | None = None) -> LanguageStudy:
     """Return a study that takes a second or two."""
-    recipe = Recipe(units=8, embedding=8, updates=updates, batch=4, unroll=10, learning_rate=0.01)
-    return Study("text", "tiny", model, recipe, (storage or Storage(),))  # type: ignore[arg-type]
+    recipe = LanguageRecipe(units=8, embedding=8, updates=updates, batch=4, unroll=10, learning_rate=0.01)
+    return LanguageStudy("text", "tiny", model, recipe, (storage or Storage(),))  # type: ignore[arg-type]
 
 
 def recorded(folder: Path, **options: object) -> tuple[dualform.Memory, nn.Module]:
     """Return a recorded run of the tiny text, and its model."""
     corpus, study = tiny_corpus(), tiny_study(**options)  # type: ignore[arg-type]
     updates = study.recipe.updates
-    model = train(study, corpus, folder, study.storages[0], recorded=updates, seed=0, device="cpu")
+    model = train_language_model(study, corpus, folder, study.storages[0], recorded=updates, seed=0, device="cpu")
     return dualform.open(folder), model

@@ -8,7 +8,7 @@ from benchmarks.bench import Bench
 from benchmarks.rows import Measured, at_most, row
 from benchmarks.timing import alternate
 
-HELP = "import sys; sys.argv = ['dualform', '--help']; from dualform.show.cli import main; main()"
+HELP = "import sys; sys.argv = ['dualform', '--help']; from dualform.cli import main; main()"
 FACE = "import dualform; [getattr(dualform, name) for name in dualform.__all__]"
 
 

@@ -4,6 +4,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dualform import show  # noqa: F401 (an import registers what draws answers in notebooks)
 from dualform._version import __version__
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """`python -m dualform`: the command line, where its script is not installed."""
 
-from dualform.show.cli import main
+from dualform.cli import main
 
 if __name__ == "__main__":
     main()

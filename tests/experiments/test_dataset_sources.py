@@ -19,7 +19,7 @@ import pytest
 
 from dualform.errors import DataError
 from dualform.experiments import datasets
-from dualform.experiments.datasets import cache, catalogue, download, packages, sources
+from dualform.experiments.datasets import catalogue, dataset_cache, download, packages, sources
 from dualform.experiments.datasets.catalogue import Dataset, Remote
 from dualform.experiments.datasets.download import ArchiveDownload, BookDownload, FileDownload, ZipDownload
 from dualform.experiments.datasets.imageset import ImageSet
@@ -281,7 +281,7 @@ def test_failed_download_is_one_error_and_leaves_nothing(
 
 
 def test_stalled_download_times_out(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "TIMEOUT", 0.05)
+    monkeypatch.setattr(download, "SILENCE_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         register(FileDownload(f"http://127.0.0.1:{silent.getsockname()[1]}/"))
         with pytest.raises(DataError, match=r"images\.gz: timed out"):
@@ -421,7 +421,7 @@ def test_failed_client_is_a_reason_and_leaves_nothing(
     script: str,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(packages, "TIMEOUT", 1.0)
+    monkeypatch.setattr(packages, "CLIENT_SECONDS", 1.0)
     clients("npm", script)
     register(NpmPackage("tiny@1"))
     with pytest.raises(DataError) as raised:
@@ -489,14 +489,14 @@ def test_without_platformdirs_the_error_says_what_to_install(
 def test_cache_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DUALFORM_CACHE", raising=False)
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name, appauthor: f"/platform/{name}")
-    assert cache.cache_folder() == Path("/platform/dualform/datasets")
+    assert dataset_cache.cache_folder() == Path("/platform/dualform/datasets")
 
 
 # The list
 
 
 def test_describe_says_where_a_set_is(register: Register, tmp_path: Path) -> None:
-    rows = {row.name: row for row in datasets.describe()}
+    rows = {row.name: row for row in datasets.describe_datasets()}
     assert tuple(rows) == datasets.names()
     assert set(rows) == {
         *("aesop", "cifar-10", "digits", "fashion-mnist", "mnist", "moby-dick", "tiny", "wikitext-2"),
@@ -505,6 +505,6 @@ def test_describe_says_where_a_set_is(register: Register, tmp_path: Path) -> Non
     assert not rows["tiny"].available
     assert all(row.licence and row.summary for row in rows.values())
     put(tmp_path / "system" / "tiny")
-    (row,) = (row for row in datasets.describe() if row.name == "tiny")
+    (row,) = (row for row in datasets.describe_datasets() if row.name == "tiny")
     assert row.location == sources.Location(source="system copy", folder=tmp_path / "system" / "tiny")
     assert row.files == ("images", "labels")

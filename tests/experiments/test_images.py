@@ -10,23 +10,25 @@ import torch
 import dualform
 from dualform.attend.answers import Vote
 from dualform.errors import DataError
-from dualform.experiments import images
+from dualform.experiments import images, reproduction
 from dualform.experiments.agreement import agreement
 from dualform.experiments.image_page import image_section
-from dualform.experiments.images import reproduce
+from dualform.experiments.image_studies import ACCURACY, IMAGE_STUDIES, TABLE_1, image_study
+from dualform.experiments.image_training import _batches, make_tasks
+from dualform.experiments.images import reproduce_images
 from dualform.experiments.page import write_page
-from dualform.experiments.studies import ACCURACY, NAMES, TABLE_1, study
-from dualform.experiments.summary import spread, summarise
-from dualform.experiments.training import _batches, make_tasks
-from dualform.show import studies
-from dualform.show.studies import Options, reproduce_studies
+from dualform.experiments.reproduction import ReproductionOptions, reproduce_studies
+from dualform.experiments.study_summary import mean_and_deviation, summarise_images
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Findings of every study on digits, and their folders."""
     folder = tmp_path_factory.mktemp("studies")
-    return {name: (reproduce(study(name, "digits"), folder / name, seed=0), folder / name) for name in NAMES}
+    return {
+        name: (reproduce_images(image_study(name, "digits"), folder / name, seed=0), folder / name)
+        for name in IMAGE_STUDIES
+    }
 
 
 def test_every_study_learns_and_verifies(found):
@@ -61,15 +63,15 @@ def test_figures_are_there(found):
 
 def test_findings_are_stored_and_reused(found, monkeypatch):
     findings, folder = found["single"]
-    monkeypatch.setattr(images, "train", lambda *a, **k: pytest.fail("trained again"))
-    assert reproduce(study("single", "digits"), folder, seed=0) == findings
+    monkeypatch.setattr(images, "train_classifier", lambda *a, **k: pytest.fail("trained again"))
+    assert reproduce_images(image_study("single", "digits"), folder, seed=0) == findings
     assert json.loads((folder / "findings.json").read_text()) == findings
 
 
 def test_a_run_can_be_thrown_away_after_its_findings(tmp_path, monkeypatch):
-    small = study("single", "digits")
+    small = image_study("single", "digits")
     monkeypatch.setattr(images, "_figures", lambda *a: [])
-    reproduce(small, tmp_path / "x", seed=1, keep=False)
+    reproduce_images(small, tmp_path / "x", seed=1, keep=False)
     assert not (tmp_path / "x" / "run").exists()
     assert (tmp_path / "x" / "findings.json").is_file()
 
@@ -83,7 +85,7 @@ def test_an_interrupt_leaves_a_readable_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", clip)
     with pytest.raises(KeyboardInterrupt):
-        reproduce(study("single", "digits"), tmp_path / "x", seed=0)
+        reproduce_images(image_study("single", "digits"), tmp_path / "x", seed=0)
     memory = dualform.open(tmp_path / "x" / "run")
     assert memory.step == 100
     assert memory.verify()
@@ -92,28 +94,28 @@ def test_an_interrupt_leaves_a_readable_memory(tmp_path, monkeypatch):
 def test_page_and_tables(found, tmp_path):
     findings = {name: [f] for name, (f, _) in found.items()}
     figures = {name: folder / "figures" for name, (_, folder) in found.items()}
-    sections = [image_section(name, findings[name], figures[name], command="a command") for name in NAMES]
+    sections = [image_section(name, findings[name], figures[name], command="a command") for name in IMAGE_STUDIES]
     write_page(tmp_path / "results.md", sections)
     page = (tmp_path / "results.md").read_text()
     assert "`a command`" in page
-    for name in NAMES:
+    for name in IMAGE_STUDIES:
         for figure in findings[name][0]["figures"]:
             assert f"figures/results/{figure}" in page
             assert (tmp_path / "figures" / "results" / figure).is_file()
-    for name in NAMES:
-        for grid in summarise(findings[name]):
+    for name in IMAGE_STUDIES:
+        for grid in summarise_images(findings[name]):
             assert all(len(row) == len(grid.columns) for row in grid.rows), grid.title
 
 
 def test_the_papers_numbers_stand_beside_ours_at_its_size_only(found):
     findings, _ = found["single"]
     as_mnist = {**findings, "study": {**findings["study"], "data": "mnist"}, "accuracy": {"mnist": 0.971}}
-    shown = {grid.title: grid for grid in summarise([as_mnist, as_mnist])}
+    shown = {grid.title: grid for grid in summarise_images([as_mnist, as_mnist])}
     accuracy = shown["Test accuracy, percent"]
     assert accuracy.rows == (("mnist", "97", "97.1 ± 0.0"),)
     table = next(grid for title, grid in shown.items() if "authors" in title)
     assert table.rows[0][1] == "17.2 ± 2.7"
-    assert summarise([findings])[0].rows[0][1] == "-"
+    assert summarise_images([findings])[0].rows[0][1] == "-"
     assert set(TABLE_1) == {"layers.0", "layers.1", "layers.2"}
     assert ACCURACY["continual"]["mnist"] == 45.0
 
@@ -131,7 +133,7 @@ def test_batches_are_whole_epochs():
 
 
 def test_samples_of_two_tasks_are_distinct():
-    from dualform.experiments.studies import load_sets
+    from dualform.experiments.image_studies import load_sets
 
     first, second = make_tasks(load_sets(("digits", "digits-permuted")))
     assert second.first_sample == len(first.train)
@@ -141,20 +143,20 @@ def test_samples_of_two_tasks_are_distinct():
 
 def test_unknown_data_is_named():
     with pytest.raises(DataError, match=r"single study runs on mnist, digits, or cifar-10; 'imagenet' came"):
-        study("single", "imagenet")
+        image_study("single", "imagenet")
 
 
 def test_spread_of_nothing():
-    assert spread([float("nan")]) == "-"
+    assert mean_and_deviation([float("nan")]) == "-"
 
 
 @pytest.mark.parametrize(("data", "page"), [("mnist", "docs/results.md"), ("digits", "runs/results.md")])
 def test_only_the_papers_data_writes_the_published_page(found, monkeypatch, capsys, data, page):
     written = []
-    monkeypatch.setattr(images, "reproduce", lambda plan, *a, **k: found[plan.name][0])
-    monkeypatch.setattr(studies, "_language_job", lambda name, options: studies._image_job("single", options))
-    monkeypatch.setattr(studies, "write_page", lambda target, *a, **k: written.append(str(target)))
-    options = Options("all", data=data, folder=Path("runs"), keep="none")
+    monkeypatch.setattr(images, "reproduce_images", lambda plan, *a, **k: found[plan.name][0])
+    monkeypatch.setattr(reproduction, "_language_job", lambda name, options: reproduction._image_job("single", options))
+    monkeypatch.setattr(reproduction, "write_page", lambda target, *a, **k: written.append(str(target)))
+    options = ReproductionOptions("all", data=data, folder=Path("runs"), keep="none")
     reproduce_studies(options, json=True)
     reproduce_studies(replace(options, page=Path("mine.md")), json=True)
     reproduce_studies(replace(options, which="joint"), json=True)
@@ -162,10 +164,10 @@ def test_only_the_papers_data_writes_the_published_page(found, monkeypatch, caps
 
 
 def test_all_are_the_papers_studies_where_the_data_is_the_papers(monkeypatch):
-    monkeypatch.setattr(studies, "_language_job", lambda name, options: name)
-    monkeypatch.setattr(studies, "_image_job", lambda name, options: name)
-    assert studies._jobs(Options("all")) == [*NAMES, "aesop", "wikitext2"]
-    assert studies._jobs(Options("all", data="digits")) == list(NAMES)
+    monkeypatch.setattr(reproduction, "_language_job", lambda name, options: name)
+    monkeypatch.setattr(reproduction, "_image_job", lambda name, options: name)
+    assert reproduction._jobs(ReproductionOptions("all")) == [*IMAGE_STUDIES, "aesop", "wikitext2"]
+    assert reproduction._jobs(ReproductionOptions("all", data="digits")) == list(IMAGE_STUDIES)
 
 
 def test_writing_a_section_leaves_the_others(found, tmp_path):

@@ -12,13 +12,20 @@ from torch.nn import functional
 import dualform
 from dualform.errors import DataError, StoreError
 from dualform.experiments.language import storage, study
-from dualform.experiments.language.examples import choose
+from dualform.experiments.language.language_summary import example_tables, language_section, summarise_language
+from dualform.experiments.language.language_training import (
+    fit,
+    held_out_loss,
+    make_language_model,
+    quality,
+    train_language_model,
+    windows,
+)
 from dualform.experiments.language.measure import HeldOut, ask_held_out, carried, chance
-from dualform.experiments.language.plans import DEFAULT, MODELS, PAPER, Storage, plan
+from dualform.experiments.language.plans import DEFAULT, MODELS, PAPER_STUDIES, Storage, plan
+from dualform.experiments.language.prompt_examples import choose_prompts
 from dualform.experiments.language.storage import Budget, announce, budget, bytes_of
-from dualform.experiments.language.study import reproduce
-from dualform.experiments.language.summary import example_tables, language_section, summarise
-from dualform.experiments.language.training import fit, held_out_loss, make_model, quality, train, windows
+from dualform.experiments.language.study import reproduce_language
 from dualform.experiments.page import write_page
 from texts import tiny_corpus, tiny_study
 
@@ -30,7 +37,7 @@ def found(request, tmp_path_factory):
     """Findings of a study on the tiny text, its folder, and its plan."""
     folder = tmp_path_factory.mktemp("language") / "study"
     plan = tiny_study(model=request.param, updates=60)
-    return reproduce(plan, tiny_corpus(), folder, seed=0), folder, plan
+    return reproduce_language(plan, tiny_corpus(), folder, seed=0), folder, plan
 
 
 # A study, end to end
@@ -52,7 +59,7 @@ def test_every_parameter_of_the_model_is_covered(found):
     _, folder, plan = found
     memory = dualform.open(folder / "run")
     recorded = {name for layer in memory.layers.values() for name in layer.parameters.values()}
-    assert recorded == {name for name, _ in make_model(plan, tiny_corpus()).named_parameters()}
+    assert recorded == {name for name, _ in make_language_model(plan, tiny_corpus()).named_parameters()}
     assert memory.steps().num_rows
 
 
@@ -68,13 +75,13 @@ def test_attention_agrees_more_than_chance(found):
 
 def test_findings_are_stored_and_reused(found, monkeypatch):
     findings, folder, plan = found
-    monkeypatch.setattr(study, "train", lambda *a, **k: pytest.fail("trained again"))
-    assert reproduce(plan, tiny_corpus(), folder, seed=0) == findings
+    monkeypatch.setattr(study, "train_language_model", lambda *a, **k: pytest.fail("trained again"))
+    assert reproduce_language(plan, tiny_corpus(), folder, seed=0) == findings
 
 
 def test_tables_and_page(found, tmp_path):
     findings, _, _ = found
-    for grid in summarise([findings, findings]):
+    for grid in summarise_language([findings, findings]):
         assert all(len(row) == len(grid.columns) for row in grid.rows), grid.title
     write_page(tmp_path / "results.md", [language_section("text", [findings], command="a command")])
     page = (tmp_path / "results.md").read_text()
@@ -87,7 +94,7 @@ def test_tables_and_page(found, tmp_path):
 
 def test_two_runs_of_one_seed_are_the_same(found, tmp_path):
     findings, _, plan = found
-    again = reproduce(plan, tiny_corpus(), tmp_path / "again", seed=0, keep=False)
+    again = reproduce_language(plan, tiny_corpus(), tmp_path / "again", seed=0, keep=False)
     assert not (tmp_path / "again" / "run").exists()
     for name in ("quality", "agreement", "examples", "carried"):
         assert again[name] == findings[name], name
@@ -119,7 +126,7 @@ def test_a_short_text_gets_fewer_streams_and_a_shorter_one_an_error():
 
 
 def test_the_state_is_carried_within_an_epoch(monkeypatch):
-    from dualform.experiments.language.training import Trainer
+    from dualform.experiments.language.language_training import Trainer
 
     corpus, plan = tiny_corpus(), tiny_study(model="lstm", updates=8)
     trainer = Trainer(plan, corpus, seed=0, device="cpu")
@@ -134,7 +141,7 @@ def test_the_state_is_carried_within_an_epoch(monkeypatch):
 
 def test_held_out_loss_is_the_mean_over_all_tokens():
     corpus, plan = tiny_corpus(), tiny_study(model="lstm")
-    model = make_model(plan, corpus).eval()
+    model = make_language_model(plan, corpus).eval()
     tokens = torch.from_numpy(corpus.test)
     rows = min(10, (len(tokens) - 1) // 10)
     length = (len(tokens) - 1) // rows
@@ -178,12 +185,12 @@ def test_where_nothing_fits_the_last_updates_are_recorded(monkeypatch, tmp_path)
     chosen = budget(plan, corpus, tmp_path)
     assert (chosen.recorded, chosen.whole) == (5, size)
     assert "the first 7 of 12 updates" in announce(plan, chosen, 2.0)
-    model = train(plan, corpus, tmp_path / "run", chosen.storage, recorded=5, seed=0, device="cpu")
+    model = train_language_model(plan, corpus, tmp_path / "run", chosen.storage, recorded=5, seed=0, device="cpu")
     memory = dualform.open(tmp_path / "run")
     assert memory.step == 5
     assert memory.verify(model)  # the start is the model as it was, with a warm optimizer
     monkeypatch.undo()
-    whole = train(plan, corpus, tmp_path / "whole", Storage(), recorded=12, seed=0, device="cpu")
+    whole = train_language_model(plan, corpus, tmp_path / "whole", Storage(), recorded=12, seed=0, device="cpu")
     for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, other)  # recording changes nothing
 
@@ -214,7 +221,7 @@ def test_what_is_said_beforehand():
 
 
 def test_plans_are_the_papers_with_paper():
-    assert plan("aesop", paper=True).recipe == PAPER["aesop"]
+    assert plan("aesop", paper=True).recipe == PAPER_STUDIES["aesop"]
     assert plan("wikitext2").recipe == DEFAULT["wikitext2", "lstm"]
     recipe = plan("wikitext2", paper=True, wide=True).recipe
     assert (recipe.units, recipe.dropout, recipe.batch, recipe.updates) == (200, 0.5, 128, 10_000)
@@ -251,7 +258,7 @@ def test_prompts_are_spread_over_the_held_out_part(found):
     _, folder, _ = found
     memory = dualform.open(folder / "run")
     corpus = memory.corpus()
-    model = make_model(tiny_study(), corpus).eval()
+    model = make_language_model(tiny_study(), corpus).eval()
     prompts = ask_held_out(model, corpus, count=5, context=8)
     test = torch.from_numpy(corpus.test)
     assert prompts.tokens.shape == (5, 8)
@@ -267,7 +274,7 @@ def test_all_patterns_carry_the_whole_logit(found, monkeypatch):
     findings, folder, _ = found
     memory = dualform.open(folder / "run").at(step=3)
     from dualform.experiments.language import measure
-    from dualform.show.models import load_model
+    from dualform.show.model_loading import load_model
 
     model = load_model(memory, None).model.eval()
     total = memory.attend(queries={"softmax": torch.zeros(1, memory.layers["softmax"].d_in)})["softmax"].count()
@@ -287,8 +294,8 @@ def test_examples_differ_and_mean_something():
     predicted = true.clone()
     predicted[0] = corpus.numbers["lamb"]
     prompts = HeldOut(torch.zeros(6, 4, dtype=torch.int64), predicted, true)
-    assert [target for _, target in choose(corpus, prompts, ())] == ["wolf", "lamb", "fox"]
-    assert choose(corpus, prompts, ("the cat",))[0] == ("the cat", None)
+    assert [target for _, target in choose_prompts(corpus, prompts, ())] == ["wolf", "lamb", "fox"]
+    assert choose_prompts(corpus, prompts, ("the cat",))[0] == ("the cat", None)
 
 
 def test_markdown_of_a_passage_is_safe():
@@ -308,5 +315,5 @@ def test_no_trial_stays_behind(found):
 def test_no_gpu_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DataError, match="torch sees no GPU"):
-        reproduce(tiny_study(), tiny_corpus(), tmp_path / "x", seed=0, device="cuda")
+        reproduce_language(tiny_study(), tiny_corpus(), tmp_path / "x", seed=0, device="cuda")
     assert not (tmp_path / "x").exists()

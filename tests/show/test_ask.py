@@ -12,18 +12,18 @@ from torch import nn
 from torch.nn import functional
 
 import dualform
+from dualform import cli
 from dualform.attend.removal import Removal
 from dualform.attend.text_answers import TextSpotlight
 from dualform.errors import QueryError
-from dualform.show import cli
-from dualform.show.models import Loaded, make_model
+from dualform.show.model_loading import Loaded, make_model
+from dualform.show.panels.badge import rebuild_badge
+from dualform.show.panels.masking import mask_effect
+from dualform.show.panels.overview import run_overview
+from dualform.show.prompt_answers import answer_prompt
 from dualform.show.report.write import write_report
-from dualform.show.viewer.ask import Ask
+from dualform.show.session import Mask, Session
 from dualform.show.viewer.opened import Opened
-from dualform.show.viewer.routes.badge import rebuild_badge
-from dualform.show.viewer.routes.mask import outcome as mask_outcome
-from dualform.show.viewer.routes.run import run as describe_run
-from dualform.show.viewer.session import Mask, Session
 from dualform.store import kept_state
 
 MODELS = """
@@ -135,9 +135,9 @@ def test_verify_names_what_is_not_recorded_in_text_json_and_report(
     assert "is rounding" in page
     session = Session(dualform.open(run), models.Half(), budget=1 << 20)
     badge = rebuild_badge(session, ("label",), wait=True)
-    assert (badge["state"], badge["uncovered"]) == ("passed", found["uncovered"])
-    assert words in badge["not_recorded"]
-    assert all(row["relative_error"] <= row["bound"] for row in badge["layers"])
+    assert (badge.state, badge.uncovered) == ("passed", found["uncovered"])
+    assert words in badge.not_recorded
+    assert all(row.relative_error <= row.bound for row in badge.layers)
 
 
 @pytest.fixture
@@ -200,11 +200,11 @@ def test_an_accepted_doubt_is_in_the_output_itself(
     status, out, _ = call(monkeypatch, capsys, "attend", run, *accept, "--json")
     assert all(words in answer["note"] for answer in json.loads(out))
     page = (tmp_path / "r.html").read_text()
-    shown = words.replace("'", "&#x27;")
+    shown = words.replace("'", "&#39;")
     assert page.count(shown) == 2, "at the top, and in the summary"
     assert f'<p class="warning" role="note">{shown}' in page
     opened = Opened(run, model="small_factories:other", accept_untrained=True)
-    assert words in describe_run(opened.session(), Ask([]))["warnings"][0]
+    assert words in run_overview(opened.session()).warnings[0]
     with pytest.raises(QueryError, match="'first' differs"):
         Opened(run, model="small_factories:other").session()
 
@@ -217,27 +217,13 @@ def mock_memory(answer: TextSpotlight) -> Any:
     return memory
 
 
-def test_a_warning_stands_in_a_text_answer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_stands_in_a_text_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded(nn.Linear(2, 2), ("WARNING: another network.",))
-    monkeypatch.setattr("dualform.show.models.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("dualform.show.prompt_answers.load_model", lambda *_, **__: loaded)
     answer = TextSpotlight("the", ("a note",), (), "fox", "words", {})
-    memory = mock_memory(answer)
-    shown: list[TextSpotlight] = []
-    monkeypatch.setattr("dualform.show.language.show_text", shown.append)
-    cli._attend_text(
-        memory,  # type: ignore[arg-type]
-        "the",
-        model=None,
-        layers=[],
-        top=1,
-        tokenizer=None,
-        context=None,
-        accept_untrained=True,
-        trust=False,
-        json=False,
-    )
+    found = answer_prompt(mock_memory(answer), "the", model=None, accept_untrained=True)
     late = "The queries are those of the model at the end, after step 9."
-    assert shown[0].notes == ("WARNING: another network.", "3 patterns unknown", late, "a note")
+    assert found.notes == ("WARNING: another network.", "3 patterns unknown", late, "a note")
 
 
 @pytest.fixture
@@ -275,13 +261,13 @@ def test_a_mask_says_what_it_cannot_decide(
     assert (status, err) == (0, "")
     assert all("24 patterns have no value" in answer["note"] for answer in json.loads(out))
     session = Session(dualform.open(partly), dualform.open(partly).trained(network(partly)), budget=1 << 20)
-    found = mask_outcome(session, Mask(Removal(by=("label",), groups=(3,))))
-    assert found["unknown"] == {"0": 24, "3": 24}
-    assert words in found["undecided"]
-    found = mask_outcome(session, Mask(Removal(by=("label",), groups=(3,)), layers=("3",)))
-    assert found["unknown"] == {"3": 24}
-    found = mask_outcome(session, Mask(Removal(by=("label",), steps=((0, 3),))))
-    assert (found["unknown"], found["undecided"]) == ({}, "")
+    effect = mask_effect(session, Mask(Removal(by=("label",), groups=(3,))))
+    assert effect.unknown == {"0": 24, "3": 24}
+    assert words in effect.undecided
+    effect = mask_effect(session, Mask(Removal(by=("label",), groups=(3,)), layers=("3",)))
+    assert effect.unknown == {"3": 24}
+    effect = mask_effect(session, Mask(Removal(by=("label",), steps=((0, 3),))))
+    assert (effect.unknown, effect.undecided) == ({}, "")
 
 
 def network(run: Path) -> nn.Module:

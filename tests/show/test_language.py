@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import dualform
-from dualform.show import cli
-from dualform.show.models import load_model
+from dualform import cli
+from dualform.show.model_loading import load_model
 from language_models import TEXT, TOKENS, Letters, letters, record_last_position_model
 from texts import recorded, tiny_text
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.show.tables import cell, console, percent, plain, print_grid
-from dualform.show.terminal import draw, side_by_side
+from dualform.show.terminal_images import draw, join_blocks
+from dualform.show.terminal_tables import cell, console, percent, plain, print_grid
 
 
 def test_draw_shrinks_a_tall_image_by_whole_factors():
@@ -23,7 +23,7 @@ def test_draw_takes_colour_and_darkness():
 
 
 def test_side_by_side_aligns_blocks_of_different_height():
-    text = side_by_side([("a", ["xx"]), ("bc", ["y", "z"])], gap=1)
+    text = join_blocks([("a", ["xx"]), ("bc", ["y", "z"])], gap=1)
     assert text.splitlines() == ["a  bc", "xx y", "   z"]
 
 

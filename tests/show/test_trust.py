@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import dualform
+from dualform import cli
 from dualform.errors import QueryError
-from dualform.show import cli
-from dualform.show.models import load_model
+from dualform.show.model_loading import load_model
 from dualform.show.viewer.opened import Opened
 from small import recorded
 
@@ -83,7 +83,7 @@ def test_what_is_no_factory_of_its_module_is_refused_even_where_the_run_is_trust
 
 def test_our_own_modules_that_are_no_models_need_trust(foreign: Path) -> None:
     """One of them would import and call what it is told."""
-    forge(foreign, "dualform.show.models:make_model", spec="subprocess:run")
+    forge(foreign, "dualform.show.model_loading:make_model", spec="subprocess:run")
     with pytest.raises(QueryError, match="--trust"):
         load_model(dualform.open(foreign), None)
 
@@ -173,3 +173,14 @@ def test_a_running_viewer_does_not_follow_a_changed_factory(foreign: Path, tmp_p
         opened.session()
     assert not (tmp_path / "PWNED").exists()
     opened.close()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"widths": "xy"}, {}, {"widths": [5, 3], "depth": 2}, {"widths": [1 << 40, 1 << 40]}]
+)
+def test_arguments_that_our_own_factory_does_not_take_are_refused_by_name(
+    foreign: Path, arguments: dict[str, Any]
+) -> None:
+    forge(foreign, "dualform.experiments.models:mlp", **arguments)
+    with pytest.raises(QueryError, match=r"dualform\.experiments\.models:mlp\(.*\), which failed"):
+        Opened(foreign).session()

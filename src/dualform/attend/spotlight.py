@@ -1,6 +1,5 @@
 """Spotlights: for each query and layer, what it attends to. One layer's is in `layer.py`; here are all together."""
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from dualform.attend.effects_moments import outside
 from dualform.attend.groups import By
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.questions import Per, Question, answer_all
+from dualform.drawing import notebook_html
 from dualform.engine.measures import Of
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.threads import in_own_dtype
@@ -34,11 +34,9 @@ class Spotlight:
     def __repr__(self) -> str:
         return "\n".join(repr(layer) for layer in self.layers.values())
 
-    def _repr_html_(self) -> str:
-        """Draw the spotlight for a notebook: what a report shows of it."""
-        # By name, when asked for: what draws comes after what attends.
-        html: str = importlib.import_module("dualform.show.report.notebook").spotlight_html(self)
-        return html
+    def _repr_html_(self) -> str | None:
+        """Return the spotlight as HTML for a notebook, by the function that is registered for it."""
+        return notebook_html(self)
 
     @in_own_dtype
     def compute(self, *questions: Question) -> list[dict[str, Any]]:

@@ -3,12 +3,12 @@
 What is found, and how it reads; how it is found stands in `text.py`.
 """
 
-import html
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dualform.attend.passages import Passage
 from dualform.attend.prompts import Guess
+from dualform.drawing import notebook_html
 from dualform.errors import UnknownLayerError
 from dualform.tokens import Unit, space_between
 
@@ -86,39 +86,11 @@ class TextSpotlight:
                 lines += [f"  {p.attention:10.4g}  {p.document}: {p.text()}" for p in passages]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Return the spotlights as tables, for notebooks."""
-        notes = "".join(f"<p><i>{html.escape(note)}</i></p>" for note in self.notes)
-        guesses = ", ".join(f"{html.escape(guess.token)} ({guess.probability:.1%})" for guess in self.next)
-        head = (
-            f"<p>{html.escape(self.prompt)}{self.space}<b>{html.escape(self.goes_on)}</b><br>next: {guesses}</p>{notes}"
-        )
-        return head + "".join(_html_layer(layer) for layer in self.layers.values())
+    def _repr_html_(self) -> str | None:
+        """Return the spotlights as HTML for a notebook, by the function that is registered for them."""
+        return notebook_html(self)
 
 
 def rankings(layer: TextLayer) -> list[tuple[str, tuple[Passage, ...]]]:
     """Return a layer's passages with what they are ranked by."""
     return [("by single pattern", layer.by_pattern), ("by total over a token's occurrences", layer.by_total)]
-
-
-def _html_layer(layer: TextLayer) -> str:
-    parts = [f"<h4>{html.escape(layer.layer)} ({layer.patterns:,} patterns)</h4>"]
-    for what, passages in rankings(layer):
-        rows = "".join(
-            f"<tr><td>{passage.attention:.4g}</td><td>{passage.occurrences:,}</td>"
-            f"<td>{html.escape(passage.document)}</td><td style='text-align:left'>{_html_text(passage)}</td></tr>"
-            for passage in passages
-        )
-        head = "<tr><th>attention</th><th>occurrences</th><th>document</th><th>passage</th></tr>"
-        parts.append(f"<table><caption>{html.escape(what)}</caption>{head}{rows}</table>")
-    for what, totals in (("document", layer.documents), ("token", layer.tokens)):
-        rows = "".join(
-            f"<tr><td>{html.escape(total.name)}</td><td>{total.attention:.4g}</td><td>{total.patterns:,}</td></tr>"
-            for total in totals
-        )
-        parts.append(f"<table><tr><th>{what}</th><th>total attention</th><th>patterns</th></tr>{rows}</table>")
-    return "".join(parts)
-
-
-def _html_text(passage: Passage) -> str:
-    return "".join(f"<b>{html.escape(text)}</b>" if bold else html.escape(text) for text, bold in passage.pieces())

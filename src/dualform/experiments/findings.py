@@ -1,4 +1,4 @@
-"""Findings: what a study found with one seed, stored as JSON beside its run, with the time and the machine it took."""
+"""Findings: the results of a study with one seed, stored as JSON beside its run, with its time and its machine."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import torch
 
 from dualform._version import __version__
 from dualform.engine.verification import Verification
-from dualform.show.tables import plain
+from dualform.show.terminal_tables import plain
 
 FINDINGS = "findings.json"
 T = TypeVar("T")
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds spent, by what they were spent on."""
+    """Seconds spent on each part of a study, by the name of the part."""
 
     seconds: dict[str, float]
 
@@ -37,7 +37,7 @@ class Clock:
 
 
 def make_room(folder: Path, study: Any, *, seed: int, keep: bool) -> Row | None:
-    """Return the findings that a folder holds already for this very study, or nothing, having emptied it.
+    """Return the findings that a folder holds already for this very study; otherwise empty it and return None.
 
     Args:
         folder: the folder of a study and seed.
@@ -55,8 +55,8 @@ def make_room(folder: Path, study: Any, *, seed: int, keep: bool) -> Row | None:
     return None
 
 
-def store(folder: Path, findings: Row) -> Row:
-    """Write findings, and return them as they will be read."""
+def store_findings(folder: Path, findings: Row) -> Row:
+    """Write findings as JSON, and return them as JSON gives them back."""
     path = folder / FINDINGS
     path.write_text(json.dumps(plain(findings), indent=1) + "\n")
     result: Row = json.loads(path.read_text())
@@ -64,15 +64,15 @@ def store(folder: Path, findings: Row) -> Row:
 
 
 def exactness(verification: Verification) -> list[Row]:
-    """Return what is stored of each layer, and how well it is rebuilt; no error for keys only."""
+    """Return the patterns, bytes and rebuild error of each layer; the error is None for keys only."""
     return [
         {"layer": c.layer, "patterns": c.patterns, "bytes": c.bytes, "relative_error": c.error}
         for c in verification.layers
     ]
 
 
-def machine(device: str) -> Row:
-    """Describe what the numbers were measured on."""
+def describe_machine(device: str) -> Row:
+    """Describe the machine and the software that the numbers were measured with."""
     gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
     return {
         "processor": gpu or f"{platform.machine()}, {os.cpu_count()} cores",

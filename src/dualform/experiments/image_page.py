@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from dualform.experiments.findings import Row
 from dualform.experiments.page import Section, made_by
-from dualform.experiments.summary import summarise
-
-Row = dict[str, Any]
+from dualform.experiments.study_summary import summarise_images
 
 INTRODUCTION = {
     "single": (
@@ -31,7 +29,7 @@ def image_section(name: str, findings: Sequence[Row], figures: Path, *, command:
         name: the study's.
         findings: of its seeds.
         figures: the folder with the figures of the first seed.
-        command: what made all this.
+        command: the command line that made the findings.
     """
     title, text = INTRODUCTION[name]
     phases = ", then ".join(
@@ -42,7 +40,7 @@ def image_section(name: str, findings: Sequence[Row], figures: Path, *, command:
         name=name,
         title=f"{title}: `dualform reproduce {name}`",
         text=(f"{phases}. {text}", f"{made_by(command, len(findings))} {_recipe(findings[0])}"),
-        grids=summarise(findings),
+        grids=summarise_images(findings),
         figures={figure: figures / figure for figure in shown},
         captions={figure: _caption(figure) for figure in shown},
     )

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 import dualform
 from dualform.attend.memory import Memory
 from dualform.experiments.agreement import agreement
-from dualform.experiments.examples import choose, draw_figures, look
-from dualform.experiments.findings import Clock, Row, exactness, machine, make_room, store
-from dualform.experiments.studies import Study, load_sets
-from dualform.experiments.training import Task, make_tasks, predict, train
-from dualform.show.tables import plain
+from dualform.experiments.findings import Clock, Row, describe_machine, exactness, make_room, store_findings
+from dualform.experiments.image_examples import attend_examples, choose_examples, draw_figures
+from dualform.experiments.image_studies import ImageStudy, load_sets
+from dualform.experiments.image_training import Task, accuracy, make_tasks, train_classifier
+from dualform.show.predictions import predict
+from dualform.show.terminal_tables import plain
 
 CLOSE = 1000  # test examples per task for which attention is compared between tasks
 
 
-def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
+def reproduce_images(study: ImageStudy, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
     """Run a study with one seed and return its findings.
 
     Args:
@@ -35,7 +36,9 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
     clock = Clock({})
     tasks = clock("data", lambda: make_tasks(load_sets(study.tasks)))
     run = folder / "run"
-    model = clock("training", lambda: train(tasks, study.phases, study.recipe, run, seed=seed, device=device))
+    model = clock(
+        "training", lambda: train_classifier(tasks, study.phases, study.recipe, run, seed=seed, device=device)
+    )
     memory = dualform.open(run)
     verification = clock("verify", lambda: memory.verify(model))
     findings: Row = {
@@ -43,7 +46,7 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
         "seed": seed,
         "verified": verification.passed,
         "layers": exactness(verification),
-        "accuracy": {task.name: _accuracy(model, task) for task in tasks},
+        "accuracy": {task.name: accuracy(model, task) for task in tasks},
         "table_1": clock("table 1", lambda: _table_1(memory, model, tasks[0])) if len(tasks) == 1 else None,
         "sharing": clock("sharing", lambda: _sharing(memory, model, tasks)) if len(tasks) > 1 else None,
         "masks": clock("masks", lambda: _masks(memory, model, tasks, study)) if study.name == "continual" else None,
@@ -53,15 +56,11 @@ def reproduce(study: Study, folder: Path, *, seed: int, device: str = "cpu", kee
     }
     findings["figures"] = clock("figures", lambda: _figures(memory, model, tasks, study, folder / "figures"))
     findings["seconds"] = clock.seconds
-    findings["machine"] = machine(device)
-    result = store(folder, findings)
+    findings["machine"] = describe_machine(device)
+    result = store_findings(folder, findings)
     if not keep:
         shutil.rmtree(run)
     return result
-
-
-def _accuracy(model: nn.Module, task: Task) -> float:
-    return float((predict(model, task.test) == task.test_labels).double().mean())
 
 
 def _table_1(memory: Memory, model: nn.Module, task: Task) -> Row:
@@ -95,7 +94,7 @@ def _sharing(memory: Memory, model: nn.Module, tasks: Sequence[Task]) -> list[Ro
     return rows
 
 
-def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study) -> list[Row]:
+def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> list[Row]:
     """Return both tasks' accuracies of the memory and of its masked views."""
     second = tasks[1]
     switch = study.phases[0].steps
@@ -113,11 +112,11 @@ def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study
     rows = []
     for what, make in views:
         view = make()
-        rows.append({"memory": what, **{task.name: _accuracy(view, task) for task in tasks}})
+        rows.append({"memory": what, **{task.name: accuracy(view, task) for task in tasks}})
     return rows
 
 
-def _forgotten(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study) -> Row:
+def _forgotten(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> Row:
     """Look at tests of the first task that were right before the second and are wrong after it."""
     first, second = tasks
     before = predict(memory.at(step=study.phases[0].steps).apply(model), first.test) == first.test_labels
@@ -156,12 +155,12 @@ def _mean(hits: Any) -> float:
     return sum(flags) / len(flags)
 
 
-def _figures(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Study, folder: Path) -> list[str]:
+def _figures(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy, folder: Path) -> list[str]:
     by: str | list[str] = "label" if len(tasks) == 1 else ["task", "label"]
     names: list[str] = []
     for task in tasks:
         outputs: Tensor = predict(model, task.test)
-        closeup = look(memory, model, choose(task, outputs, right=1, wrong=1), by=by)
+        closeup = attend_examples(memory, model, choose_examples(task, outputs, right=1, wrong=1), by=by)
         paths = draw_figures(closeup, tasks, folder, prefix=f"{study.name}-{task.name}")
         names += [path.name for path in paths]
     return names

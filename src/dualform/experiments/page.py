@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dualform.experiments.summary import Grid
+from dualform.experiments.study_summary import Grid
 
 HEAD = """# Results
 

@@ -1,4 +1,4 @@
-"""Figures (matplotlib): what each layer attends to, per group, for one test example.
+"""Figures (matplotlib) of one test example: the attention of each layer by group, and the top training images.
 
 Colour-blind safe and readable at half width: the groups are told apart by place and label, and only the target and the
 model's output are coloured. Takes arrays, not memories.

@@ -1,4 +1,4 @@
-"""Small images as PNG bytes, with nothing but the standard library."""
+"""Small images as PNG bytes, by the standard library alone."""
 
 import struct
 import zlib

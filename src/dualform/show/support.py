@@ -5,7 +5,7 @@ from dualform.coefficients import optimizers as scalar
 from dualform.record.layers import composites, registered
 from dualform.record.optimizers import supported
 
-KEYS = {
+LAYER_KEYS = {
     "Linear": "input",
     "transformers.Conv1D": "input; the weight is stored transposed",
     "Embedding": "token, an integer; attention is 1 where tokens are equal, else 0",
@@ -13,7 +13,7 @@ KEYS = {
 }
 
 
-LOOP = (
+LOOP_OUTCOMES = (
     ("hand-written updates, weight clipping, `p.data` edits, EMA copied back, a checkpoint loaded in mid-run",
      "refused at the next step, with the parameter and the step; at closing a warning"),
     ("a module or parameter exchanged, optimizer state cleared or loaded, `model.double()` in mid-run",
@@ -32,16 +32,16 @@ LOOP = (
     ("`torch.save(model)` while recording", "the file holds nothing of dualform"),
     ("any of these with `on_failure=\"detach\"`", "a warning, and training goes on without recording"),
 )  # fmt: skip
-"""What training code does around the layers, and what becomes of it."""
+"""Practices of training code around the layers, and the outcome of each while recording."""
 
-ROWS = (
+ROW_OUTCOMES = (
     ("proved", "a permuted batch moved the layer's keys and values with it", "columns per row"),
     ("not aligned", "positions looked up once, prototypes, rows that are sorted, rolled or mixed",
      "null, with one warning; give `annotate(rows={layer: ...})` if you know them"),
     ("assumed", "no trial: random numbers in the forward, a model over 2 GB, hooks of yours, packed or sparse inputs",
      "columns per row by number, with one warning"),
 )  # fmt: skip
-"""What is known of a layer's rows, when, and which columns its patterns get."""
+"""The outcomes of aligning a layer's rows with the batch: name, when it occurs, columns of the patterns."""
 
 
 def support_page() -> str:
@@ -56,7 +56,7 @@ def support_page() -> str:
         "",
         "| layer | key |",
         "|---|---|",
-        *(f"| `{name}` | {KEYS.get(name) or _key(name)} |" for name in sorted([*registered(), *composites()])),
+        *(f"| `{name}` | {LAYER_KEYS.get(name) or _key(name)} |" for name in sorted([*registered(), *composites()])),
         "",
         "One parameter may be used by several of these (a tied embedding and output layer): every use is recorded,",
         "and the identity holds for their sum.",
@@ -71,7 +71,7 @@ def support_page() -> str:
         "",
         "| your code | what happens |",
         "|---|---|",
-        *(f"| {code} | {outcome} |" for code, outcome in LOOP),
+        *(f"| {code} | {outcome} |" for code, outcome in LOOP_OUTCOMES),
         "",
         "## Rows and annotations",
         "",
@@ -80,7 +80,7 @@ def support_page() -> str:
         "",
         "| outcome | when | what patterns get |",
         "|---|---|---|",
-        *(f"| {outcome} | {when} | {columns} |" for outcome, when, columns in ROWS),
+        *(f"| {outcome} | {when} | {columns} |" for outcome, when, columns in ROW_OUTCOMES),
         "",
         "Constants belong to every pattern. Where two axes of the inputs could both be the rows, `batch_axis` is asked",
         "for.",

@@ -14,7 +14,7 @@ from small_models import record_letters
 
 import dualform
 from dualform.experiments.datasets import load
-from dualform.experiments.training import Phase, Recipe, make_tasks, train
+from dualform.experiments.image_training import ClassifierRecipe, Phase, make_tasks, train_classifier
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
 NO_CHROMIUM = "needs Chromium: on Debian `apt-get install chromium`; scripts/test does it when it runs as root"
@@ -25,8 +25,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A recorded run of digits with its model and its task."""
     folder = tmp_path_factory.mktemp("viewer") / "run"
     tasks = make_tasks([load("digits")])
-    recipe = Recipe(hidden=(24, 16), learning_rate=0.05, batch=64)
-    model = train(tasks, [Phase(("digits",), 80)], recipe, folder, seed=0)
+    recipe = ClassifierRecipe(hidden=(24, 16), learning_rate=0.05, batch=64)
+    model = train_classifier(tasks, [Phase(("digits",), 80)], recipe, folder, seed=0)
     return SimpleNamespace(folder=folder, model=model, task=tasks[0])
 
 

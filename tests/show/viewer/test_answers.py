@@ -12,10 +12,10 @@ import torch
 from served import Running
 
 import dualform
-from dualform.experiments.training import predict
+from dualform import cli
 from dualform.progress import bar
-from dualform.show import cli
-from dualform.show.viewer.jobs import AT_ONCE
+from dualform.show.predictions import predict
+from dualform.show.viewer.jobs import MAX_RUNNING_JOBS
 
 
 def command(capsys, monkeypatch, *arguments):
@@ -296,7 +296,7 @@ def test_whoever_goes_away_stops_the_work(digits, monkeypatch):
                 pytest.fail("the job is still listed")
     finally:
         server.stop()
-    assert AT_ONCE > 1
+    assert MAX_RUNNING_JOBS > 1
 
 
 def _abandon(client):

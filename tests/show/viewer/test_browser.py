@@ -315,9 +315,9 @@ def test_a_slow_answer_shows_its_progress_and_can_be_cancelled(chromium, digits,
     import time as clock
 
     from dualform.progress import bar
-    from dualform.show.viewer.routes import curves
+    from dualform.show.viewer import routes
 
-    real = curves.sorted_attention
+    real = routes.sorted_attention
     slow = {"on": False}
 
     def wait(*arguments, **options):
@@ -328,7 +328,7 @@ def test_a_slow_answer_shows_its_progress_and_can_be_cancelled(chromium, digits,
                     advance(1)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(curves, "sorted_attention", wait)
+    monkeypatch.setattr(routes, "sorted_attention", wait)
     server = Running(digits.folder)
     try:
         with Watched(chromium, server) as watched:

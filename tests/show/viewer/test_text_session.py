@@ -6,12 +6,13 @@ import torch
 import dualform
 from dualform.attend.removal import Removal
 from dualform.errors import QueryError
-from dualform.show.viewer.ask import Ask, BadQuestion
-from dualform.show.viewer.routes.layers import totals
-from dualform.show.viewer.routes.passage import passage
-from dualform.show.viewer.routes.prediction import predict
-from dualform.show.viewer.routes.run import run as describe
-from dualform.show.viewer.session import Mask, Session, windows
+from dualform.show.held_out import held_out_windows
+from dualform.show.panels.layer_totals import layer_totals
+from dualform.show.panels.overview import run_overview
+from dualform.show.panels.prediction import model_prediction
+from dualform.show.session import Mask, Session
+from dualform.show.viewer.parameters import BadQuestion, RequestParameters
+from dualform.show.viewer.routes import questions
 from language_models import (
     BLOCK,
     CHARACTERS,
@@ -37,7 +38,7 @@ def session_of(memory, model):
 def test_tests_fit_the_context(recorded):
     session = session_of(*recorded)
     assert session.tests.shape[1] == BLOCK
-    assert torch.equal(windows(characters(), 5)[0].unique(), TOKENS[:200].unique())
+    assert torch.equal(held_out_windows(characters(), 5)[0].unique(), TOKENS[:200].unique())
     with torch.no_grad():
         said = session.model(session.tests, session.tests)[0][:, -1].argmax(1)
     assert torch.equal(session.predictions(), said)
@@ -49,11 +50,11 @@ def test_an_unknown_context_is_found_by_trying(recorded):
     session = session_of(memory, memory.trained(LastPositionModel(block_size=None)))
     assert session.context is None
     assert session.tests.shape[1] == 10  # 80, 40, 20, 10
-    whole, targets = windows(characters())
+    whole, targets = held_out_windows(characters())
     assert torch.equal(session.tests, whole[:, -10:])
     assert torch.equal(session.targets, targets)
     with pytest.raises(BadQuestion, match="AssertionError: Cannot forward sequence of length 40"):
-        Ask([("prompt", written(TOKENS[:40]))]).subject(session)
+        RequestParameters([("prompt", written(TOKENS[:40]))]).subject(session)
 
 
 def test_a_model_that_takes_no_tokens_is_an_error_with_its_own_words(recorded):
@@ -69,21 +70,21 @@ def test_a_model_that_takes_no_tokens_is_an_error_with_its_own_words(recorded):
 
 def test_a_prompt_is_cut_and_answered(recorded):
     session = session_of(*recorded)
-    subject = Ask([("prompt", written(TOKENS[:40]))]).subject(session)
+    subject = RequestParameters([("prompt", written(TOKENS[:40]))]).subject(session)
     assert torch.equal(subject.inputs, TOKENS[None, 40 - BLOCK : 40])
-    said = predict(session, subject, Mask(Removal()))
+    said = model_prediction(session, subject, Mask(Removal()))
     with torch.no_grad():
-        assert said["before"] == int(session.model(subject.inputs)[0].argmax())
-    assert [layer["layer"] for layer in totals(session, subject, ("token",), "attention")["layers"]][-1] == "lm_head"
+        assert said.before == int(session.model(subject.inputs)[0].argmax())
+    assert [layer.layer for layer in layer_totals(session, subject, ("token",), "attention").layers][-1] == "lm_head"
 
 
 def test_pieces_offer_no_prompt(run):
     memory, model = record_last_position_model(run)
     memory.add_corpus(dualform.Corpus.from_tokens(TOKENS, vocabulary=CHARACTERS, test=TOKENS[:100]))
     session = session_of(memory, model)
-    assert describe(session, Ask([]))["prompt"] is False
+    assert run_overview(session).prompt is False
     with pytest.raises(BadQuestion, match="in pieces of a tokenizer"):
-        Ask([("prompt", "the wolf")]).subject(session)
+        RequestParameters([("prompt", "the wolf")]).subject(session)
 
 
 def test_a_text_that_does_not_fit_is_refused(run):
@@ -91,9 +92,9 @@ def test_a_text_that_does_not_fit_is_refused(run):
     memory.add_tests(TOKENS[None, :BLOCK])
     session = session_of(memory, model)
     for ask in (
-        lambda: describe(session, Ask([])),
-        lambda: Ask([("prompt", "the wolf")]).subject(session),
-        lambda: passage(session, Ask([("place", "3")])),
+        lambda: run_overview(session),
+        lambda: RequestParameters([("prompt", "the wolf")]).subject(session),
+        lambda: questions()["/api/passage"](session, RequestParameters([("place", "3")])),
     ):
         with pytest.raises(QueryError, match="annotated places are wrong"):
             ask()

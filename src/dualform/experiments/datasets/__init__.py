@@ -1,9 +1,9 @@
 """The data sets of the experiments, by name.
 
 One data set a file, registered by `@provides` and imported here. `load` gives the images and `load_text` the text,
-wherever they are from; `fetch` only sees to it that this machine has them; `describe` says what there is. Where the
-files come from stands in `sources`. Importing this package is cheap: numpy, torch and scikit-learn are imported where
-they are used.
+wherever they are from; `fetch` only sees to it that this machine has them; `describe_datasets` lists them all. The
+places that files come from stand in `sources`. Importing this package is cheap: numpy, torch and scikit-learn are
+imported where they are used.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ __all__ = [
     "ImageSet",
     "Location",
     "TextSet",
-    "describe",
+    "describe_datasets",
     "fetch",
     "load",
     "load_text",
@@ -64,12 +64,12 @@ class Description:
         return self.location is not None
 
 
-def describe() -> tuple[Description, ...]:
+def describe_datasets() -> tuple[Description, ...]:
     """Describe every data set, and say where this machine has it.
 
     Only looks whether the files are there; their checksums are verified by `fetch` and `load`.
 
-    >>> [row.name for row in describe()]
+    >>> [row.name for row in describe_datasets()]
     ['aesop', 'cifar-10', 'digits', 'fashion-mnist', 'mnist', 'moby-dick', 'wikitext-2']
     """
     return tuple(

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dualform.errors import DataError
 from dualform.experiments.datasets.catalogue import provides
 from dualform.experiments.datasets.download import BookDownload
-from dualform.experiments.datasets.textset import TextSet, Title, decode, hold_out
+from dualform.experiments.datasets.textset import TextSet, Title, decode_text, hold_out
 
-FIRST = "\nTHE WOLF AND THE LAMB\n"
-END = "\nANNOUNCEMENTS\n"
+FIRST_FABLE = "\nTHE WOLF AND THE LAMB\n"
+AFTER_FABLES = "\nANNOUNCEMENTS\n"
 
 
 @provides(
@@ -19,10 +19,12 @@ END = "\nANNOUNCEMENTS\n"
 )
 def build_aesop(contents: Mapping[str, bytes]) -> TextSet:
     """Aesop's fables by J. H. Stickney, 137,694 characters, of which the last tenth is held out."""
-    text = decode(contents["stickney.txt"], name="aesop/stickney.txt")
-    start, end = text.find(FIRST), text.find(END)
+    text = decode_text(contents["stickney.txt"], name="aesop/stickney.txt")
+    start, end = text.find(FIRST_FABLE), text.find(AFTER_FABLES)
     if start < 0 or end < start:
-        raise DataError(f"aesop/stickney.txt has no {FIRST.strip()!r} before {END.strip()!r}. Fetch it again.")
+        raise DataError(
+            f"aesop/stickney.txt has no {FIRST_FABLE.strip()!r} before {AFTER_FABLES.strip()!r}. Fetch it again."
+        )
     fables = text[start + 1 : end + 1]
     train, test = hold_out(fables, characters=len(fables) // 10)
     return TextSet("aesop", train, test, unit="chars", titles=headings(train))

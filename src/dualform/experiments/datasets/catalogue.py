@@ -1,4 +1,4 @@
-"""What a data set has to say about itself, and the registry of data sets.
+"""The description of a data set, and the registry of data sets.
 
 Does not read or fetch anything: `sources` does, by what is said here.
 """
@@ -25,7 +25,7 @@ class Remote(Protocol):
 
     @property
     def label(self) -> str:
-        """What the place is called in messages."""
+        """The name of the place in messages."""
 
     def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
         """Return the uncompressed content of the files, or raise `SourceError` with the reason."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 _TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 _TEST = ("test_batch",)
@@ -95,7 +95,7 @@ def build_cifar10(contents: Mapping[str, bytes]) -> ImageSet:
         train_labels=train[:, 0].astype(np.int64),
         test_images=_images(test),
         test_labels=test[:, 0].astype(np.int64),
-        class_names=CLASS_NAMES,
+        class_names=CIFAR10_CLASSES,
     )
 
 
@@ -106,7 +106,7 @@ def _decode(png: bytes) -> Bytes:
     try:
         from PIL import Image
     except ImportError as error:
-        raise SourceError("its images are PNG, and Pillow is not installed: pip install pillow") from error
+        raise SourceError("its images are PNG, and Pillow is not installed: pip install 'dualform[data]'") from error
     with Image.open(io.BytesIO(png)) as image:
         return np.asarray(image.convert("RGB"))
 

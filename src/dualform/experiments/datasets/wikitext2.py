@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from dualform.experiments.datasets.catalogue import provides
 from dualform.experiments.datasets.download import ZipDownload
-from dualform.experiments.datasets.textset import TextSet, Title, decode
+from dualform.experiments.datasets.textset import TextSet, Title, decode_text
 
 _TITLE = re.compile(r" = ([^=]+) = ")
 
@@ -26,7 +26,7 @@ _TITLE = re.compile(r" = ([^=]+) = ")
 def build_wikitext2(contents: Mapping[str, bytes]) -> TextSet:
     """Wikipedia articles, 600 pages of 2,088,628 words to train on and 60 of 245,569 held out."""
     train, test = (
-        decode(contents[file], name=f"wikitext-2/{file}") for file in ("wiki.train.tokens", "wiki.test.tokens")
+        decode_text(contents[file], name=f"wikitext-2/{file}") for file in ("wiki.train.tokens", "wiki.test.tokens")
     )
     return TextSet("wikitext-2", train, test, unit="words", spaced=True, titles=page_titles(train))
 

@@ -6,7 +6,6 @@ says. How often is it, in each layer; how often with a random pattern; and with 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,19 +14,19 @@ from torch import Tensor, nn
 from dualform.attend.last_tokens import last_queries
 from dualform.attend.memory import Memory
 from dualform.attend.prompts import last_logits
+from dualform.experiments.findings import Row
 from dualform.store.corpus import Corpus
 
-Row = dict[str, Any]
-PROMPTS = 512
-CONTEXT = 100  # tokens of a prompt
-AT_ONCE = 16  # prompts in one forward pass: each gives logits over the whole vocabulary at every token
+HELD_OUT_PROMPTS = 512
+PROMPT_TOKENS = 100  # tokens of a prompt
+PROMPTS_AT_ONCE = 16  # prompts in one forward pass: each gives logits over the whole vocabulary at every token
 CARRIED = (1, 10, 100)
 TOTALS = 1 << 30  # bytes of totals by place that may be held
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """Held-out prompts: what the model reads, says, and should say.
+    """Held-out prompts: their tokens, the tokens that the model predicts next, and the true next tokens.
 
     Attributes:
         tokens: (P, L) the prompts.
@@ -40,19 +39,21 @@ class HeldOut:
     true: Tensor
 
 
-def ask_held_out(model: nn.Module, corpus: Corpus, *, count: int = PROMPTS, context: int = CONTEXT) -> HeldOut:
+def ask_held_out(
+    model: nn.Module, corpus: Corpus, *, count: int = HELD_OUT_PROMPTS, context: int = PROMPT_TOKENS
+) -> HeldOut:
     """Return prompts that end at evenly spaced places of the held-out part, as many as there are up to `count`."""
     test = torch.from_numpy(corpus.test)
     context = min(context, len(test) - 1)
     ends = torch.arange(context, len(test))  # the place after a prompt's last token
     chosen = ends[torch.linspace(0, len(ends) - 1, min(count, len(ends))).long()]
     tokens = test[chosen[:, None] + torch.arange(-context, 0)]
-    said = [last_logits(model, part).argmax(dim=1).cpu() for part in tokens.split(AT_ONCE)]
+    said = [last_logits(model, part).argmax(dim=1).cpu() for part in tokens.split(PROMPTS_AT_ONCE)]
     return HeldOut(tokens, torch.cat(said), test[chosen])
 
 
-def agreement(memory: Memory, model: nn.Module, prompts: HeldOut) -> list[Row]:
-    """Return, per layer and for chance, how often an attended token's follower is what the model says and what is true.
+def token_agreement(memory: Memory, model: nn.Module, prompts: HeldOut) -> list[Row]:
+    """Return, per layer and for chance, how often an attended token's follower is the predicted and the true token.
 
     Embeddings are left out: all patterns of one token are alike to them, and that is the second kind of chance.
     Chance is exact: the share of all patterns, and of all patterns of the prompt's last token, whose follower agrees.
@@ -136,5 +137,5 @@ def carried(memory: Memory, model: nn.Module, prompts: HeldOut, layer: str) -> l
 def _queries(memory: Memory, model: nn.Module, prompts: HeldOut, layers: list[str] | None = None) -> dict[str, Tensor]:
     """Return each layer's query at the last token of each prompt, (P, d_in)."""
     entries = {name: entry for name, entry in memory.layers.items() if layers is None or name in layers}
-    parts = [last_queries(model, tokens, entries) for tokens in prompts.tokens.split(AT_ONCE)]
+    parts = [last_queries(model, tokens, entries) for tokens in prompts.tokens.split(PROMPTS_AT_ONCE)]
     return {name: torch.cat([part[name] for part in parts]) for name in entries}

@@ -14,14 +14,14 @@ from dualform.errors import DataError
 from dualform.experiments.models import lstm, transformer
 from dualform.record.watch import What
 
-Name = Literal["aesop", "wikitext2", "text"]
-NAMES: tuple[Name, ...] = get_args(Name)
+LanguageStudyName = Literal["aesop", "wikitext2", "text"]
+LANGUAGE_STUDIES: tuple[LanguageStudyName, ...] = get_args(LanguageStudyName)
 ModelName = Literal["lstm", "transformer"]
 MODEL_NAMES: tuple[ModelName, ...] = get_args(ModelName)
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class LanguageRecipe:
     """How a language model is made and trained, by truncated back-propagation with Adam.
 
     Attributes:
@@ -47,7 +47,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What is stored of a run: by layer name or pattern, of which the first match decides.
+    """What is stored of each layer: by layer name or file pattern, of which the first match decides.
 
     Attributes:
         layers: `"keys+values"` or `"keys"`.
@@ -70,7 +70,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
+class LanguageStudy:
     """One study: a model on a text.
 
     Attributes:
@@ -83,10 +83,10 @@ class Study:
         prompts: prompts to show, besides held-out ones.
     """
 
-    name: Name
+    name: LanguageStudyName
     data: str
     model: ModelName
-    recipe: Recipe
+    recipe: LanguageRecipe
     storages: tuple[Storage, ...]
     paper: bool = False
     prompts: tuple[str, ...] = ()
@@ -107,48 +107,52 @@ STORAGES: Mapping[tuple[ModelName, bool], tuple[Storage, ...]] = {  # by model, 
     ("transformer", True): (WIDE_BLOCKS, HALF_KEYS),
 }
 
-PAPER: Mapping[Name, Recipe] = {
-    "aesop": Recipe(units=1024, embedding=64, updates=5000),
-    "wikitext2": Recipe(units=200, embedding=200, updates=10_000, dropout=0.5, batch=128, learning_rate=3e-3, clip=1.0),
+PAPER_STUDIES: Mapping[LanguageStudyName, LanguageRecipe] = {
+    "aesop": LanguageRecipe(units=1024, embedding=64, updates=5000),
+    "wikitext2": LanguageRecipe(
+        units=200, embedding=200, updates=10_000, dropout=0.5, batch=128, learning_rate=3e-3, clip=1.0
+    ),
 }
 
 EPOCH = 163  # updates in an epoch of WikiText-2
 
-DEFAULT: Mapping[tuple[Name, ModelName], Recipe] = {
-    ("aesop", "lstm"): replace(PAPER["aesop"], units=128, updates=300),
-    ("aesop", "transformer"): replace(PAPER["aesop"], units=64, updates=300),
-    ("wikitext2", "lstm"): replace(PAPER["wikitext2"], updates=3 * EPOCH),
-    ("wikitext2", "transformer"): replace(PAPER["wikitext2"], units=64, dropout=0.1, learning_rate=1e-3, updates=EPOCH),
-    ("text", "lstm"): Recipe(units=128, embedding=64, updates=300),
-    ("text", "transformer"): Recipe(units=64, embedding=64, updates=300),
+DEFAULT: Mapping[tuple[LanguageStudyName, ModelName], LanguageRecipe] = {
+    ("aesop", "lstm"): replace(PAPER_STUDIES["aesop"], units=128, updates=300),
+    ("aesop", "transformer"): replace(PAPER_STUDIES["aesop"], units=64, updates=300),
+    ("wikitext2", "lstm"): replace(PAPER_STUDIES["wikitext2"], updates=3 * EPOCH),
+    ("wikitext2", "transformer"): replace(
+        PAPER_STUDIES["wikitext2"], units=64, dropout=0.1, learning_rate=1e-3, updates=EPOCH
+    ),
+    ("text", "lstm"): LanguageRecipe(units=128, embedding=64, updates=300),
+    ("text", "transformer"): LanguageRecipe(units=64, embedding=64, updates=300),
 }
 
-TEXTS: Mapping[Name, str] = {"aesop": "aesop", "wikitext2": "wikitext-2", "text": "moby-dick"}
+TEXTS: Mapping[LanguageStudyName, str] = {"aesop": "aesop", "wikitext2": "wikitext-2", "text": "moby-dick"}
 WIDE_FROM = 1000  # tokens in a vocabulary from which on the softmax layer's values are not worth storing
-PROMPTS: Mapping[Name, tuple[str, ...]] = {
+STUDY_PROMPTS: Mapping[LanguageStudyName, tuple[str, ...]] = {
     "wikitext2": ("Her principal role was for combat in the English Channel and other European",),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LanguageModel:
     """How a model is made, and which of its layers are shown.
 
     Attributes:
-        factory: the name of what makes it.
-        make: the same.
+        factory: the function that makes the model, as package.module:name.
+        make: the same function.
         arguments: its arguments, for a recipe and a vocabulary size.
         shown: the layers whose passages are shown for single prompts.
     """
 
     factory: str
     make: Callable[..., nn.Module]
-    arguments: Callable[[Recipe, int], dict[str, Any]]
+    arguments: Callable[[LanguageRecipe, int], dict[str, Any]]
     shown: tuple[str, ...]
 
 
-MODELS: Mapping[ModelName, Model] = {
-    "lstm": Model(
+MODELS: Mapping[ModelName, LanguageModel] = {
+    "lstm": LanguageModel(
         "dualform.experiments.models:lstm",
         lstm,
         lambda recipe, tokens: {
@@ -159,7 +163,7 @@ MODELS: Mapping[ModelName, Model] = {
         },
         ("lstm.l0", "softmax"),
     ),
-    "transformer": Model(
+    "transformer": LanguageModel(
         "dualform.experiments.models:transformer",
         transformer,
         lambda recipe, tokens: {
@@ -176,7 +180,7 @@ MODELS: Mapping[ModelName, Model] = {
 
 
 def plan(
-    name: Name,
+    name: LanguageStudyName,
     *,
     model: ModelName = "lstm",
     data: str | None = None,
@@ -184,7 +188,7 @@ def plan(
     paper: bool = False,
     updates: int | None = None,
     units: int | None = None,
-) -> Study:
+) -> LanguageStudy:
     """Return a study.
 
     Args:
@@ -196,12 +200,12 @@ def plan(
         updates: another number of updates.
         units: another number of units (LSTM) or width (Transformer).
     """
-    if paper and (name not in PAPER or model != "lstm"):
-        known = " and ".join(PAPER)
+    if paper and (name not in PAPER_STUDIES or model != "lstm"):
+        known = " and ".join(PAPER_STUDIES)
         raise DataError(f"The paper has no study {name!r} with a model {model!r}; it has LSTMs on {known}.")
-    recipe = PAPER[name] if paper else DEFAULT[name, model]
+    recipe = PAPER_STUDIES[name] if paper else DEFAULT[name, model]
     recipe = replace(recipe, updates=updates or recipe.updates, units=units or recipe.units)
     if model == "transformer" and recipe.units % 4:
         raise DataError(f"The Transformer is {recipe.units} wide; expected a multiple of its 4 heads.")
     storages = STORAGES[model, wide]
-    return Study(name, data or TEXTS[name], model, recipe, storages, paper, PROMPTS.get(name, ()))
+    return LanguageStudy(name, data or TEXTS[name], model, recipe, storages, paper, STUDY_PROMPTS.get(name, ()))

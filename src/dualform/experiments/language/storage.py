@@ -1,4 +1,4 @@
-"""What a run will take on disk and in time, said beforehand; and what is left out where it does not fit."""
+"""The bytes and the time of a run, estimated before it starts, and the choice of what to store if not all fits."""
 
 import shutil
 import statistics
@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from dualform.errors import StoreError
-from dualform.experiments.language.plans import EVERYTHING, Storage, Study
-from dualform.experiments.language.training import make_model, train
+from dualform.experiments.language.language_training import make_language_model, train_language_model
+from dualform.experiments.language.plans import EVERYTHING, LanguageStudy, Storage
 from dualform.record.estimate import estimate, size_text
 from dualform.store.corpus import Corpus
 
@@ -21,15 +21,15 @@ TRIAL = 4  # updates that are timed beforehand; the first warms up
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What will be stored.
+    """The storage that was chosen for a run, and its size.
 
     Attributes:
-        storage: of which layers what.
+        storage: what is stored of which layers.
         recorded: how many updates, the last ones.
-        bytes: what that takes.
-        whole: what keys and values of everything would take, in the dtype that is trained.
-        free: what the disk has.
-        left_out: what is not stored, in words; empty when everything is.
+        bytes: its size on disk.
+        whole: the bytes of keys and values of all layers, in the dtype of training.
+        free: the free bytes of the disk.
+        left_out: the parts that are not stored, in words; empty if everything is.
     """
 
     storage: Storage
@@ -44,7 +44,7 @@ class Budget:
         return f"{kept}. Left out: {self.left_out}." if self.left_out else f"{kept}."
 
 
-def budget(study: Study, corpus: Corpus, folder: Path) -> Budget:
+def budget(study: LanguageStudy, corpus: Corpus, folder: Path) -> Budget:
     """Choose the first storage that fits on the disk, or where none does the last, for as many updates as fit."""
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -65,27 +65,29 @@ def budget(study: Study, corpus: Corpus, folder: Path) -> Budget:
     return Budget(storage, recorded, size, whole, free, left_out)
 
 
-def bytes_of(study: Study, corpus: Corpus, storage: Storage) -> int:
-    """Return what a storage takes over all updates."""
+def bytes_of(study: LanguageStudy, corpus: Corpus, storage: Storage) -> int:
+    """Return the bytes of a storage over all updates."""
     recipe = study.recipe
     batch = torch.zeros(1, recipe.unroll, dtype=torch.int64)
-    one = estimate(make_model(study, corpus), batch, steps=1, layers=storage.layers, dtype=storage.dtype).total
+    one = estimate(make_language_model(study, corpus), batch, steps=1, layers=storage.layers, dtype=storage.dtype).total
     return recipe.updates * recipe.batch * (one + recipe.unroll * ANNOTATIONS)
 
 
-def trial(study: Study, corpus: Corpus, chosen: Budget, folder: Path, *, device: str) -> float:
+def trial(study: LanguageStudy, corpus: Corpus, chosen: Budget, folder: Path, *, device: str) -> float:
     """Return the seconds that an update takes with recording, measured on a few that are thrown away."""
     seconds: list[float] = []
     few = replace(study, recipe=replace(study.recipe, updates=TRIAL))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".trial-") as scratch:
         run = Path(scratch) / "run"
-        train(few, corpus, run, chosen.storage, recorded=TRIAL, seed=0, device=device, tick=seconds.append)
+        train_language_model(
+            few, corpus, run, chosen.storage, recorded=TRIAL, seed=0, device=device, tick=seconds.append
+        )
     return statistics.median(seconds[1:])
 
 
-def announce(study: Study, chosen: Budget, seconds: float) -> str:
-    """Return what to tell the user before a run starts."""
+def announce(study: LanguageStudy, chosen: Budget, seconds: float) -> str:
+    """Return the sentences that the user reads before a run starts: its size, its time, and the parts left out."""
     lines = [
         f"{study.recipe.updates:,} updates of {study.recipe.batch} times {study.recipe.unroll} tokens, "
         f"about {duration(seconds * study.recipe.updates)} ({seconds:.2g} s an update).",
@@ -107,7 +109,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _left_out(storage: Storage, study: Study, unrecorded: int) -> str:
+def _left_out(storage: Storage, study: LanguageStudy, unrecorded: int) -> str:
     names = [name for name, what in storage.layers.items() if what == "keys"]
     parts = []
     if names:

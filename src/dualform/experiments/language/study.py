@@ -14,14 +14,14 @@ from dualform.attend.memory import Memory
 from dualform.errors import DataError
 from dualform.experiments.datasets import load_text, names
 from dualform.experiments.datasets.textfile import read_text_file
-from dualform.experiments.findings import Clock, Row, exactness, machine, make_room, store
+from dualform.experiments.findings import Clock, Row, describe_machine, exactness, make_room, store_findings
 from dualform.experiments.language.corpora import make_corpus
-from dualform.experiments.language.examples import choose, look
-from dualform.experiments.language.measure import agreement, ask_held_out, carried
-from dualform.experiments.language.plans import MODELS, Study
+from dualform.experiments.language.language_training import fit, held_out_loss, quality, train_language_model
+from dualform.experiments.language.measure import ask_held_out, carried, token_agreement
+from dualform.experiments.language.plans import MODELS, LanguageStudy
+from dualform.experiments.language.prompt_examples import attend_prompts, choose_prompts
 from dualform.experiments.language.storage import Budget, announce, budget, trial
-from dualform.experiments.language.training import fit, held_out_loss, quality, train
-from dualform.show.tables import plain
+from dualform.show.terminal_tables import plain
 from dualform.store.corpus import Corpus
 from dualform.tokens import Unit
 
@@ -33,7 +33,9 @@ def load_corpus(data: str, unit: Unit | None) -> Corpus:
     return make_corpus(read_text_file(Path(data), unit or "words"), unit)
 
 
-def reproduce(study: Study, corpus: Corpus, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
+def reproduce_language(
+    study: LanguageStudy, corpus: Corpus, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True
+) -> Row:
     """Run a study with one seed and return its findings.
 
     Args:
@@ -56,7 +58,9 @@ def reproduce(study: Study, corpus: Corpus, folder: Path, *, seed: int, device: 
     run = folder / "run"
     model = clock(
         "training",
-        lambda: train(study, corpus, run, chosen.storage, recorded=chosen.recorded, seed=seed, device=device),
+        lambda: train_language_model(
+            study, corpus, run, chosen.storage, recorded=chosen.recorded, seed=seed, device=device
+        ),
     )
     memory = dualform.open(run)
     verification = clock("verify", lambda: memory.verify(model))
@@ -70,14 +74,16 @@ def reproduce(study: Study, corpus: Corpus, folder: Path, *, seed: int, device: 
         **_findings(study, corpus, memory, model, chosen, clock),
     }
     findings["seconds"] = clock.seconds
-    findings["machine"] = machine(device)
-    result = store(folder, findings)
+    findings["machine"] = describe_machine(device)
+    result = store_findings(folder, findings)
     if not keep:
         shutil.rmtree(run)
     return result
 
 
-def _findings(study: Study, corpus: Corpus, memory: Memory, model: nn.Module, chosen: Budget, clock: Clock) -> Row:
+def _findings(
+    study: LanguageStudy, corpus: Corpus, memory: Memory, model: nn.Module, chosen: Budget, clock: Clock
+) -> Row:
     unroll = study.recipe.unroll
     loss = clock("held-out loss", lambda: held_out_loss(model, corpus, unroll=unroll))
     measure, value = quality(loss, corpus)
@@ -88,9 +94,11 @@ def _findings(study: Study, corpus: Corpus, memory: Memory, model: nn.Module, ch
     return {
         "quality": {"measure": measure, "value": value},
         "prompts": {"count": len(prompts.true), "accuracy": float((prompts.predicted == prompts.true).double().mean())},
-        "agreement": clock("agreement", lambda: agreement(memory, model, prompts)),
+        "agreement": clock("agreement", lambda: token_agreement(memory, model, prompts)),
         "carried": clock("logits", lambda: carried(memory, model, prompts, "softmax")) if whole else None,
-        "examples": clock("examples", lambda: look(memory, model, choose(corpus, prompts, study.prompts), shown)),
+        "examples": clock(
+            "examples", lambda: attend_prompts(memory, model, choose_prompts(corpus, prompts, study.prompts), shown)
+        ),
         "one_prompt": {layer: _one_prompt(memory, model, corpus, layer) for layer in shown},
     }
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional
 
-State = tuple[Tensor, Tensor]
+LstmState = tuple[Tensor, Tensor]
 
 
 class LSTMLanguageModel(nn.Module):
@@ -19,7 +19,9 @@ class LSTMLanguageModel(nn.Module):
         self.lstm = nn.LSTM(embedding, units, batch_first=True)
         self.softmax = nn.Linear(units, tokens)
 
-    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:  # (B, L) -> (B, L, V)
+    def forward(
+        self, tokens: Tensor, state: LstmState | None = None
+    ) -> tuple[Tensor, LstmState]:  # (B, L) -> (B, L, V)
         """Return the logits at every position, and the state after the last."""
         inputs = functional.dropout(self.embedding(tokens), self.dropout, self.training)  # (B, L, d)
         outputs, state = self.lstm(inputs, state)  # (B, L, h)

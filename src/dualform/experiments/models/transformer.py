@@ -7,7 +7,7 @@ from torch.nn import functional
 from dualform.errors import QueryError
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal self-attention with separate projections."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -16,7 +16,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, d) -> (B, L, d)
-        """Mix each position with those before it."""
+        """Mix each position with the positions before it."""
         shape = (*x.shape[:2], self.heads, -1)
         q, k, v = (projection(x).reshape(shape).transpose(1, 2) for projection in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, L, d/H)
@@ -24,20 +24,20 @@ class Attention(nn.Module):
         return outputs
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a two-layer perceptron, each behind a normalisation and beside a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
         self.before_attention = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = CausalAttention(width, heads)
         self.before_mlp = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, d) -> (B, L, d)
-        """Add what attention and the perceptron say."""
+        """Add the outputs of attention and of the perceptron to the input."""
         x = x + self._drop(self.attention(self.before_attention(x)))
         return x + self._drop(self.down(functional.gelu(self.up(self.before_mlp(x)))))
 
@@ -53,7 +53,7 @@ class TransformerLanguageModel(nn.Module):
         self.context = context
         self.embedding = nn.Embedding(tokens, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(blocks))
         self.before_softmax = nn.LayerNorm(width)
         self.softmax = nn.Linear(width, tokens)
 

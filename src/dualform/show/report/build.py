@@ -1,15 +1,12 @@
 """Put a report together: choose tests, ask about each, write one page within a size."""
 
 import base64
-import dataclasses
 import datetime
-import importlib.resources
 import json
 import platform
 import zlib
-from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,18 +16,19 @@ from dualform.attend.removal import Removal
 from dualform.errors import QueryError
 from dualform.progress import bar
 from dualform.record.estimate import size_text
-from dualform.show.report.section import Facts, gather, render
-from dualform.show.tables import plain
-from dualform.show.viewer.routes.badge import rebuild_badge
-from dualform.show.viewer.session import By, Mask, Session, grouping_columns, predicted
+from dualform.show.grouping import GroupingColumns, offered_groupings, parse_by
+from dualform.show.panels.badge import Badge, rebuild_badge
+from dualform.show.predictions import predict, share_right
+from dualform.show.report.section import MaskedGroup, TestAnswers, ask_about_test, section_html
+from dualform.show.session import Mask, Session
+from dualform.show.templating import render, template_source
+from dualform.show.terminal_tables import plain
 from dualform.store.format import MANIFEST, checksum
 
-MOST_MASKS = 12
-POLICY = (
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'\">"
-)
-"""What a report may load: its own style and script, and images inside it. Nothing from elsewhere."""
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+MAX_MASKS = 12
 LIMITS = (
     "The identity is exact: every layer's output is what is left of its start plus the sum over recorded training "
     "patterns of coefficient × attention × value. The rebuild errors above say how exactly this run keeps it.",
@@ -44,7 +42,7 @@ LIMITS = (
 
 
 def choose_tests(session: Session, count: int) -> list[int]:
-    """Return tests to report on: up to half of them wrong ones, the rest right ones of as many classes as there are."""
+    """Return the tests to report on: up to half wrong predictions, the rest right predictions of many classes."""
     if session.targets is None:
         return list(range(min(count, len(session.tests))))
     said = session.predictions()
@@ -59,38 +57,42 @@ def choose_tests(session: Session, count: int) -> list[int]:
     return sorted([*wrong, *[*varied, *rest][: count - len(wrong)]])
 
 
-def default_by(session: Session) -> By:
-    """Return the columns that a report groups by when nobody says: the first that the viewer offers."""
-    offered = grouping_columns(session.memory, list(session.memory.layers)[-1])
+def default_by(session: Session) -> GroupingColumns:
+    """Return the default grouping of a report: the first grouping that is offered, or tenths of the steps."""
+    offered = offered_groupings(session.memory, list(session.memory.layers)[-1])
     if not offered:
         return (Bins("step", max(1, -(-session.memory.step // 10))),)
-    return tuple(offered[0]["by"].split(","))
+    return parse_by(offered[0].by)
 
 
 def build_report(
-    session: Session, *, tests: Sequence[int], by: By | None = None, media: bool = True, most_bytes: int = 3_000_000
+    session: Session,
+    *,
+    tests: Sequence[int],
+    by: GroupingColumns | None = None,
+    media: bool = True,
+    most_bytes: int = 3_000_000,
 ) -> str:
-    """Return the page; tests that would make it larger than `most_bytes` are left out, and it says so."""
+    """Return the page; it leaves out and lists the tests that would make it larger than `most_bytes`."""
     by = by or default_by(session)
     badge = rebuild_badge(session, by, wait=True)
     masks = mask_each(session, by, tests) if session.exact else []
-    sections: list[str] = []
-    facts: list[dict[str, Any]] = []
+    sections: list[Markup] = []
+    facts: list[TestAnswers] = []
     left_out: list[int] = []
     frame = len(_page(session, by, badge, [], [], left_out, media=media).encode())
     used = frame
     with bar("reporting", total=len(tests)) as advance:
         for test in tests:
-            found = gather(session, test, by)
-            section = render(session, found, by, masks, media=media)
-            numbers = _numbers(found)
-            size = len(section.encode()) + len(_packed([numbers]))
+            found = ask_about_test(session, test, by)
+            section = section_html(session, found, by, masks, media=media)
+            size = len(section.encode()) + 1 + len(_packed([found]))
             if used + size > most_bytes:
                 left_out.append(test)
             else:
                 used += size
                 sections.append(section)
-                facts.append(numbers)
+                facts.append(found)
             advance(1)
     if not sections:
         raise QueryError(
@@ -100,25 +102,18 @@ def build_report(
     return _page(session, by, badge, sections, facts, left_out, media=media)
 
 
-def mask_each(session: Session, by: By, tests: Sequence[int]) -> list[dict[str, Any]]:
-    """Mask each group in turn; return what the model says then about these tests, and how often it is right on all."""
-    groups = session.weights(by).plan.groups[:MOST_MASKS]
+def mask_each(session: Session, by: GroupingColumns, tests: Sequence[int]) -> list[MaskedGroup]:
+    """Mask each group in turn; return the model's predictions for these tests, and its accuracy on all tests."""
+    groups = session.weights(by).plan.groups[:MAX_MASKS]
     found = []
     inputs = session.tests[list(tests)]
     with bar("masking", total=len(groups)) as advance:
         for group in groups:
             model = session.masked(Mask(Removal(by=by, groups=(group,))))
-            after = predicted(model, inputs).tolist()
-            right = None
-            if session.targets is not None:
-                right = float((predicted(model, session.tests) == session.targets).double().mean())
-            found.append({"group": group, "after": dict(zip(tests, after, strict=True)), "accuracy": right})
+            after = dict(zip(tests, predict(model, inputs).tolist(), strict=True))
+            right = None if session.targets is None else share_right(predict(model, session.tests), session.targets)
+            found.append(MaskedGroup(group, after, right))
             advance(1)
-    return found
-
-
-def _numbers(facts: Facts) -> dict[str, Any]:
-    found: dict[str, Any] = plain(dataclasses.asdict(facts))
     return found
 
 
@@ -128,42 +123,33 @@ def _packed(value: Any) -> str:
 
 def _page(
     session: Session,
-    by: By,
-    badge: Mapping[str, Any],
-    sections: Sequence[str],
-    facts: Sequence[dict[str, Any]],
+    by: GroupingColumns,
+    badge: Badge,
+    sections: Sequence["Markup"],
+    facts: Sequence[TestAnswers],
     left_out: Sequence[int],
     *,
     media: bool,
 ) -> str:
     name = session.memory.path.resolve()
-    title = f"dualform report: {name.parent.name}/{name.name}"
-    style, script = (_asset(asset) for asset in ("report.css", "report.js"))
-    told = (
-        "Training samples are embedded in this file; mind who may see them."
-        if media
-        else "No training samples are embedded."
-    )
-    missing = f"<p>Left out to keep the file small: tests {', '.join(map(str, left_out))}.</p>" if left_out else ""
-    limits = "".join(f"<li>{escape(text)}</li>" for text in LIMITS)
-    warned = "".join(f'<p class="warning" role="note">{escape(text)}</p>' for text in session.warnings)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{POLICY}<title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f'<style>{style}</style></head><body><main><h1>{escape(title)}</h1>{warned}<p class="muted">{told} Grouped by '
-        f"{escape(', '.join(map(str, by)))}. ◆ target, ▸ what the model says.</p>{missing}"
-        f'<div id="tools" hidden></div><h2>Summary</h2>{_summary(session, badge)}{"".join(sections)}'
-        f"<h2>What this can and cannot say</h2><ul>{limits}</ul><h2>Provenance</h2>{_provenance(session)}</main>"
-        f'<script type="application/octet-stream" id="data">{_packed(facts)}</script>'
-        f"<script>{script}</script></body></html>"
+    return render(
+        "page.html",
+        title=f"dualform report: {name.parent.name}/{name.name}",
+        style=template_source("report.css"),
+        script=template_source("report.js"),
+        warnings=session.warnings,
+        media=media,
+        by=", ".join(map(str, by)),
+        left_out=left_out,
+        summary=_summary(session, badge),
+        sections=sections,
+        limits=LIMITS,
+        provenance=_provenance(session),
+        data=_packed(facts),
     )
 
 
-def _asset(name: str) -> str:
-    return (importlib.resources.files("dualform.show.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _summary(session: Session, badge: Mapping[str, Any]) -> str:
+def _summary(session: Session, badge: Badge) -> "Markup":
     info = session.memory.info()
     rows = [("warning", warning) for warning in session.warnings]
     rows += [
@@ -176,21 +162,21 @@ def _summary(session: Session, badge: Mapping[str, Any]) -> str:
     if session.targets is not None and len(session.tests):
         right = float((session.predictions() == session.targets).double().mean())
         rows.append(("accuracy", f"{100 * right:.2f} % of {len(session.tests):,} tests"))
-    rows.append(("exactness", badge["verdict"] or str(badge["state"])))
-    if badge["not_recorded"]:
-        rows.append(("not recorded", badge["not_recorded"].removeprefix("not recorded: ")))
-    for layer in badge["layers"]:
-        error, bound = layer["relative_error"], layer["bound"]
+    rows.append(("exactness", badge.verdict or badge.state))
+    if badge.not_recorded:
+        rows.append(("not recorded", badge.not_recorded.removeprefix("not recorded: ")))
+    for layer in badge.layers:
+        error, bound = layer.relative_error, layer.bound
         text = "keys only" if error is None else f"{error:.1e} of the change; at most {bound:.1e} is rounding"
-        rows.append((f"rebuild error, {layer['layer']}", text))
+        rows.append((f"rebuild error, {layer.layer}", text))
     rows += [
-        (name, f"{layer['kind']} {layer['d_in']} → {layer['d_out']}, {layer['patterns']:,} patterns")
-        for name, layer in info.layers.items()
+        (name, f"{entry['kind']} {entry['d_in']} → {entry['d_out']}, {entry['patterns']:,} patterns")
+        for name, entry in info.layers.items()
     ]
-    return _facts(rows)
+    return render("facts.html", rows=rows)
 
 
-def _provenance(session: Session) -> str:
+def _provenance(session: Session) -> "Markup":
     memory = session.memory
     rows = [
         ("made", datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")),
@@ -199,9 +185,4 @@ def _provenance(session: Session) -> str:
         ("manifest", f"xxh3 {checksum(memory.path / MANIFEST)}"),
         ("stored", size_text(memory.info().bytes)),
     ]
-    return _facts(rows)
-
-
-def _facts(rows: Sequence[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f'<table class="facts"><tbody>{body}</tbody></table>'
+    return render("facts.html", rows=rows)

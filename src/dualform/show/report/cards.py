@@ -1,50 +1,46 @@
 """Training samples as small cards of HTML: image or passage, label, number, how often it was seen."""
 
-from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dualform.show.panels.top_patterns import Card
 from dualform.show.png import shrunk
 from dualform.show.report.svg import data_uri, figures
+from dualform.show.templating import render
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 SIDE = 64  # pixels of an image at most
+Images = Callable[[int], Tensor | None]
+"""A function from the number of a sample to its pixels, or to None if the run keeps no image of it."""
 
 
-def picture(pixels: Tensor | None, alt: str) -> str:
-    """Return an image inline, at most 64 pixels a side; nothing where there is none."""
+def picture(pixels: Tensor | None, alt: str) -> "Markup | str":
+    """Return an image inline, at most 64 pixels a side; an empty text without pixels."""
     if pixels is None:
         return ""
-    uri = data_uri(shrunk(pixels.numpy(), side=SIDE))
-    return f'<img class="px" src="{uri}" alt="{escape(alt, quote=True)}" width="64" height="64">'
+    return render("picture.html", uri=data_uri(shrunk(pixels.numpy(), side=SIDE)), alt=alt)
 
 
-def cards(found: Sequence[Mapping[str, Any]], image: Any) -> str:
-    """Return a list of cards, as `routes.top` describes them; `image` gives a sample's pixels or nothing."""
-    return '<ol class="cards">' + "".join(_card(card, image) for card in found) + "</ol>"
+def card_list(cards: Sequence[Card], images: Images | None) -> "Markup":
+    """Return cards as a list, best first; without `images`, neither images nor passages are shown."""
+    return render("cards.html", cards=[_shown(card, images) for card in cards])
 
 
-def _card(card: Mapping[str, Any], image: Any) -> str:
-    sample, label = card["sample"], card["label_name"]
-    shown = picture(image(sample), f"training sample {sample}, label {label}") if card["image"] else ""
-    if card["passage"] is not None and image is not no_image:
-        passage = card["passage"]
-        title = f'<span class="muted">{escape(passage["title"])}</span><br>' if passage["title"] else ""
-        shown = (
-            f'<p class="passage">{title}{escape(passage["before"])}<mark>{escape(passage["token"])}</mark>'
-            f"{escape(passage['after'])}</p>"
-        )
-    seen = f"seen {card['occurrences']} times" if card["occurrences"] else f"step {card['step']:,}"
-    share = "" if card["share"] is None else f", {100 * card['share']:.2g} % of all"
-    name = "" if label is None else f"<strong>{escape(str(label))}</strong> "
-    number = f"#{sample}" if sample is not None else f"pattern {card['pattern']}"
-    sign = "neg" if card["value"] < 0 else "pos"
-    return (
-        f'<li>{shown}<div>{name}<span class="{sign}">{figures(card["value"])}</span><br>'
-        f'<span class="muted">{escape(number)}, {seen}{share}</span></div></li>'
-    )
-
-
-def no_image(sample: int) -> None:
-    """Show no training sample: for reports that leave them out."""
+def _shown(card: Card, images: Images | None) -> dict[str, Any]:
+    """Return a card as its template takes it: numbers as people read them."""
+    seen = f"seen {card.occurrences} times" if card.occurrences else f"step {card.step:,}"
+    share = "" if card.share is None else f", {100 * card.share:.2g} % of all"
+    alt = f"training sample {card.sample}, label {card.label_name}"
+    return {
+        "passage": card.passage if images is not None else None,
+        "picture": picture(images(card.sample), alt) if images is not None and card.image else "",
+        "label": card.label_name,
+        "sign": "neg" if card.value < 0 else "pos",
+        "value": figures(card.value),
+        "number": f"#{card.sample}" if card.sample is not None else f"pattern {card.pattern}",
+        "seen": seen + share,
+    }

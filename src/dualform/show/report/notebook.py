@@ -1,87 +1,93 @@
-"""A spotlight in a notebook: totals by group and the top training samples of each layer, as a report draws them."""
+"""Answers in a notebook: a spotlight as a report draws it, and a spotlight on a text as tables."""
 
-import importlib.resources
-from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.spotlight import Spotlight
+from dualform.attend.text_answers import TextSpotlight, rankings
 from dualform.errors import DualformError
-from dualform.show.passages import PLACE, around, column_name
-from dualform.show.report.cards import cards
+from dualform.show.grouping import annotated_columns, group_name
+from dualform.show.panels.top_patterns import Card
+from dualform.show.report.cards import card_list
 from dualform.show.report.svg import Bar, bars
+from dualform.show.templating import render, template_source
+from dualform.show.text_places import text_around
+from dualform.store.corpus_fit import PLACE
+from dualform.store.media import Media
 
-QUERIES = 3  # that are drawn
-TOP = 5
-MOST_GROUPS = 40
-ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
-
-def spotlight_html(spotlight: Spotlight) -> str:
-    """Return a spotlight as HTML, its first few queries."""
-    style = (importlib.resources.files("dualform.show.report") / "assets" / "report.css").read_text(encoding="utf-8")
-    scoped = style.replace(":root{", ".dualform{").replace("body{", ".dualform{").replace("main{", ".dualform main{")
-    queries = max((len(layer) for layer in spotlight.layers.values()), default=0)
-    sections = "".join(_query(spotlight, query) for query in range(min(queries, QUERIES)))
-    more = f"<p class=muted>… and {queries - QUERIES:,} more queries.</p>" if queries > QUERIES else ""
-    return f'<div class="dualform"><style>{scoped}</style>{sections}{more}</div>'
+MAX_QUERIES = 3  # that are drawn
+TOP_SAMPLES = 5  # samples of each layer
+MAX_CHART_GROUPS = 40  # of a chart
 
 
-def _query(spotlight: Spotlight, query: int) -> str:
-    parts = []
-    for name, layer in spotlight.layers.items():
-        if query < len(layer):
-            top = f"<h4>It attends to most</h4>{_top(layer, query)}"
-            parts.append(f"<h3>{escape(name)}, {layer.count():,} patterns</h3>{_totals(layer, query)}{top}")
-    return f'<section class="test"><h2>Query {query}</h2>{"".join(parts)}</section>'
+def spotlight_html(spotlight: Spotlight) -> "Markup":
+    """Return a spotlight as HTML: for its first queries, each layer's totals by group and top training samples."""
+    style = template_source("report.css")
+    for selector, scoped in ((":root{", ".dualform{"), ("body{", ".dualform{"), ("main{", ".dualform main{")):
+        style = style.replace(selector, scoped)
+    count = max((len(layer) for layer in spotlight.layers.values()), default=0)
+    queries = [
+        (query, [_layer(name, layer, query) for name, layer in spotlight.layers.items() if query < len(layer)])
+        for query in range(min(count, MAX_QUERIES))
+    ]
+    more = f"{count - MAX_QUERIES:,}" if count > MAX_QUERIES else ""
+    return render("notebook.html", style=style, queries=queries, more=more)
 
 
-def _totals(layer: LayerSpotlight, query: int) -> str:
-    for column in ("label", *(name for name in layer.columns if name not in ADDRESS)):
-        if column not in layer.columns or column in ("sample", "place"):
-            continue
+def text_spotlight_html(spotlight: TextSpotlight) -> "Markup":
+    """Return a spotlight on a text as HTML: for each layer the passages, documents and tokens attended to most."""
+    return render("text_notebook.html", spotlight=spotlight, rankings=rankings)
+
+
+def _layer(name: str, layer: LayerSpotlight, query: int) -> dict[str, Any]:
+    """Return one layer as its template takes it."""
+    title, chart = _totals(layer, query)
+    top = layer.top(TOP_SAMPLES, per="sample" if "sample" in layer.columns else "pattern")
+    cards = [_card(layer.media, row) for row in top.to_arrow().to_pylist() if row["query"] == query]
+    return {
+        "name": name,
+        "patterns": f"{layer.count():,}",
+        "chart_title": title,
+        "chart": chart,
+        "cards": card_list(cards, layer.media.image),
+    }
+
+
+def _totals(layer: LayerSpotlight, query: int) -> "tuple[str, Markup | None]":
+    """Return a chart of totals with its title: by label, or by the first column that has few enough groups."""
+    columns = annotated_columns(list(layer.columns))
+    for column in sorted(columns, key=lambda name: name != "label"):  # labels first
         try:
             totals = layer.totals(column)
         except DualformError:
             continue
-        if len(totals.groups) > MOST_GROUPS:
+        if len(totals.groups) > MAX_CHART_GROUPS:
             continue
         rows = [
-            Bar(_name(layer, column, group), value)
+            Bar(group_name(layer.media, (column,), group), value)
             for group, value in zip(totals.groups, totals.values[query].tolist(), strict=True)
         ]
         title = f"total attention by {column}"
-        return f"<figure><figcaption>{escape(title)}</figcaption>{bars(rows, title=title)}</figure>"
-    return ""
+        return title, bars(rows, title=title)
+    return "", None
 
 
-def _name(layer: LayerSpotlight, column: str, group: Any) -> str:
-    labels = layer.media.labels
-    known = column == "label" and labels is not None and isinstance(group, int) and 0 <= group < len(labels)
-    if known and labels is not None:
-        return str(labels[group])
-    return column_name(layer.media.text, column, group) or str(group)
-
-
-def _top(layer: LayerSpotlight, query: int) -> str:
-    media = layer.media
-    top = layer.top(TOP, per="sample" if "sample" in layer.columns else "pattern")
-    rows = [row for row in top.to_arrow().to_pylist() if row["query"] == query]
-    found = []
-    for row in rows:
-        sample, label, place = row.get("sample"), row.get("label"), row.get(PLACE)
-        passage = around(media.text, place) if media.text is not None and isinstance(place, int) else None
-        found.append(
-            {
-                "sample": sample,
-                "pattern": row["pattern"],
-                "value": row["attention"],
-                "share": None,
-                "image": isinstance(sample, int) and media.image(sample) is not None,
-                "label_name": None if label is None else _name(layer, "label", label),
-                "occurrences": row.get("occurrences"),
-                "step": row.get("step"),
-                "passage": passage,
-            }
-        )
-    return cards(found, media.image)
+def _card(media: Media, row: dict[str, Any]) -> Card:
+    sample, label, place = row.get("sample"), row.get("label"), row.get(PLACE)
+    return Card(
+        rank=row["rank"],
+        pattern=row["pattern"],
+        value=row["attention"],
+        share=None,
+        sample=sample,
+        image=isinstance(sample, int) and media.image(sample) is not None,
+        label=label,
+        label_name=None if label is None else group_name(media, ("label",), label),
+        step=row.get("step"),
+        occurrences=row.get("occurrences"),
+        passage=text_around(media.text, place) if media.text is not None and isinstance(place, int) else None,
+        columns={},
+    )

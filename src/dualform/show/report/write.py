@@ -8,9 +8,10 @@ from torch import nn
 
 from dualform.attend.memory import Memory
 from dualform.errors import QueryError, StoreError
-from dualform.show.models import Loaded, load_model
+from dualform.show.grouping import GroupingColumns
+from dualform.show.model_loading import Loaded, load_model
 from dualform.show.report.build import build_report, choose_tests
-from dualform.show.viewer.session import By, Session
+from dualform.show.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ def write_report(
     path: Path,
     *,
     tests: int | Sequence[int] = 12,
-    by: By | None = None,
+    by: GroupingColumns | None = None,
     media: bool = True,
     most_mb: float = 3.0,
     model: str | nn.Module | None = None,
@@ -36,7 +37,7 @@ def write_report(
     accept_untrained: bool = False,
     trust: bool = False,
 ) -> Written:
-    """Write a report on so many tests, or on these."""
+    """Write a report on a number of tests that are chosen, or on the tests with these numbers."""
     if isinstance(model, nn.Module):
         differs = memory.other_model_text(model)
         loaded = Loaded(model, (f"WARNING: {differs}",) if differs else ())
@@ -47,7 +48,7 @@ def write_report(
         raise QueryError(f"{memory.path} keeps no test examples to report on. Add some with memory.add_tests.")
     chosen = choose_tests(session, tests) if isinstance(tests, int) else list(tests)
     for test in chosen:
-        session.test(test)  # raises where there is none
+        session.test(test)  # raises if there is no test of this number
     page = build_report(session, tests=chosen, by=by, media=media, most_bytes=int(most_mb * 1_000_000))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

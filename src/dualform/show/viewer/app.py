@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from dualform.errors import DualformError, RunNotFoundError
+from dualform.errors import CorruptError, DualformError, FormatError, RunNotFoundError
+from dualform.show.job import Cancelled, job_progress
 from dualform.show.png import png
-from dualform.show.tables import plain
-from dualform.show.viewer.ask import Ask, BadQuestion
-from dualform.show.viewer.job import Cancelled, describe
+from dualform.show.session import Session
+from dualform.show.terminal_tables import plain
 from dualform.show.viewer.jobs import Jobs
 from dualform.show.viewer.opened import Opened
-from dualform.show.viewer.questions import Answer, questions
-from dualform.show.viewer.session import Session
+from dualform.show.viewer.parameters import BadQuestion, RequestParameters
+from dualform.show.viewer.routes import Question, questions
 
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-KEEP = "private, max-age=86400"  # what is named by its content
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+IMAGE_CACHING = "private, max-age=86400"  # Cache-Control of images, whose content never changes
 
 
 def make_app(opened: Opened) -> Starlette:
@@ -33,10 +33,12 @@ def make_app(opened: Opened) -> Starlette:
     jobs = Jobs()
     files = static_files()
 
-    def endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(answer: Question) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
-            ask = Ask(request.query_params.multi_items())
-            return await _answered(jobs, request, ask, lambda: rendered(answer(opened.session(), ask)))
+            parameters = RequestParameters(request.query_params.multi_items())
+            return await _answered(
+                jobs, request, parameters, lambda: opened.answer(lambda session: rendered(answer(session, parameters)))
+            )
 
         return respond
 
@@ -49,7 +51,8 @@ def make_app(opened: Opened) -> Starlette:
 
     async def progress(request: Request) -> Response:
         try:
-            return rendered(describe(jobs.progress(Ask(request.query_params.multi_items()).job())))
+            job = jobs.progress(RequestParameters(request.query_params.multi_items()).job())
+            return rendered({"running": False} if job is None else job_progress(job))
         except BadQuestion as error:
             return rendered({"error": str(error)}, 400)
 
@@ -57,11 +60,13 @@ def make_app(opened: Opened) -> Starlette:
         what, number = request.path_params["what"], request.path_params["number"]
         if not re.fullmatch(r"[0-9]{1,15}", number):
             return PlainTextResponse("404: an image is named by a number.\n", 404)
-        return await _answered(jobs, request, None, lambda: _image(opened.session(), what, int(number)))
+        return await _answered(jobs, request, None, lambda: opened.answer(lambda run: _image(run, what, int(number))))
 
     async def report(request: Request) -> Response:
-        ask = Ask(request.query_params.multi_items())
-        return await _answered(jobs, request, ask, lambda: _report(opened.session(), ask))
+        parameters = RequestParameters(request.query_params.multi_items())
+        return await _answered(
+            jobs, request, parameters, lambda: opened.answer(lambda session: _report(session, parameters))
+        )
 
     return Starlette(
         routes=[
@@ -81,16 +86,22 @@ def rendered(value: Any, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-async def _answered(jobs: Jobs, request: Request, ask: Ask | None, work: Callable[[], Response]) -> Response:
+async def _answered(
+    jobs: Jobs, request: Request, parameters: RequestParameters | None, work: Callable[[], Response]
+) -> Response:
     """Run a question in a thread; every failure is an answer that says what failed."""
     try:
-        return await jobs.run(request, "" if ask is None else ask.job(), work)
+        return await jobs.run(request, "" if parameters is None else parameters.job(), work)
     except Cancelled:
         return rendered({"error": "cancelled"}, 499)
     except RunNotFoundError as error:
         return rendered({"error": str(error), "empty": True}, 404)
+    except (CorruptError, FormatError) as error:
+        return rendered({"error": str(error)}, 503)  # no question can be answered until the run is repaired
     except DualformError as error:
         return rendered({"error": str(error)}, 400)
+    except OSError as error:
+        return rendered({"error": f"A file of the run cannot be read: {error}. Restore it from a copy."}, 503)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return rendered({"error": f"{type(error).__name__}: {error}"}, 500)
@@ -105,13 +116,13 @@ def _image(session: Session, what: str, number: int) -> Response:
         pixels = None
     if pixels is None:
         return PlainTextResponse("404: there is no such image.\n", 404)
-    return Response(png(pixels.numpy()), media_type="image/png", headers={"Cache-Control": KEEP})
+    return Response(png(pixels.numpy()), media_type="image/png", headers={"Cache-Control": IMAGE_CACHING})
 
 
-def _report(session: Session, ask: Ask) -> Response:
+def _report(session: Session, parameters: RequestParameters) -> Response:
     from dualform.show.report.build import build_report
 
-    test = ask.number("test", 0, high=max(len(session.tests) - 1, 0))
+    test = parameters.number("test", 0, high=max(len(session.tests) - 1, 0))
     page = build_report(session, tests=[test], media=True)
     name = f"attachment; filename=dualform-report-{test}.html"
     return Response(page, media_type="text/html", headers={"Content-Disposition": name})
@@ -126,8 +137,8 @@ def static_files() -> dict[str, tuple[str, bytes]]:
             name = prefix / entry.name
             if entry.is_dir():
                 walk(entry, name)
-            elif name.suffix in TYPES:
-                found[str(name)] = (TYPES[name.suffix], entry.read_bytes())
+            elif name.suffix in MEDIA_TYPES:
+                found[str(name)] = (MEDIA_TYPES[name.suffix], entry.read_bytes())
 
     walk(importlib.resources.files("dualform.show.viewer") / "static", PurePosixPath())
     return found

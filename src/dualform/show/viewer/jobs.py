@@ -1,4 +1,4 @@
-"""Run a blocking question in a thread: with its progress, and stopped when whoever asked has gone."""
+"""Run a blocking question in a thread, report its progress, and stop it when the client has gone."""
 
 import functools
 from collections.abc import Callable
@@ -9,11 +9,11 @@ import anyio.to_thread
 from starlette.requests import Request
 
 from dualform.progress import watching
-from dualform.show.viewer.job import Job
+from dualform.show.job import Job
 
 R = TypeVar("R")
-AT_ONCE = 8  # questions that are worked on at the same time
-REMEMBERED = 64  # jobs whose progress can be asked for
+MAX_RUNNING_JOBS = 8  # questions that are worked on at the same time
+MAX_NAMED_JOBS = 64  # jobs whose progress can be asked for
 
 
 class Jobs:
@@ -30,10 +30,10 @@ class Jobs:
     async def run(self, request: Request, name: str, work: Callable[[], R]) -> R:
         """Run `work` in a thread; raise `Cancelled` if the client goes away before it is done."""
         if self._limiter is None:
-            self._limiter = anyio.CapacityLimiter(AT_ONCE)
+            self._limiter = anyio.CapacityLimiter(MAX_RUNNING_JOBS)
         job = Job()
         if name:
-            while len(self._named) >= REMEMBERED:
+            while len(self._named) >= MAX_NAMED_JOBS:
                 self._named.pop(next(iter(self._named)))
             self._named[name] = job
         outcome: list[R] = []

@@ -1,0 +1,91 @@
+"""Commands that train networks of our own: `demo`, `reproduce` and `evaluate`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dualform.cli.options import JsonOption
+
+
+def demo_command(
+    folder: Annotated[Path, typer.Option(help="Where to put the run and the figures.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Of the network and the order of its training.")] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Digits, end to end, under a minute: train, record, verify, spotlights, masks, figures."""
+    from dualform.experiments.demo import run_demo
+    from dualform.experiments.demo_output import demo_json, show_demo
+    from dualform.show.terminal_tables import print_json
+
+    result = run_demo(folder, seed=seed)
+    if json:
+        print_json(demo_json(result))
+    else:
+        show_demo(result)
+
+
+def reproduce_command(
+    study: Annotated[
+        str, typer.Argument(help="single, joint, continual, aesop, wikitext2, text, or all.", show_default=False)
+    ],
+    data_set: Annotated[
+        str | None,
+        typer.Option("--data", help="mnist, digits, for single cifar-10; for text one of `dualform data ls`."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="For text: a file of your own, in UTF-8.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="For text: chars or words.")] = None,
+    model: Annotated[str, typer.Option(help="Of a language model: lstm or transformer.")] = "lstm",
+    paper: Annotated[bool, typer.Option("--paper", help="Language models of the paper's size.")] = False,
+    updates: Annotated[int | None, typer.Option(help="Of a language model.", min=1)] = None,
+    units: Annotated[int | None, typer.Option(help="LSTM units, or width of the Transformer.", min=1)] = None,
+    seeds: Annotated[int, typer.Option(help="How many runs, with seeds 0, 1, ...", min=1)] = 1,
+    folder: Annotated[Path, typer.Option(help="Where to put runs, findings and figures.")] = Path("runs/reproduce"),
+    keep: Annotated[
+        str, typer.Option(help="Keep the recorded patterns of: first, all or none of the seeds.")
+    ] = "first",
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Write sections to this page; with all: docs/results.md, other data: FOLDER/results.md."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to train and attend, for example cuda.")] = "cpu",
+    json: JsonOption = False,
+) -> None:
+    """Run the paper's studies, images and language models, and put our numbers beside the paper's."""
+    from dualform.experiments.reproduction import ReproductionOptions, reproduce_studies
+
+    options = ReproductionOptions(
+        study, data_set, seeds, folder, keep, page, device, file, tokens, model, paper, updates, units
+    )  # fmt: skip
+    reproduce_studies(options, json=json)
+
+
+def evaluate_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see benchmarks/truth.")],
+    folder: Annotated[Path | None, typer.Option(help="Where to keep everything; default runs/truth/NAME.")] = None,
+    device: Annotated[str, typer.Option(help="Where to retrain, for example cuda.")] = "cpu",
+    json: JsonOption = False,
+) -> None:
+    """Retrain on random halves of the data, and say how well effects predicted it; goes on where it stopped."""
+    from dualform.attend.answers import EFFECT_NOTE
+    from dualform.experiments import retraining
+    from dualform.experiments.retraining_config import read_config
+    from dualform.experiments.retraining_page import table
+    from dualform.show.terminal_tables import console, print_grid, print_json
+
+    settings = read_config(config)
+    results = folder or Path("runs/truth") / settings.name
+    retraining.evaluate_effects(settings, results, device=device, tell=_tell)
+    scores = retraining.scores(settings, results)
+    if json:
+        print_json({"config": settings, "scores": scores, "note": EFFECT_NOTE})
+        return
+    grid = table({settings: scores})
+    screen = console()
+    print_grid(screen, f"{grid.title}, mean ± standard error over {settings.splits} splits", grid.columns, grid.rows)
+    screen.print(EFFECT_NOTE)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

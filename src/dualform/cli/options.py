@@ -1,0 +1,38 @@
+"""Arguments and options that several commands share, and the memory that they select."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dualform.attend.memory import Memory
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a recorded run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="package.module:factory that makes the model.")]
+InputsOption = Annotated[Path | None, typer.Option("--inputs", help=".npy or .safetensors; default: the run's tests.")]
+WhereOption = Annotated[str | None, typer.Option("--where", help="SQL: keep only these patterns.")]
+WithoutOption = Annotated[str | None, typer.Option("--without", help="SQL: leave these patterns out.")]
+AcceptOption = Annotated[
+    bool,
+    typer.Option(
+        "--accept-untrained", help="Answer with the factory's own values for what the run does not keep, and say so."
+    ),
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust", help="Call the factory that the run remembers, which runs its code.")
+]
+AtOption = Annotated[int | None, typer.Option("--at", help="Look back from after this many steps.")]
+
+
+def open_view(run: Path, *, where: str | None = None, without: str | None = None, at: int | None = None) -> "Memory":
+    """Open a run, and return the view of it that the options --where, --without and --at select."""
+    import dualform
+
+    memory = dualform.open(run)
+    if at is not None:
+        memory = memory.at(step=at)
+    if where is not None:
+        memory = memory.where(where)
+    return memory if without is None else memory.without(without)

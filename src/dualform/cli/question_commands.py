@@ -1,0 +1,139 @@
+"""Commands that ask a memory: `attend` for what inputs attend to, `mask` for what changes without some patterns."""
+
+from typing import Annotated
+
+import typer
+
+from dualform.cli.options import (
+    AcceptOption,
+    AtOption,
+    InputsOption,
+    JsonOption,
+    ModelOption,
+    RunArgument,
+    TrustOption,
+    WhereOption,
+    WithoutOption,
+    open_view,
+)
+from dualform.errors import QueryError
+
+
+def attend_command(
+    run: RunArgument,
+    model: ModelOption = None,
+    text: Annotated[str | None, typer.Option("--text", help="A prompt, for a language model.")] = None,
+    token_ids: Annotated[str | None, typer.Option("--token-ids", help='A prompt as tokens: "12 5 9".')] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="With --text: package.module:name of an object with encode and decode."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", help="With --text: how many tokens the model takes; default: as it says.", min=1),
+    ] = None,
+    inputs: InputsOption = None,
+    test: Annotated[list[int], typer.Option("--test", "-t", help="Which inputs to ask about; repeatable.")] = [0],  # noqa: B006
+    layer: Annotated[list[str], typer.Option("--layer", "-l", help="Only these layers; repeatable.")] = [],  # noqa: B006
+    by: Annotated[str | None, typer.Option(help="Totals by columns: label, task,label or step:500.")] = None,
+    of: Annotated[str, typer.Option(help="attention, magnitude, contribution or effect.")] = "attention",
+    quantity: Annotated[str, typer.Option(help="What effects are effects on: margin or loss.")] = "margin",
+    top: Annotated[int, typer.Option(help="How many patterns to list; 0 for none.")] = 5,
+    per: Annotated[str, typer.Option(help="Rank each pattern, or each sample over its occurrences.")] = "pattern",
+    smallest: Annotated[bool, typer.Option("--smallest", help="The most negative instead.")] = False,
+    where: WhereOption = None,
+    without: WithoutOption = None,
+    at: AtOption = None,
+    accept_untrained: AcceptOption = False,
+    trust: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
+    from dualform.show.grouping import parse_by
+    from dualform.show.input_answers import answer_inputs, show_answers
+    from dualform.show.prompt_answers import answer_prompt
+    from dualform.show.terminal_tables import print_json
+    from dualform.show.text_output import show_text
+
+    memory = open_view(run, where=where, without=without, at=at)
+    prompt = _prompt(text, token_ids, tokenizer=tokenizer, context=context)
+    if prompt is not None:
+        spotlight = answer_prompt(
+            memory,
+            prompt,
+            model=model,
+            layers=layer,
+            top=top,
+            tokenizer=tokenizer,
+            context=context,
+            accept_untrained=accept_untrained,
+            trust=trust,
+        )
+        if json:
+            print_json(spotlight)
+        else:
+            show_text(spotlight)
+        return
+    answers = answer_inputs(
+        memory,
+        model=model,
+        inputs=inputs,
+        tests=test,
+        layers=layer,
+        by=None if by is None else parse_by(by),
+        of=of,
+        quantity=quantity,
+        top=top,
+        per=per,
+        largest=not smallest,
+        accept_untrained=accept_untrained,
+        trust=trust,
+    )
+    if json:
+        print_json(answers)
+    else:
+        show_answers(answers)
+
+
+def mask_command(
+    run: RunArgument,
+    where: WhereOption = None,
+    without: WithoutOption = None,
+    at: AtOption = None,
+    model: ModelOption = None,
+    inputs: InputsOption = None,
+    layer: Annotated[list[str], typer.Option("--layer", "-l", help="Mask only these layers; repeatable.")] = [],  # noqa: B006
+    accept_untrained: AcceptOption = False,
+    trust: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Say what changes without some patterns: removes recorded updates; the model is not retrained."""
+    from dualform.show.mask_outcome import compare_mask, show_mask
+    from dualform.show.terminal_tables import print_json
+
+    if where is None and without is None and at is None:
+        raise QueryError('Nothing is masked. Give --where, --without or --at, for example --without "label = 3".')
+    masked = open_view(run, where=where, without=without, at=at)
+    outcome = compare_mask(open_view(run), masked, model, inputs, layer, accept_untrained=accept_untrained, trust=trust)
+    if json:
+        print_json(outcome)
+    else:
+        show_mask(outcome)
+
+
+def _prompt(
+    text: str | None, token_ids: str | None, *, tokenizer: str | None, context: int | None
+) -> "str | list[int] | None":
+    """Return the prompt that was given, as a text or as tokens, if there is one."""
+    if text is not None and token_ids is not None:
+        raise QueryError("Both --text and --token-ids were given. Give the prompt once.")
+    if token_ids is not None:
+        if tokenizer is not None:
+            raise QueryError("--tokenizer goes with --text: --token-ids are tokens already.")
+        try:
+            return [int(part) for part in token_ids.replace(",", " ").split()]
+        except ValueError as error:
+            raise QueryError(f'--token-ids is {token_ids!r}; expected whole numbers, for example "12 5 9".') from error
+    if text is None and (tokenizer is not None or context is not None):
+        raise QueryError("--tokenizer and --context go with a prompt: give --text or --token-ids.")
+    return text

@@ -1,0 +1,251 @@
+"""Do effects predict retraining? The linear datamodeling score, against networks that were really retrained.
+
+For each of K random halves of the training samples, networks are trained on that half alone, with several seeds. What a
+method says of the half is the sum of its scores over the half's samples; what happened is the mean margin over the
+seeds. The score is the rank correlation of the two over the halves, for each test input, and then the mean over inputs.
+Seeds of attribution and of retraining never meet. Everything is kept in a folder as it comes, so that an interrupted
+evaluation goes on where it stopped.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dualform
+from dualform.attend.effects import LayerEffects
+from dualform.attend.groups import Grouping
+from dualform.engine.block import Block
+from dualform.engine.jobs import Pass
+from dualform.engine.measures import PatternMeasure
+from dualform.engine.reducers import GroupSums
+from dualform.errors import DataError
+from dualform.experiments.retraining_config import RetrainingConfig, Split, make_split
+from dualform.experiments.stacked_training import measure_stack, train_recorded, train_stack
+from dualform.progress import bar
+
+RETRAINING, ATTRIBUTION = 10_000, 20_000  # the first seeds of retrained and of attributed networks
+CHECKPOINTS = 5  # kept on the way, for methods that want them
+OURS = ("effects", "direct", "attention")
+
+
+def evaluate_effects(
+    config: RetrainingConfig, folder: Path, *, device: str = "cpu", tell: Callable[[str], None] = lambda _: None
+) -> None:
+    """Retrain, record and score every split that the folder does not hold yet.
+
+    Args:
+        config: what to evaluate.
+        folder: where everything is kept.
+        device: where to retrain; recording and scoring are done on the CPU.
+        tell: takes a line about each part that is done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _keep_config(config, folder)
+    for number in range(config.splits):
+        split, here = make_split(config, number), folder / f"split-{number}"
+        here.mkdir(exist_ok=True)
+        for seed in range(config.seeds):
+            if not (path := here / f"retrained-{seed}.safetensors").is_file():
+                margins = _retrain(config, split, number, seed, device)
+                _save(path, {"margins": margins})
+                tell(f"{config.name}: split {number}, retrained {config.subsets} halves with seed {seed}")
+        if not (here / f"models-{CHECKPOINTS - 1}.safetensors").is_file():
+            _train_models(config, split, number, here, device)
+            tell(f"{config.name}: split {number}, trained {config.models} networks on all samples")
+        for recording in range(config.recordings):
+            if not (path := here / f"ours-{recording}.safetensors").is_file():
+                _save(path, _attribute(config, split, number, recording, here / "recording"))
+                tell(f"{config.name}: split {number}, effects of recording {recording}")
+
+
+def _keep_config(config: RetrainingConfig, folder: Path) -> None:
+    text = json.dumps(dataclasses.asdict(config), indent=1) + "\n"
+    path = folder / "config.json"
+    if path.is_file() and path.read_text() != text:
+        raise DataError(f"{folder} holds another evaluation than {config.name}. Give it a folder of its own.")
+    path.write_text(text)
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    beside = path.with_suffix(".partial")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+    beside.replace(path)
+
+
+def _retrain(config: RetrainingConfig, split: Split, number: int, seed: int, device: str) -> Tensor:
+    """Return the margin of every test input after training on each half, (K, M)."""
+    first = RETRAINING + (number * config.seeds + seed) * config.subsets
+    seeds = range(first, first + config.subsets)
+    stacked, _ = train_stack(config, split.train, split.train_targets, split.halves, seeds, device=device)
+    return measure_stack(config, stacked, split.test, split.test_targets)
+
+
+def attribution_seeds(config: RetrainingConfig, number: int) -> range:
+    """Return the seeds of the networks that are trained on all samples of a split."""
+    first = ATTRIBUTION + number * 1000
+    return range(first, first + max(config.models, config.recordings))
+
+
+def _train_models(config: RetrainingConfig, split: Split, number: int, here: Path, device: str) -> None:
+    """Train the networks that peers attribute with, and keep them and some checkpoints on their way."""
+    seeds = attribution_seeds(config, number)
+    rows = torch.arange(config.train).expand(len(seeds), -1)
+    steps = config.epochs * (config.train // min(config.batch, config.train))
+    keep = [math.ceil(steps * (i + 1) / CHECKPOINTS) for i in range(CHECKPOINTS)]
+    _, kept = train_stack(config, split.train, split.train_targets, rows, seeds, keep=keep, device=device)
+    for i, state in enumerate(kept):
+        _save(here / f"models-{i}.safetensors", state)
+
+
+def _attribute(config: RetrainingConfig, split: Split, number: int, recording: int, run: Path) -> dict[str, Tensor]:
+    """Record one training, and return the score of every sample by each of our methods, (M, N) each."""
+    if run.exists():
+        shutil.rmtree(run)
+    seed = attribution_seeds(config, number)[recording]
+    model = train_recorded(config, split.train, split.train_targets, run, seed)
+    memory = dualform.open(run)
+    spotlight = memory.attend(model, split.test, targets=split.test_targets, quantity="margin")
+    found = {name: torch.zeros(config.tests, config.train, dtype=torch.float64) for name in OURS}
+    with bar("scoring", total=len(spotlight.layers)) as advance:
+        for name, layer in spotlight.layers.items():
+            advance(1)
+            if name in spotlight.outside():
+                continue
+            effects = layer.effects(per="sample")
+            samples = torch.tensor(effects.groups)
+            found["effects"].index_add_(1, samples, effects.values)
+            source = layer._require_asked()
+            found["direct"].index_add_(1, samples, _direct(source, layer._group("sample")))
+            found["attention"].index_add_(1, samples, _magnitudes(source, layer._group("sample")))
+    shutil.rmtree(run)
+    return found
+
+
+def _direct(source: LayerEffects, grouping: Grouping) -> Tensor:
+    """Return effects without their filter: what each sample's updates add to the quantity, the rest held fixed."""
+    plain = dataclasses.replace(source, unfiltered=True)
+    return plain.totals(grouping)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _MagnitudeOfInputs:
+    """The absolute attention of each input to each pattern, summed over the input's queries."""
+
+    inputs: int
+    of: Tensor  # (Q,) each query's input
+    needs_values: bool = False
+
+    def __call__(self, queries: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        """Return the sums, (inputs, n)."""
+        each = PatternMeasure("magnitude")(queries, block, out)
+        return each.new_zeros(self.inputs, each.shape[1]).index_add_(0, self.of, each)
+
+
+def _magnitudes(source: LayerEffects, grouping: Grouping) -> Tensor:
+    """Return the absolute attention of each input's queries to each sample, (M, G)."""
+    job = Pass(
+        layer=source.layer,
+        view=source.table,
+        reducer=GroupSums(len(grouping.labels)),
+        like=source.queries,
+        queries=source.queries,
+        measure=_MagnitudeOfInputs(len(source), source.asked.of),
+        rows=len(source),
+        groups=grouping,
+    )
+    return source.table.answer(job)
+
+
+# Scores -------------------------------------------------------------------------------------------------------------
+
+
+def scores(config: RetrainingConfig, folder: Path) -> dict[str, list[float]]:
+    """Return the score of each method in each split, from what the folder holds: ours, peers', controls, ceiling."""
+    found: dict[str, list[float]] = {}
+    for number in range(config.splits):
+        here = folder / f"split-{number}"
+        split = make_split(config, number)
+        margins = torch.stack(
+            [load_file(here / f"retrained-{seed}.safetensors")["margins"].double() for seed in range(config.seeds)]
+        )
+        members = torch.zeros(config.subsets, config.train, dtype=torch.float64)
+        members.scatter_(1, split.halves, 1.0)
+        actual = margins.mean(dim=0)  # (K, M)
+        ours = [load_file(here / f"ours-{i}.safetensors") for i in range(config.recordings)]
+        for name in OURS:
+            each = [score(one[name], members, actual) for one in ours]
+            found.setdefault(name, []).append(mean(each))
+            together = torch.stack([one[name] for one in ours]).mean(dim=0)
+            found.setdefault(f"{name}, mean of {len(ours)}", []).append(score(together, members, actual))
+        generator = torch.Generator().manual_seed(number)
+        noise = torch.randn(config.tests, config.train, generator=generator, dtype=torch.float64)
+        found.setdefault("random", []).append(score(noise, members, actual))
+        shuffled = ours[0]["effects"][:, torch.randperm(config.train, generator=generator)]
+        found.setdefault("shuffled", []).append(score(shuffled, members, actual))
+        found.setdefault("ceiling", []).append(ceiling(margins))
+        single = [score(ours[0]["effects"], members, margins[seed]) for seed in range(config.seeds)]
+        found.setdefault("effects, against one retraining", []).append(mean(single))
+        for path in sorted(here.glob("peer-*.safetensors")):
+            for name, networks in load_file(path).items():
+                found.setdefault(name, []).append(mean(score(one.double(), members, actual) for one in networks))
+    return found
+
+
+def score(attribution: Tensor, members: Tensor, actual: Tensor) -> float:
+    """Return the linear datamodeling score.
+
+    Args:
+        attribution: (M, N) what each sample did for each test input.
+        members: (K, N) 1 where a sample is in a half.
+        actual: (K, M) the margins that retraining gave.
+    """
+    return float(correlate(members @ attribution.T, actual).mean())
+
+
+def ceiling(margins: Tensor) -> float:
+    """Return the highest score that a perfect prediction could have, given so many seeds; margins are (R, K, M).
+
+    The means of two halves of the seeds correlate by r; the mean of all has a reliability of 2 r / (1 + r), and the
+    expected margin correlates with it by the root of that.
+    """
+    half = len(margins) // 2
+    agreement = float(correlate(margins[:half].mean(dim=0), margins[half : 2 * half].mean(dim=0)).mean())
+    return math.sqrt(max(2 * agreement / (1 + agreement), 0.0))
+
+
+def correlate(a: Tensor, b: Tensor) -> Tensor:
+    """Return the rank correlation over the rows of (K, M), for each column.
+
+    >>> correlate(torch.tensor([[1.0], [2.0], [9.0]]), torch.tensor([[0.1], [0.2], [0.3]]))
+    tensor([1.], dtype=torch.float64)
+    """
+    ranks = [_ranks(each.double()) for each in (a, b)]
+    x, y = (each - each.mean(dim=0) for each in ranks)
+    norms = (x.square().sum(dim=0) * y.square().sum(dim=0)).sqrt()
+    return torch.where(norms > 0, (x * y).sum(dim=0) / norms.clamp(min=1e-300), 0.0)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Return the rank of each entry in its column; ties share their mean rank."""
+    below = (values[None] < values[:, None]).sum(dim=1)
+    same = (values[None] == values[:, None]).sum(dim=1)
+    return below + (same.double() - 1) / 2
+
+
+def mean_and_error(values: Sequence[float]) -> str:
+    """Return mean ± standard error.
+
+    >>> mean_and_error([0.5, 0.6])
+    '0.55 ± 0.05'
+    """
+    if len(values) < 2:
+        return f"{values[0]:.2f}"
+    return f"{mean(values):.2f} ± {stdev(values) / math.sqrt(len(values)):.2f}"

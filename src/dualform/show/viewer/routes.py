@@ -1,0 +1,140 @@
+"""The questions that the page asks: each reads its parameters from the request and asks the panel of that name."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from dualform.attend.questions import Per
+from dualform.engine.measures import Of
+from dualform.show.panels.badge import Badge, rebuild_badge
+from dualform.show.panels.curves import MAX_PATTERNS, SortedAttention, sorted_attention
+from dualform.show.panels.examples import Examples, Snippets, example_snippets, find_examples, list_examples
+from dualform.show.panels.layer_totals import LayerTotals, layer_totals
+from dualform.show.panels.masking import MaskEffect, mask_effect
+from dualform.show.panels.occurrences import Occurrences, sample_occurrences
+from dualform.show.panels.overview import Overview, run_overview
+from dualform.show.panels.prediction import ModelPrediction, model_prediction
+from dualform.show.panels.timeline import Timeline, attention_timeline
+from dualform.show.panels.top_patterns import MAX_RANK, Tab, TopPatterns, top_patterns
+from dualform.show.session import Session
+from dualform.show.text_places import CONTEXT_TOKENS, TextPlace, text_around
+from dualform.show.viewer.parameters import BadQuestion, RequestParameters
+
+MAX_CONTEXT = 400  # words or pieces on each side of a place
+MAX_SNIPPETS = 200  # in one answer
+MEASURES = ("attention", "magnitude", "contribution", "effect")
+
+Question = Callable[[Session, RequestParameters], Any]
+"""A question: from an opened run and the parameters of a request to dataclasses, lists and numbers. May take long."""
+_QUESTIONS: dict[str, Question] = {}
+
+
+def question(path: str) -> Callable[[Question], Question]:
+    """Register the function that answers a path. It runs in a thread."""
+
+    def register(answer: Question) -> Question:
+        _QUESTIONS[path] = answer
+        return answer
+
+    return register
+
+
+def questions() -> dict[str, Question]:
+    """Return every registered question by its path."""
+    return dict(_QUESTIONS)
+
+
+@question("/api/run")
+def _run(session: Session, parameters: RequestParameters) -> Overview:
+    return run_overview(session)
+
+
+@question("/api/badge")
+def _badge(session: Session, parameters: RequestParameters) -> Badge:
+    return rebuild_badge(session, parameters.by(session))
+
+
+@question("/api/tests")
+def _tests(session: Session, parameters: RequestParameters) -> Examples:
+    return list_examples(session)
+
+
+@question("/api/snippets")
+def _snippets(session: Session, parameters: RequestParameters) -> Snippets:
+    count = parameters.number("count", 50, low=1, high=MAX_SNIPPETS)
+    return example_snippets(session, parameters.number("first", 0), count)
+
+
+@question("/api/search")
+def _search(session: Session, parameters: RequestParameters) -> dict[str, list[int]]:
+    words = parameters.text("text", longest=200).strip()
+    if not words:
+        raise BadQuestion("There is nothing to search for.")
+    return {"tests": find_examples(session, words)}
+
+
+@question("/api/prediction")
+def _prediction(session: Session, parameters: RequestParameters) -> ModelPrediction:
+    return model_prediction(session, parameters.subject(session), parameters.mask(session))
+
+
+@question("/api/layers")
+def _layers(session: Session, parameters: RequestParameters) -> LayerTotals:
+    of = cast("Of", parameters.choice("of", MEASURES))
+    by = parameters.by(session)
+    return layer_totals(session, parameters.subject(session), by, of, row=parameters.optional("row"))
+
+
+@question("/api/curves")
+def _curves(session: Session, parameters: RequestParameters) -> SortedAttention:
+    return sorted_attention(
+        session,
+        parameters.subject(session),
+        parameters.layer(session),
+        parameters.by(session),
+        of=cast("Of", parameters.choice("of", ("attention", "magnitude"))),
+        count=parameters.number("k", MAX_PATTERNS, low=1, high=MAX_PATTERNS),
+        row=parameters.optional("row"),
+    )
+
+
+@question("/api/time")
+def _time(session: Session, parameters: RequestParameters) -> Timeline:
+    subject, layer, by = parameters.subject(session), parameters.layer(session), parameters.by(session)
+    return attention_timeline(session, subject, layer, by, row=parameters.optional("row"))
+
+
+@question("/api/top")
+def _top(session: Session, parameters: RequestParameters) -> TopPatterns:
+    return top_patterns(
+        session,
+        parameters.subject(session),
+        parameters.layer(session),
+        by=parameters.by(session),
+        tab=cast("Tab", parameters.choice("tab", ("positive", "negative", "group"))),
+        of=cast("Of", parameters.choice("of", MEASURES)),
+        per=cast("Per", parameters.choice("per", ("pattern", "sample"))),
+        first=parameters.number("first", 1, low=1, high=MAX_RANK),
+        count=parameters.number("k", 12, low=1, high=60),
+        steps=parameters.steps("steps"),
+        row=parameters.optional("row"),
+    )
+
+
+@question("/api/sample")
+def _sample(session: Session, parameters: RequestParameters) -> Occurrences:
+    number = parameters.number("sample")
+    return sample_occurrences(session, parameters.subject(session), number, row=parameters.optional("row"))
+
+
+@question("/api/mask")
+def _mask(session: Session, parameters: RequestParameters) -> MaskEffect:
+    return mask_effect(session, parameters.mask(session))
+
+
+@question("/api/passage")
+def _passage(session: Session, parameters: RequestParameters) -> TextPlace:
+    corpus = session.media.text
+    if corpus is None:
+        raise BadQuestion("This run keeps no text.")
+    place = parameters.number("place", high=max(len(corpus.train) - 1, 0))
+    return text_around(corpus, place, context=parameters.number("context", CONTEXT_TOKENS, low=1, high=MAX_CONTEXT))

@@ -1,0 +1,273 @@
+"""The evaluation of effects: stacks train as single networks do, scores are right, and nothing is lost."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dualform import cli
+from dualform.errors import DataError
+from dualform.experiments import retraining
+from dualform.experiments.page import Section, write_page
+from dualform.experiments.retraining import ceiling, correlate, evaluate_effects, mean_and_error, score, scores
+from dualform.experiments.retraining_config import RetrainingConfig, make_split, read_config
+from dualform.experiments.retraining_page import section, table
+from dualform.experiments.stacked_training import (
+    initial,
+    loss_of,
+    make_optimizer,
+    measure_stack,
+    order,
+    train_recorded,
+    train_stack,
+)
+
+SMALL = RetrainingConfig(
+    name="small",
+    data="digits",
+    epochs=6,
+    train=120,
+    tests=20,
+    hidden=(24,),
+    batch=20,
+    subsets=24,
+    seeds=4,
+    recordings=1,
+    models=2,
+    splits=2,
+)
+CHARACTERS = RetrainingConfig(
+    name="characters",
+    data="text",
+    text="text.txt",
+    epochs=2,
+    train=40,
+    tests=4,
+    length=8,
+    hidden=(8,),
+    optimizer="AdamW",
+    learning_rate=0.01,
+    weight_decay=0.01,
+    batch=10,
+    subsets=4,
+    seeds=2,
+    recordings=1,
+    models=1,
+    splits=1,
+)
+
+
+@pytest.fixture
+def characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RetrainingConfig:
+    """A configuration whose text is there."""
+    text = "".join(f"The {i * i % 97}th fox saw {i % 13} crows; none was hungry. " for i in range(60))
+    (tmp_path / "text.txt").write_text(text)
+    monkeypatch.setenv("DUALFORM_DATA", str(tmp_path))
+    return CHARACTERS
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small evaluation."""
+    folder = tmp_path_factory.mktemp("truth") / "small"
+    evaluate_effects(SMALL, folder)
+    return folder
+
+
+def loop(config: RetrainingConfig, inputs: Tensor, targets: Tensor, seed: int) -> dict[str, Tensor]:
+    """Train one network alone, the plain way."""
+    model = initial(config, seed)
+    optimizer = make_optimizer(config, model.parameters())
+    for rows in order(len(inputs), config, seed):
+        optimizer.zero_grad()
+        loss_of(model(inputs[rows]), targets[rows]).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_stack_trains_as_single_networks_do(optimizer: str) -> None:
+    config = dataclasses.replace(SMALL, optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
+    split = make_split(config, 0)
+    seeds = (5, 6, 7)
+    stacked, kept = train_stack(config, split.train, split.train_targets, split.halves[:3], seeds, keep=[4, 18])
+    assert len(kept) == 2
+    for i, (seed, rows) in enumerate(zip(seeds, split.halves[:3], strict=True)):
+        alone = loop(config, split.train[rows], split.train_targets[rows], seed)
+        for name, parameter in alone.items():
+            torch.testing.assert_close(stacked[name][i], parameter, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(kept[-1][name][i], stacked[name][i])
+        start = initial(config, seed).get_parameter("layers.0.weight").detach()
+        assert float((stacked["layers.0.weight"][i] - start).norm()) > 0.1
+
+
+def test_a_stack_of_transformers_trains_as_one_does(characters: RetrainingConfig) -> None:
+    split = make_split(characters, 0)
+    torch.set_default_dtype(torch.float64)  # AdamW makes much of the rounding of gradients that are truly zero
+    try:
+        stacked, _ = train_stack(characters, split.train, split.train_targets, split.halves[:2], (1, 2))
+        alone = [
+            loop(characters, split.train[rows], split.train_targets[rows], i + 1)
+            for i, rows in enumerate(split.halves[:2])
+        ]
+        margins = measure_stack(characters, stacked, split.test, split.test_targets)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for i, network in enumerate(alone):
+        for name, parameter in network.items():
+            if "qkv.bias" not in name:
+                torch.testing.assert_close(stacked[name][i], parameter, rtol=1e-8, atol=1e-9)
+    assert margins.shape == (2, 4)
+
+
+def test_the_recorded_network_is_the_stacks(tmp_path: Path) -> None:
+    split = make_split(SMALL, 0)
+    model = train_recorded(SMALL, split.train, split.train_targets, tmp_path / "run", 9)
+    stacked, _ = train_stack(SMALL, split.train, split.train_targets, torch.arange(SMALL.train)[None], [9])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(stacked[name][0], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_effects_predict_retraining_and_controls_do_not(evaluated: Path) -> None:
+    found = scores(SMALL, evaluated)
+    mean = {name: sum(values) / len(values) for name, values in found.items()}
+    assert mean["effects"] > 0.4
+    assert mean["effects"] > mean["direct"] - 0.05
+    assert mean["effects"] > mean["effects, against one retraining"]
+    assert abs(mean["random"]) < 0.15
+    assert abs(mean["shuffled"]) < 0.15
+    assert mean["effects"] < mean["ceiling"] <= 1
+
+
+def test_an_evaluation_goes_on_where_it_stopped(
+    evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in evaluated.rglob("*.safetensors")}
+    assert len(before) == SMALL.splits * (SMALL.seeds + retraining.CHECKPOINTS + SMALL.recordings)
+    lost = evaluated / "split-1" / "retrained-2.safetensors"
+    kept = load_file(lost)["margins"].clone()
+    lost.unlink()
+    told: list[str] = []
+    evaluate_effects(SMALL, evaluated, tell=told.append)
+    assert told == ["small: split 1, retrained 24 halves with seed 2"]
+    torch.testing.assert_close(load_file(lost)["margins"], kept)
+    after = {path: path.stat().st_mtime_ns for path in evaluated.rglob("*.safetensors")}
+    assert {path for path in before if after[path] != before[path]} == {lost}
+    with pytest.raises(DataError, match="holds another evaluation"):
+        evaluate_effects(dataclasses.replace(SMALL, epochs=7), evaluated)
+
+
+def test_seeds_never_meet() -> None:
+    used = range(retraining.RETRAINING, retraining.RETRAINING + 3 * 6 * 100)
+    for number in range(3):
+        assert not set(used) & set(retraining.attribution_seeds(SMALL, number))
+
+
+def test_a_perfect_prediction_scores_one_and_its_opposite_minus_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    members = (torch.rand(30, 40, generator=generator) < 0.5).double()
+    effects = torch.randn(5, 40, generator=generator, dtype=torch.float64)
+    actual = members @ effects.T
+    assert score(effects, members, actual) == pytest.approx(1.0)
+    assert score(effects, members, actual.exp()) == pytest.approx(1.0), "ranks only"
+    assert score(-effects, members, actual) == pytest.approx(-1.0)
+    noise = torch.randn(20, 30, 5, generator=generator, dtype=torch.float64)
+    assert ceiling(actual + 0 * noise) == pytest.approx(1.0)
+    noisy = actual + 2 * actual.std() * noise
+    expected = float(correlate(noisy.mean(dim=0), actual).mean())
+    assert ceiling(noisy) == pytest.approx(expected, abs=0.06), "what the truth itself scores against noisy means"
+
+
+def test_ties_share_a_rank() -> None:
+    scipy = pytest.importorskip("scipy.stats")
+    a = torch.tensor([[1.0], [2.0], [2.0], [5.0], [0.0]])
+    b = torch.tensor([[3.0], [1.0], [4.0], [4.0], [0.5]])
+    expected = scipy.spearmanr(a[:, 0].numpy(), b[:, 0].numpy()).statistic
+    assert float(correlate(a, b)) == pytest.approx(expected)
+    assert float(correlate(a, torch.ones(5, 1))) == 0.0
+
+
+def test_the_page_has_a_section_that_can_be_replaced(evaluated: Path, tmp_path: Path) -> None:
+    found = {SMALL: scores(SMALL, evaluated)}
+    page = tmp_path / "results.md"
+    write_page(page, [Section("single", "One task", ("Other things.",), [])])
+    write_page(page, [section(found)])
+    first = page.read_text()
+    assert "Other things." in first
+    assert f"| effects | {mean_and_error(found[SMALL]['effects'])} |" in first
+    assert "- small: 120 samples of digits, an MLP with hidden units 24; 6 epochs of SGD" in first
+    write_page(page, [section(found)])
+    assert page.read_text() == first
+
+
+def test_peers_are_shown_at_their_best(evaluated: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    for path in evaluated.rglob("*.safetensors"):
+        target = folder / path.relative_to(evaluated)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    for number in range(SMALL.splits):
+        here = folder / f"split-{number}"
+        ours = load_file(here / "ours-0.safetensors")["effects"]
+        save_file(
+            {"EK-FAC, damping 1": -ours[None], "EK-FAC, damping 2": ours[None].clone()}, here / "peer-x.safetensors"
+        )
+    rows = {row[0]: row[1] for row in table({SMALL: scores(SMALL, folder)}).rows}
+    assert rows["kronfluence EK-FAC, best damping"] == rows["effects"]
+    assert "traker TRAK, 1 network" not in rows
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('data = "digits"\nepochs = 3\nepoch = 4\n', "settings epoch; known are"),
+        ('data = "digits"\n', "is no evaluation"),
+        ('data = "cifar"\nepochs = 3\n', "expected one of digits"),
+        ('data = "digits"\nepochs = 3\nseeds = 1\n', "at least 2 seeds"),
+        ("data = \n", "TOML"),
+    ],
+)
+def test_a_configuration_is_checked(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_config(path)
+    with pytest.raises(DataError, match="wants more"):
+        make_split(dataclasses.replace(SMALL, train=5000), 0)
+
+
+def test_the_benchmarks_configurations_are_right() -> None:
+    found = [read_config(path) for path in Path(__file__).parents[2].glob("benchmarks/truth/*.toml")]
+    assert {(c.data, c.epochs, c.optimizer) for c in found} >= {
+        ("digits", epochs, optimizer) for epochs in (5, 15, 60) for optimizer in ("SGD", "AdamW")
+    }
+    assert all(c.splits >= 3 for c in found if c.data == "digits")
+
+
+def test_the_command_evaluates(
+    tmp_path: Path, characters: RetrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "characters.toml"
+    fields = {
+        k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(characters).items() if k != "name"
+    }
+    path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items()))
+    for arguments in (["--json"], []):
+        folder = str(tmp_path / "out")
+        monkeypatch.setattr(sys, "argv", ["dualform", "evaluate", str(path), "--folder", folder, *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert not stop.value.code
+        captured = capsys.readouterr()
+        if arguments:
+            found = json.loads(captured.out)
+            assert set(found["scores"]) >= {"effects", "direct", "attention", "random", "shuffled", "ceiling"}
+            assert "characters: split 0, effects of recording 0" in captured.err
+        else:
+            assert captured.err == "", "everything was there"
+            assert "prediction of retraining" in " ".join(captured.out.split())
