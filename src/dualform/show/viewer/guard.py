@@ -1,4 +1,4 @@
-"""Who may ask: the right host name, the right token, GET only. Wraps the application; knows nothing of runs.
+"""Who may ask: the right host name, the right token, GET without a body. Wraps the application; knows nothing of runs.
 
 The token comes once in the address that the terminal printed, and is swapped for a cookie that scripts cannot read and
 other sites cannot send. The host name is checked because a page of another site can make a name of its own point here
@@ -64,7 +64,10 @@ class Guard:
         if not self._is_known(headers.getlist("host")):
             return PlainTextResponse("400: unknown host name. Open the viewer as 127.0.0.1 or localhost.\n", 400)
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("405: the viewer changes nothing; only GET.\n", 405, {"Allow": "GET, HEAD"})
+            refusal = {"Allow": "GET, HEAD", "Connection": "close"}  # a body may follow, which nobody reads
+            return PlainTextResponse("405: the viewer changes nothing; only GET.\n", 405, refusal)
+        if "transfer-encoding" in headers or headers.get("content-length", "0").strip("0"):
+            return PlainTextResponse("413: a question has no body.\n", 413, {"Connection": "close"})
         if len(scope["query_string"]) > LONGEST_QUERY:
             return PlainTextResponse(f"414: more than {LONGEST_QUERY} bytes of parameters.\n", 414)
         pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True, errors="replace")

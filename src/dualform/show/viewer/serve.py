@@ -33,6 +33,7 @@ def make_server(
     except ImportError as error:
         raise QueryError("The viewer needs starlette and uvicorn: pip install 'dualform[viewer]'.") from error
     from dualform.show.viewer.app import make_app
+    from dualform.show.viewer.connections import BoundedProtocol
     from dualform.show.viewer.guard import Guard
     from dualform.show.viewer.opened import Opened
 
@@ -44,7 +45,15 @@ def make_server(
     app = make_app(opened)
     # A cookie does not know ports: each viewer has a name of its own.
     guarded = Guard(app, token=token, cookie=f"dualform-{bound}", hosts=hosts)
-    config = uvicorn.Config(guarded, log_level="warning", access_log=False, lifespan="off", server_header=False)
+    config = uvicorn.Config(
+        guarded,
+        http=BoundedProtocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+    )
     shown = host if host in LOCAL else socket.gethostname()
     server = uvicorn.Server(config)
     server.opened = opened  # type: ignore[attr-defined]
