@@ -198,6 +198,21 @@ def test_effects_need_a_question(pair: Pair) -> None:
         pair.memory.attend(pair.model, pair.queries("0"), quantity="loss").effects(per="pattern")
 
 
+@pytest.mark.parametrize(
+    "quantity",
+    [lambda outputs: outputs[:, 0], lambda: None, lambda outputs, targets, more: outputs[:, 0]],
+    ids=["one argument", "no argument", "three arguments"],
+)
+def test_a_quantity_that_does_not_take_outputs_and_targets_is_refused_by_name(pair: Pair, quantity: Any) -> None:
+    with pytest.raises(QueryError, match="expected a function of the model's outputs and the targets"):
+        pair.memory.attend(pair.model, pair.queries("0"), quantity=quantity)
+
+
+def test_an_error_inside_of_a_quantity_is_the_users_own(pair: Pair) -> None:
+    with pytest.raises(ZeroDivisionError):
+        pair.memory.attend(pair.model, pair.queries("0"), quantity=lambda outputs, targets: 1 / 0)  # type: ignore[arg-type,return-value]
+
+
 def test_keys_only_layers_have_no_effects(run: Path) -> None:
     memory, model, _ = record(run, adam=False, layers={"0": "keys", "2": "keys+values"})
     inputs, labels = questions()

@@ -4,6 +4,7 @@ One forward and one backward pass in eval mode. The inputs of a batch do not see
 of the sum of their quantities is at each row the gradient of its own input's. The model's gradients stay as they are.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def ask(
     """
     if not callable(quantity) and quantity not in get_args(Named):
         raise QueryError(f"quantity is {quantity!r}; expected one of {get_args(Named)}, or a function.")
+    if callable(quantity):
+        _check_takes_two(quantity)
     watched = find_watched(model, layers)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     rows: dict[str, list[Tensor]] = {name: [] for name in layers}
@@ -124,6 +127,22 @@ def measure(outputs: Any, targets: Tensor | None, quantity: Quantity, *, batch_a
     each = each.where(counted, 0.0).movedim(batch_axis, 0).flatten(1) if each.dim() > 1 else each[:, None]
     terms = counted.movedim(batch_axis, 0).flatten(1) if counted.dim() > 1 else counted[:, None]
     return each.sum(dim=1) / terms.sum(dim=1).clamp(min=1)
+
+
+def _check_takes_two(quantity: Callable[..., Any]) -> None:
+    """Raise unless a function can be called with the model's outputs and the targets."""
+    try:
+        signature = inspect.signature(quantity)
+    except ValueError:  # a builtin that does not say what it takes
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(quantity, "__name__", type(quantity).__name__)
+        raise QueryError(
+            f"The quantity {name}{signature} was given; expected a function of the model's outputs and the targets "
+            "that returns a number per input, for example lambda outputs, targets: outputs[:, 0]."
+        ) from error
 
 
 def _class_logits(outputs: Any, quantity: Named) -> Tensor:
