@@ -14,6 +14,7 @@ from torch.nn import functional
 import dualform
 from dualform.attend.memory import Memory
 from dualform.attend.sql import database
+from dualform.errors import SelectionError
 from small import batch, network, sgd
 
 
@@ -155,3 +156,9 @@ def test_sql_may_have_comments(run: Path, comment: str) -> None:
 def test_a_number_that_no_column_holds_is_named(pair: Pair) -> None:
     with pytest.raises(dualform.DualformError, match=r"holds int64, which cannot equal 9223372036854775808"):
         pair.memory.where(sample=2**63).weights()
+
+
+def test_a_value_that_cannot_be_encoded_is_refused_by_name(run: Path) -> None:
+    memory = annotated(run, {"task": ["a", "b", "a", "b"]})
+    with pytest.raises(SelectionError, match="cannot equal"):
+        memory.where(task="\ud800").patterns("0")

@@ -78,6 +78,11 @@ def test_conditions_about_anything_else_are_refused(sql: str, reason: str) -> No
         sql_mask(TABLE, sql, NAMES)
 
 
+def test_a_text_that_cannot_be_encoded_is_refused_by_name() -> None:
+    with pytest.raises(SelectionError, match="surrogate"):
+        sql_mask(TABLE, "task = '\ud800'", NAMES)
+
+
 def test_a_condition_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[sql_mask.__module__], "MAX_SECONDS", 0.05)
     rows = pa.table({"pattern": np.arange(2_000_000)})

@@ -381,7 +381,7 @@ def _equals(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
     wanted = list(value) if isinstance(value, tuple) else [value]
     try:
         options = pa.array(wanted).cast(column.type)
-    except (pa.ArrowException, TypeError, OverflowError) as error:
+    except (pa.ArrowException, TypeError, OverflowError, UnicodeError) as error:
         raise SelectionError(f"Column {name!r} holds {column.type}, which cannot equal {value!r}.") from error
     return np.asarray(pc.is_in(column, value_set=options))
 

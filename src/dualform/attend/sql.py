@@ -63,6 +63,10 @@ def sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.
             f"SQL cannot tell the columns {', '.join(map(repr, same))} apart, which differ only in case. "
             'Select by column instead (task="mnist").'
         )
+    try:
+        sql.encode()
+    except UnicodeError as error:
+        raise SelectionError(_cannot(sql, f"{error}.", names)) from error
     check_condition(sql, tuple(names))
     with database().cursor() as connection:
         try:

@@ -7,12 +7,14 @@ import httpx
 import pytest
 
 
-def status(running, path="/api/run", *, host=None, cookie=True, method="GET"):
+def status(running, path="/api/run", *, host=None, cookie=True, method="GET", origin=None):
     """Ask with headers of our own choosing; return (status, headers, body)."""
     connection = http.client.HTTPConnection("127.0.0.1", running.socket.getsockname()[1], timeout=20)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name in [host] if isinstance(host, str) else host or ["127.0.0.1"]:
         connection.putheader("Host", name)
+    if origin is not None:
+        connection.putheader("Origin", origin)
     if cookie:
         port = running.socket.getsockname()[1]
         connection.putheader("Cookie", f"dualform-{port}={running.token if cookie is True else cookie}")
@@ -128,6 +130,12 @@ def test_path_tricks_find_nothing(running, path):
         ("/api/prediction?by=label&g={", "JSON"),
         ("/api/prediction?by=label&g=[1,2]", "number of values"),
         ("/api/prediction?g=1", "without the column"),
+        ("/api/mask?by=task,label&g=1", "number of values"),
+        ("/api/mask?by=task,label&g=null", "number of values"),
+        ("/api/mask?by=step:10&g=%22x%22", "bins"),
+        ("/api/mask?by=step:10&g=true", "bins"),
+        ("/api/mask?by=label&g=" + "9" * 300, "64 bits"),
+        ("/api/mask?by=label&p=%22%5Cud800%22", "cannot be encoded"),
         ("/api/prediction?by=label&" + "&".join(["g=1"] * 300), "at most 256"),
         ("/api/prediction?drawn=!!!", "not base64"),
         ("/api/prediction?drawn=AAAA", "an input has 64"),
@@ -146,6 +154,21 @@ def test_malformed_parameters_are_400_with_a_reason(running, path, words):
     assert headers["content-type"] == "application/json"
     assert words in body.decode()
     assert "Traceback" not in body.decode()
+
+
+def test_a_group_of_one_column_may_come_as_a_list(running):
+    assert status(running, "/api/mask?by=step:10&g=[10]")[2] == status(running, "/api/mask?by=step:10&g=10")[2]
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "", "http://127.0.0.1:1"])
+def test_a_page_of_another_site_is_403_even_with_the_cookie(running, origin):
+    code, _, body = status(running, origin=origin)
+    assert code == 403
+    assert b"steps" not in body
+
+
+def test_the_viewers_own_page_may_say_where_it_is_from(running):
+    assert status(running, origin="http://127.0.0.1")[0] == 200
 
 
 def test_an_oversized_question_is_refused(running):

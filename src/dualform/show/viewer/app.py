@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from dualform.errors import DualformError, RunNotFoundError
+from dualform.errors import CorruptError, DualformError, FormatError, RunNotFoundError
 from dualform.show.png import png
 from dualform.show.tables import plain
 from dualform.show.viewer.ask import Ask, BadQuestion
@@ -36,7 +36,7 @@ def make_app(opened: Opened) -> Starlette:
     def endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
             ask = Ask(request.query_params.multi_items())
-            return await _answered(jobs, request, ask, lambda: rendered(answer(opened.session(), ask)))
+            return await _answered(jobs, request, ask, lambda: opened.answer(lambda run: rendered(answer(run, ask))))
 
         return respond
 
@@ -57,11 +57,11 @@ def make_app(opened: Opened) -> Starlette:
         what, number = request.path_params["what"], request.path_params["number"]
         if not re.fullmatch(r"[0-9]{1,15}", number):
             return PlainTextResponse("404: an image is named by a number.\n", 404)
-        return await _answered(jobs, request, None, lambda: _image(opened.session(), what, int(number)))
+        return await _answered(jobs, request, None, lambda: opened.answer(lambda run: _image(run, what, int(number))))
 
     async def report(request: Request) -> Response:
         ask = Ask(request.query_params.multi_items())
-        return await _answered(jobs, request, ask, lambda: _report(opened.session(), ask))
+        return await _answered(jobs, request, ask, lambda: opened.answer(lambda run: _report(run, ask)))
 
     return Starlette(
         routes=[
@@ -89,8 +89,12 @@ async def _answered(jobs: Jobs, request: Request, ask: Ask | None, work: Callabl
         return rendered({"error": "cancelled"}, 499)
     except RunNotFoundError as error:
         return rendered({"error": str(error), "empty": True}, 404)
+    except (CorruptError, FormatError) as error:
+        return rendered({"error": str(error)}, 503)  # no question can be answered until the run is repaired
     except DualformError as error:
         return rendered({"error": str(error)}, 400)
+    except OSError as error:
+        return rendered({"error": f"A file of the run cannot be read: {error}. Restore it from a copy."}, 503)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return rendered({"error": f"{type(error).__name__}: {error}"}, 500)

@@ -111,9 +111,10 @@ class Ask:
 
     def mask(self, session: Session) -> Mask:
         """Return the mask: groups `g`, ranges of steps `s`, samples `p`, a random part `r`, and how they are meant."""
+        by = self.by(session) if "by" in self._lists else ()
         removal = Removal(
-            by=self.by(session) if "by" in self._lists else (),
-            groups=tuple(_group(text) for text in self._many("g")),
+            by=by,
+            groups=tuple(_group(text, by) for text in self._many("g")),
             steps=self.steps("s"),
             samples=tuple(_scalar(text, "p") for text in self._many("p")),
             random=self.number("r", 0, high=1_000_000) / 1_000_000,
@@ -121,12 +122,8 @@ class Ask:
             only=self.flag("only"),
             keep_start=self.choice("start", ("kept", "dropped")) == "kept",
         )
-        if removal.groups and not removal.by:
-            raise BadQuestion("Groups were given without the column that they are values of: by=label.")
         if removal.samples and "sample" not in session.memory.columns:
             raise BadQuestion("Samples were given, but the run has no column named sample.")
-        if any(len(group) != len(removal.by) for group in removal.groups if isinstance(group, tuple)):
-            raise BadQuestion("A group has another number of values than there are columns in by.")
         active = self.choice("in", ("all", "active")) == "active"
         return Mask(removal, (self.layer(session),) if active else ())
 
@@ -175,11 +172,18 @@ class Ask:
         return subject
 
 
-def _group(text: str) -> Any:
+def _group(text: str, by: By) -> Any:
+    """Return a group of the patterns grouped by these columns: a value, or one for each of several columns."""
+    if not by:
+        raise BadQuestion("Groups were given without the column that they are values of: by=label.")
     value = _json(text, "g")
-    if isinstance(value, list):
-        return tuple(_plain(part, "g", text) for part in value)
-    return _plain(value, "g", text)
+    values = tuple(_plain(part, "g", text) for part in (value if isinstance(value, list) else [value]))
+    if len(values) != len(by):
+        raise BadQuestion("A group has another number of values than there are columns in by.")
+    for column, part in zip(by, values, strict=True):
+        if isinstance(column, Bins) and (isinstance(part, str | bool)):
+            raise BadQuestion(f"The parameter g is {text[:40]!r}; bins of {column.column} are named by numbers.")
+    return values if len(by) > 1 else values[0]
 
 
 def _scalar(text: str, name: str) -> Any:
@@ -196,4 +200,8 @@ def _json(text: str, name: str) -> Any:
 def _plain(value: Any, name: str, text: str) -> Any:
     if value is not None and not isinstance(value, str | int | float | bool):
         raise BadQuestion(f"The parameter {name} is {text[:40]!r}; expected a number, a text, or null.")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise BadQuestion(f"The parameter {name} is {text[:40]!r}; expected a number of 64 bits.")
+    if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise BadQuestion(f"The parameter {name} is {text[:40]!r}, a text that cannot be encoded.")
     return value

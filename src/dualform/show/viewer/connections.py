@@ -25,6 +25,7 @@ class BoundedProtocol(H11Protocol):
         self._next_look: asyncio.TimerHandle | None = None
         self._seen: object = None  # what the connection waited for at the last look
         self._looks = 0  # how often in a row it was the same
+        self._began = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to look at the connection; where there are too many, end the one that stalls most."""
@@ -33,7 +34,7 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > MOST_CONNECTIONS:
             mine = [one for one in self.connections if isinstance(one, BoundedProtocol) and one is not self]
             stalled = [one for one in mine if one._waits_for() is not None]
-            most = max(stalled, key=lambda one: one._looks, default=self)
+            most = max(stalled, key=lambda one: (one._looks, -one._began), default=self)
             self.connections.discard(most)  # it is told that it is lost only later
             most.transport.abort()
 

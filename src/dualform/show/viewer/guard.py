@@ -63,6 +63,8 @@ class Guard:
         headers = Headers(scope=scope)
         if not self._is_known(headers.getlist("host")):
             return PlainTextResponse("400: unknown host name. Open the viewer as 127.0.0.1 or localhost.\n", 400)
+        if any(origin.partition("://")[2] != headers["host"] for origin in headers.getlist("origin")):
+            return PlainTextResponse("403: a page of another site asks.\n", 403)
         if scope["method"] not in ("GET", "HEAD"):
             refusal = {"Allow": "GET, HEAD", "Connection": "close"}  # a body may follow, which nobody reads
             return PlainTextResponse("405: the viewer changes nothing; only GET.\n", 405, refusal)

@@ -9,10 +9,11 @@ V = TypeVar("V")
 
 
 class Kept(Generic[V]):
-    """The last `size` values by key."""
+    """The last `size` values by key; `dropped` is told of each value that makes room."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, dropped: Callable[[V], None] | None = None) -> None:
         self._size = size
+        self._dropped = dropped
         self._values: OrderedDict[Hashable, V] = OrderedDict()
         self._busy: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -36,7 +37,9 @@ class Kept(Generic[V]):
             with self._lock:
                 self._values[key] = value
                 while len(self._values) > self._size:
-                    self._values.popitem(last=False)
+                    _, gone = self._values.popitem(last=False)
+                    if self._dropped is not None:
+                        self._dropped(gone)
             return value
 
     def values(self) -> list[V]:

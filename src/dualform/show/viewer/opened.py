@@ -2,15 +2,21 @@
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import dualform
-from dualform.errors import QueryError
+from dualform.errors import CorruptError, QueryError
 from dualform.show.models import load_model
+from dualform.show.viewer.job import Cancelled
 from dualform.show.viewer.session import Session
-from dualform.store.format import MANIFEST
+from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED, Manifest, checksum
+
+R = TypeVar("R")
+Stamp = tuple[int, int, int]
+ATTEMPTS = 5  # at one question, while the manifest keeps changing
+REWRITTEN = (FINAL, FROZEN, UNCOVERED)  # a resumed recording writes them again under the same names
 
 
 class Opened:
@@ -32,38 +38,69 @@ class Opened:
         self._factory: tuple[str, Mapping[str, Any]] | None = None  # what the run remembered when it was first opened
         self._budget = budget
         self._lock = threading.Lock()
-        self._session: Session | None = None
-        self._stamp: tuple[int, int] | None = None
+        self._current: tuple[Stamp | None, Session] | None = None  # the manifest's stamp, and the session on it
+
+    def answer(self, question: Callable[[Session], R]) -> R:
+        """Answer a question on what is published now.
+
+        A recording that goes on may remove files that were still to be read. Where the manifest has changed meanwhile,
+        a question that failed is asked again of the session on the new one.
+        """
+        for _ in range(ATTEMPTS - 1):
+            stamp = self._stamp_now()
+            try:
+                return question(self.session())
+            except Cancelled:
+                raise
+            except Exception:
+                if self._stamp_now() == stamp:
+                    raise
+        return question(self.session())
 
     def session(self) -> Session:
         """Return the session on what is published now; `RunNotFoundError` where there is no run."""
-        stamp = self._stamp_now()
-        session = self._session
-        if session is not None and stamp == self._stamp:
-            return session
+        current = self._current
+        if current is not None and current[0] == self._stamp_now():
+            return current[1]
         with self._lock:
-            if self._session is None or stamp != self._stamp:
-                self.close()
-                memory = dualform.open(self.path)
-                if self._session is not None and self._model is None and memory.factory != self._factory:
-                    raise QueryError(
-                        f"{self.path} names another factory of its model by now, which a running viewer does not "
-                        "follow. Stop it, and start it again if you trust the run."
-                    )
-                self._factory = memory.factory
-                loaded = load_model(memory, self._model, accept_untrained=self._accept_untrained, trust=self._trust)
-                self._session = Session(memory, loaded.model, budget=self._budget, warnings=loaded.warnings)
-                self._stamp = stamp
-            return self._session
+            stamp = self._stamp_now()
+            if self._current is None or self._current[0] != stamp:
+                opened = self._open()
+                if self._current is not None:
+                    self._current[1].cancel()  # only now: where the run cannot be opened, the manifest may come back
+                self._current = stamp, opened
+            return self._current[1]
+
+    def _open(self) -> Session:
+        memory = dualform.open(self.path)
+        if self._current is not None and self._model is None and memory.factory != self._factory:
+            raise QueryError(
+                f"{self.path} names another factory of its model by now, which a running viewer does not "
+                "follow. Stop it, and start it again if you trust the run."
+            )
+        _check_rewritten(self.path)
+        loaded = load_model(memory, self._model, accept_untrained=self._accept_untrained, trust=self._trust)
+        self._factory = memory.factory
+        return Session(memory, loaded.model, budget=self._budget, warnings=loaded.warnings)
 
     def close(self) -> None:
-        """Stop what is going on in the background."""
-        if self._session is not None:
-            self._session.close()
+        """Stop the work in the background, and wait for its end."""
+        if self._current is not None:
+            self._current[1].close()
 
-    def _stamp_now(self) -> tuple[int, int] | None:
+    def _stamp_now(self) -> Stamp | None:
         try:
             found = os.stat(self.path / MANIFEST)  # noqa: PTH116 (one call, many times a second)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _check_rewritten(folder: Path) -> None:
+    """Raise where the model's state at the end is not that of the manifest: an older manifest was put back."""
+    files = Manifest.read(folder).files
+    for name in REWRITTEN:
+        if name in files and checksum(folder / name) != files[name].xxh3:
+            raise CorruptError(
+                f"{folder / name} is not the file that the manifest lists. Restore both from one copy of the run."
+            )

@@ -22,6 +22,10 @@ class Preparation:
         self.thread = threading.Thread(target=self._work, name="dualform-prepare", daemon=True)
         self.thread.start()
 
+    def cancel(self) -> None:
+        """Stop at the next step of the work."""
+        self.job.cancelled = True
+
     def _work(self) -> None:
         try:
             with watching(self.job.report):

@@ -69,7 +69,7 @@ class Session:
         self._spotlights: Kept[dict[str, Any]] = Kept(24)
         self._masked: Kept[nn.Module] = Kept(4)
         self._weights: Kept[GroupWeights] = Kept(2)
-        self._preparations: Kept[Preparation] = Kept(8)
+        self._preparations: Kept[Preparation] = Kept(8, dropped=Preparation.cancel)
         self._slopes: Kept[dict[str, Tensor]] = Kept(24)
         self.answers: Kept[Any] = Kept(64)  # small answers that do not depend on a test
 
@@ -211,10 +211,15 @@ class Session:
         """Begin to prepare the group weights by these columns, unless that has begun already."""
         return self._preparations.get(by, lambda: Preparation(self.memory, self.weights(by)))
 
-    def close(self) -> None:
-        """Stop what is being prepared, and wait for that."""
+    def cancel(self) -> None:
+        """Stop the preparations in the background at their next step."""
         for preparation in self._preparations.values():
-            preparation.job.cancelled = True
+            preparation.cancel()
+
+    def close(self) -> None:
+        """Stop the preparations in the background, and wait for their end."""
+        self.cancel()
+        for preparation in self._preparations.values():
             preparation.thread.join(10)
 
     @cached_property
