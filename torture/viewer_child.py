@@ -1,5 +1,6 @@
 """The viewer as `dualform view` runs it, in a child process that can be watched, halted and ended."""
 
+import contextlib
 import os
 import re
 import signal
@@ -64,7 +65,9 @@ class ViewerChild:
 
     def files(self) -> int:
         """Return its number of open files, sockets included."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))  # noqa: PTH208 (names alone)
+        with contextlib.suppress(OSError):
+            return len(os.listdir(f"/proc/{self.process.pid}/fd"))  # noqa: PTH208 (names alone)
+        return 0
 
     def interrupt(self, patience: float = 20.0) -> int | None:
         """End the process by SIGINT, as Ctrl-C does; return its exit status, or nothing where it had to be killed."""
@@ -85,7 +88,8 @@ class ViewerChild:
             self.process.stdout.close()
 
     def _status(self, name: str) -> int:
-        text = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        found = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
-        assert found is not None, f"{name} is in every status"
-        return int(found[1])
+        with contextlib.suppress(OSError):  # the process may have died
+            text = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+            if found := re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE):
+                return int(found[1])
+        return 0

@@ -19,6 +19,15 @@ PATIENCE = 60.0  # seconds after which a request that is not answered counts as 
 MOST_STALLED = 3  # connections that each client leaves open without doing its part
 MOST_FAILURES = 200  # that are kept in words
 
+COUNTED = (
+    *("ordinary questions answered as before the storm", "answers that a file is missing, during such a fault"),
+    *("fuzzed questions", "forbidden requests refused", "requests broken off", "answers read slowly"),
+    *("large bodies refused", "connections left half open or unread", "half-open connections closed by the viewer"),
+    *("answers 2xx", "answers 4xx", "answers 5xx", "answers 500", "wrong answers", "requests that hung"),
+    *("connections that failed", "forbidden requests answered", "tracebacks of the viewer"),
+)
+"""What is counted even where it never happened, in the order of the page."""
+
 References = Mapping[str, Mapping[Question, Any]]  # state -> question -> the essence of its answer
 
 
@@ -26,7 +35,7 @@ References = Mapping[str, Mapping[Question, Any]]  # state -> question -> the es
 class Tally:
     """What all clients saw, filled from many threads."""
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
     latencies: list[float] = field(default_factory=list)  # of ordinary questions, in seconds
     failures: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -59,8 +60,8 @@ def ask(path: str, **values: Any) -> Question:
 DRAWING = "gIAA" * (SIDE * SIDE // 3)  # base64 of one byte per pixel
 
 
-def ordinary() -> list[Question]:
-    """Return questions over all routes, whose answers depend on nothing but the run."""
+def ordinary(tests: Sequence[int] = (0, 5, 11)) -> list[Question]:
+    """Return questions over all routes, some of them about each of these tests; answers depend on the run alone."""
     found = [
         ask("/"),
         ask("/static/main.js"),
@@ -89,7 +90,7 @@ def ordinary() -> list[Question]:
         ask("/api/mask", by="step:10", g=[10, 30], s="0-3"),
         ask("/api/mask", by="label", p=[3, 9], r=100_000, seed=5),
     ]
-    for test in (0, 5, 11):
+    for test in tests:
         found += [
             ask("/api/prediction", test=test),
             ask("/api/prediction", test=test, by="label", g=1),

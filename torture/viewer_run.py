@@ -18,7 +18,7 @@ import dualform
 from dualform.experiments.models import mlp
 
 STEPS = 40  # of the run at first
-GROWN = 3  # more steps of a continued run, each published on its own
+GROWN = 2  # more steps of a continued run, each published on its own
 SAMPLES, SIDE, CLASSES, ROWS = 160, 6, 5, 16
 WORDS = ("zero", "one", "two", "three", "four")
 TESTS = 24
@@ -51,7 +51,7 @@ def record_base(folder: Path, checkpoint: Path) -> None:
     """Record the run, and keep the model and its optimizer as they are at its end."""
     torch.manual_seed(0)
     model, optimizer = _made()
-    with dualform.record(model, optimizer, folder, shard_bytes=20_000, **_factory()) as recorder:
+    with dualform.record(model, optimizer, folder, shard_bytes=60_000, **_factory()) as recorder:
         labels = labels_of(inputs_of(images()))
         recorder.media(
             images=images(),

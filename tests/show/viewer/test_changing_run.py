@@ -1,4 +1,4 @@
-"""A run folder that changes under a running viewer: files go and come back, manifests are exchanged, recordings go on."""
+"""A run folder that changes under a running viewer: files go and come back, manifests change, recordings go on."""
 
 import shutil
 import threading
