@@ -11,7 +11,7 @@ from torture import clients
 
 BROKEN = """
 import dualform.show.viewer.guard, dualform.show.viewer.session
-dualform.show.viewer.guard.Guard._is_token = lambda self, given: True
+dualform.show.viewer.guard.Guard._refuse = lambda self, scope: None
 dualform.show.viewer.session.Session.name = lambda self, unit: "another name"
 """
 """A viewer that lets everybody in, and gives outputs wrong names."""
@@ -37,7 +37,7 @@ def test_a_broken_viewer_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(clients, "_references", _calm_references(clients._references))
     monkeypatch.setattr(clients, "STATES", (FIRST,))
     monkeypatch.setattr(Faults, "go_on", lambda self, until: None)  # the run stays as it is
-    outcome = clients.run(tmp_path / "clients", short=True, seed=2022, count=3)
+    outcome = clients.run(tmp_path / "clients", short=True, seed=2022, count=6)
     assert outcome.counts["forbidden requests answered"] > 0
     assert outcome.counts["wrong answers"] > 0
     assert len(outcome.failures) >= 2

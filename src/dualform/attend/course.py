@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from dualform.attend.groups import Table
 from dualform.store.stream import stream
@@ -37,9 +38,14 @@ def follow(table: Table, *, width: int) -> Course:
     wanted = [name for name in ("sample", "task") if name in columns]
     rows = table.rows(last, ["step", *wanted])
     step = np.asarray(rows["step"], dtype=np.int64)
-    epochs = _epochs(step, np.asarray(rows["sample"].fill_null(-1))) if "sample" in wanted and len(step) else ()
+    epochs = _epochs(step, _numbered(rows["sample"])) if "sample" in wanted and len(step) else ()
     tasks = _changes(step, rows["task"].to_pylist()) if "task" in wanted and len(step) else ()
     return Course(edges, _errors(table, last, len(edges) - 1, width), epochs, tasks)
+
+
+def _numbered(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Return the number of each entry's value among the distinct values of a column; -1 where there is none."""
+    return np.asarray(column.combine_chunks().dictionary_encode().indices.fill_null(-1), dtype=np.int64)
 
 
 def _errors(table: Table, layer: str, bins: int, width: int) -> npt.NDArray[np.float64] | None:
@@ -57,7 +63,7 @@ def _errors(table: Table, layer: str, bins: int, width: int) -> npt.NDArray[np.f
     return means / means.max() if means.max() > 0 else means
 
 
-def _epochs(step: npt.NDArray[np.int64], sample: npt.NDArray[Any]) -> tuple[int, ...]:
+def _epochs(step: npt.NDArray[np.int64], sample: npt.NDArray[np.int64]) -> tuple[int, ...]:
     """Return the first step at which some sample is seen for the second time, the third, and so on."""
     order = np.lexsort((step, sample))
     kept, at = sample[order], step[order]

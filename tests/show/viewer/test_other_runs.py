@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from served import Running
-from small_models import record_pictures
+from small_models import pictures, record_pictures
 
 import dualform
 
@@ -104,3 +104,46 @@ def test_a_text_is_searched_and_prompted(reading):
         assert len(wide["before"]) > len(cards[0]["passage"]["before"]) or wide["place"] < 80
         names = ask(client, "/api/layers", prompt="the fox", by="token")["names"]
         assert "x" in names
+
+
+@pytest.mark.parametrize("targets", [torch.rand(9), torch.rand(9, 3)], ids=["numbers", "rows of numbers"])
+def test_targets_that_are_no_classes_are_left_out(tmp_path, served, targets):
+    record_pictures(tmp_path / "run")
+    memory = dualform.open(tmp_path / "run")
+    memory.add_media(labels=["a", "b", "c"])
+    memory.add_tests(memory.tests()[0], targets)
+    with served(tmp_path / "run").client() as client:
+        assert ask(client, "/api/tests")["targets"] is None
+        assert ask(client, "/api/mask", by="label", g="1")["accuracy_after"] is None
+        for panel in PANELS:
+            ask(client, f"/api/{panel}", test=2, by="label")
+        assert client.get("/report.html").status_code == 200
+
+
+def test_tests_that_the_model_does_not_take_are_400_with_a_reason(tmp_path, served):
+    record_pictures(tmp_path / "run")
+    dualform.open(tmp_path / "run").add_tests(torch.randn(4, 7))
+    with served(tmp_path / "run").client() as client:
+        for panel in (*PANELS, "layers?of=contribution", "layers?of=effect", "sample?sample=3"):
+            refused = client.get(f"/api/{panel}{'&' if '?' in panel else '?'}test=2&by=label")
+            assert refused.status_code == 400, panel
+            assert "The model failed on inputs (1, 7)" in refused.json()["error"]
+
+
+def test_samples_may_be_named_by_texts(tmp_path, served):
+    """Nine samples, twice over; one step has no names."""
+    model = pictures()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(9, 1, 6, 6)
+    with dualform.record(model, optimizer, tmp_path / "run", factory="small_models:pictures") as recorder:
+        recorder.tests(inputs, torch.arange(9) % 3)
+        for step in range(7):
+            rows = (torch.arange(3) + 3 * step) % 9
+            if step != 6:
+                recorder.annotate(sample=[f"image {row}" for row in rows.tolist()], label=rows % 3)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs[rows]), rows % 3).backward()
+            optimizer.step()
+    assert dualform.open(tmp_path / "run").course(width=1).epochs == (3,)
+    with served(tmp_path / "run").client() as client:
+        assert ask(client, "/api/time", test=2, by="label")["epochs"] == [3]

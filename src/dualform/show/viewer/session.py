@@ -5,7 +5,8 @@ Safe to use from many threads: captures of queries and gradients take turns, eve
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from dualform.errors import DualformError, QueryError
 from dualform.modes import evaluation_copy
 from dualform.record.watch import plain_name
 from dualform.show.passages import column_name
+from dualform.show.viewer.job import Cancelled
 from dualform.show.viewer.kept import Kept
 from dualform.show.viewer.preparing import Preparation
 from dualform.store.corpus import Corpus
@@ -82,8 +84,9 @@ class Session:
 
     @cached_property
     def targets(self) -> Tensor | None:
-        """The tests' targets, (M,)."""
-        return self._examples[1]
+        """The tests' targets, (M,), where they are numbers of classes; the viewer has no use for others."""
+        found = self._examples[1]
+        return found if found is not None and found.dim() == 1 and not found.is_floating_point() else None
 
     @cached_property
     def test_images(self) -> Tensor | None:
@@ -138,7 +141,7 @@ class Session:
         return found["spotlight"], found["rows"]
 
     def _look(self, subject: Subject, row: int | None) -> dict[str, Any]:
-        with self._watched_lock:
+        with self._watched_lock, model_failures_named(subject.inputs):
             whole = self.memory.attend(self._watched, subject.inputs, other_model=True)
         tokens = not subject.inputs.is_floating_point()
         rows: dict[str, tuple[int, int]] = {}
@@ -160,7 +163,7 @@ class Session:
         """Return the spotlight that knows how the margin of the model's output `unit` moves with every layer."""
 
         def compute() -> dict[str, Any]:
-            with self._watched_lock:
+            with self._watched_lock, model_failures_named(subject.inputs):
                 targets = torch.tensor([unit])
                 whole = self.memory.attend(
                     self._watched, subject.inputs, targets=targets, quantity="margin", other_model=True
@@ -174,7 +177,7 @@ class Session:
         """Return how the model's output `unit` moves with each layer's output, layer -> (rows, d_out)."""
 
         def compute() -> dict[str, Tensor]:
-            with self._watched_lock:
+            with self._watched_lock, model_failures_named(subject.inputs):
                 return slopes(self._watched, subject.inputs, list(self.memory.layers), unit=unit)
 
         return self._slopes.get((subject.key, unit), compute)
@@ -302,10 +305,16 @@ def _shortened(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tenso
 def forward_once(model: nn.Module, inputs: Tensor) -> Any:
     """Run a model that is in eval mode already; unlike `forward` this changes no mode that another thread relies on."""
     device = next((parameter.device for parameter in model.parameters()), inputs.device)
+    with torch.no_grad(), model_failures_named(inputs):
+        return model(inputs.to(device))
+
+
+@contextmanager
+def model_failures_named(inputs: Tensor) -> Iterator[None]:
+    """Turn whatever a model raises on these inputs into a `QueryError` that says so."""
     try:
-        with torch.no_grad():
-            return model(inputs.to(device))
-    except DualformError:
+        yield
+    except (DualformError, Cancelled, OSError):
         raise
     except Exception as error:
         raise QueryError(
