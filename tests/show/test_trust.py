@@ -173,3 +173,14 @@ def test_a_running_viewer_does_not_follow_a_changed_factory(foreign: Path, tmp_p
         opened.session()
     assert not (tmp_path / "PWNED").exists()
     opened.close()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"widths": "xy"}, {}, {"widths": [5, 3], "depth": 2}, {"widths": [1 << 40, 1 << 40]}]
+)
+def test_arguments_that_our_own_factory_does_not_take_are_refused_by_name(
+    foreign: Path, arguments: dict[str, Any]
+) -> None:
+    forge(foreign, "dualform.experiments.models:mlp", **arguments)
+    with pytest.raises(QueryError, match=r"dualform\.experiments\.models:mlp\(.*\), which failed"):
+        Opened(foreign).session()

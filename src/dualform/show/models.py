@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend.memory import Memory, unknown_text
-from dualform.errors import QueryError
+from dualform.errors import DualformError, QueryError
 from dualform.printable import printable
 
 
@@ -88,7 +88,15 @@ def make_remembered(memory: Memory, spec: str, arguments: Mapping[str, Any], *, 
             f"{memory.path} names {spec} as what makes its model; expected a function, or a class of modules, that is "
             f"defined in {module_name}. Name a factory yourself: --model package.module:factory."
         )
-    return _made(factory, arguments, spec)
+    try:
+        return _made(factory, arguments, spec)
+    except DualformError:
+        raise
+    except Exception as error:
+        raise QueryError(
+            f"{memory.path} says that its model is made by calling {_call(spec, arguments)}, which failed: "
+            f"{type(error).__name__}: {error}. Name a factory yourself: --model package.module:factory."
+        ) from error
 
 
 def make_model(spec: str) -> nn.Module:
