@@ -135,9 +135,10 @@ class Faults:
         self._with_manifest(whole[: self._rng.randrange(len(whole))])
 
     def _older_manifest(self) -> None:
-        """Put a manifest back whose files are no longer all there, or no longer the same."""
-        self._restore(self._rng.choice((GROWN_RUN, OTHER)))
-        self._with_manifest((self._kept / FIRST / MANIFEST).read_bytes())
+        """Put manifests back whose files are no longer the same, or no longer all there."""
+        for state in (GROWN_RUN, OTHER):
+            self._restore(state)
+            self._with_manifest((self._kept / FIRST / MANIFEST).read_bytes())
 
     def _with_manifest(self, content: bytes) -> None:
         path = self._folder / MANIFEST
