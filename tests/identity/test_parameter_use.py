@@ -42,6 +42,15 @@ def test_impossible_ranges_are_refused(slices: dict[str, Any]) -> None:
         ParameterUse("weight", "fc.weight", "outer", **slices)
 
 
+def test_slices_lie_within_the_widths() -> None:
+    assert WEIGHT.fits(1, 1)
+    assert PART.fits(3, 1)
+    assert not PART.fits(2, 1)
+    gate = ParameterUse("weight", "fc.weight", "outer", values=((0, 2),), value_width=6)
+    assert gate.fits(1, 6)
+    assert not gate.fits(1, 5)
+
+
 def test_a_layer_takes_ids_where_a_parameter_is_a_table() -> None:
     assert takes_ids([TABLE])
     assert not takes_ids([WEIGHT, BIAS])

@@ -59,6 +59,10 @@ class ParameterUse:
                 "and those of values end within value_width. Restore the manifest from a copy of the run."
             )
 
+    def fits(self, d_in: int, d_out: int) -> bool:
+        """Say whether the slices lie within keys and values of these widths."""
+        return (self.keys is None or self.keys[1] <= d_in) and self.value_width in (None, d_out)
+
     @property
     def parameter_map(self) -> ParameterMap:
         """The parameter map, between the use's slices."""

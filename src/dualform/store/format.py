@@ -234,6 +234,12 @@ def _layer_entry(raw: dict[str, Any]) -> LayerEntry:
             f"A layer of kind {entry.kind} lists the uses {names}; expected at least one, each with a name of its own. "
             "Restore the manifest from a copy of the run."
         )
+    for use in entry.uses:
+        if not use.fits(entry.d_in, entry.d_out):
+            raise FormatError(
+                f"A layer with keys of width {entry.d_in} and values of width {entry.d_out} lists {use}, which takes "
+                "others. Restore the manifest from a copy of the run."
+            )
     return entry
 
 
