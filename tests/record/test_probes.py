@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.probes import Probe, Watching, predict, probe
 from dualform.record.probes import projection as columns_of
 from dualform.record.trails import Accumulation, Resolution, Trail, resolve
 
 CPU = torch.device("cpu")
+WEIGHT, BIAS = ParameterUse("weight", "fc.weight", "outer"), ParameterUse("bias", "fc.bias", "bias")
 DTYPES = [torch.float32, torch.float64]
 
 
@@ -25,7 +27,7 @@ def accumulate(gradient: Tensor | None, keys: Tensor, values: Tensor, micro: int
     columns = columns_of(values.shape[1], keys.shape[1], dtype=keys.dtype, device=CPU)
     after = values.T @ keys if gradient is None else gradient + values.T @ keys
     taken = probe(after, columns)
-    found = predict({"weight": Watching(columns, after.shape)}, values, keys, rounding=1.0)["weight"]
+    found = predict({WEIGHT: Watching(columns, after.shape)}, values, keys, rounding=1.0)[WEIGHT]
     before = None if gradient is None else probe(gradient, columns)
     return after, Accumulation(micro, before, taken, found.columns, [found.size])
 
@@ -172,7 +174,7 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
         unseen_keys, unseen_values = patterns(16, 30, 8, dtype)
         columns = columns_of(8, 30, dtype=dtype, device=CPU)
         after = probe(values.T @ keys + share * unseen_values.T @ unseen_keys, columns)
-        found = predict({"weight": Watching(columns, (8, 30))}, values, keys, rounding=1.0)["weight"]
+        found = predict({WEIGHT: Watching(columns, (8, 30))}, values, keys, rounding=1.0)[WEIGHT]
         resolution = resolve(Trail(30, [Accumulation(0, None, after, found.columns, [found.size])]), after)
         assert resolution.objection is not None
         assert "patterns do not explain" in resolution.objection
@@ -181,7 +183,7 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
 def test_an_unseen_use_of_a_bias_is_objected_to() -> None:
     values = torch.randn(16, 8)
     after = probe(values.sum(0) + 1e-3, None)
-    found = predict({"bias": Watching(None, (8,))}, values, torch.randn(16, 3), rounding=1.0)["bias"]
+    found = predict({BIAS: Watching(None, (8,))}, values, torch.randn(16, 3), rounding=1.0)[BIAS]
     assert resolve(Trail(1, [Accumulation(0, None, after, found.columns, [found.size])]), after).objection is not None
 
 

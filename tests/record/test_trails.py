@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.errors import RefusedError
+from dualform.identity.parameter_use import ParameterUse
 from dualform.record.gauge import Gauge
 from dualform.record.probes import Probe, Watching, predict, projection
 from dualform.record.trails import Accumulation, Resolution, Trail, resolve, resolve_all
 
 CPU = torch.device("cpu")
+WEIGHT = ParameterUse("weight", "fc.weight", "outer")
 DTYPES = [torch.float32, torch.float64]
 WIDE = (256, 300)
 NARROW = (20, 30)
@@ -41,7 +43,7 @@ class Followed:
         after = self.gauge.probe("weight", self.weight)
         assert after is not None
         columns = projection(d_out, d_in, dtype=self.weight.dtype, device=CPU)
-        found = predict({"weight": Watching(columns, self.weight.shape)}, values, keys, rounding=1.0)["weight"]
+        found = predict({WEIGHT: Watching(columns, self.weight.shape)}, values, keys, rounding=1.0)[WEIGHT]
         micro = len(self.trail.accumulations)
         self.trail.accumulations.append(Accumulation(micro, before, after, found.columns, [found.size], coarse))
         return self.weight.grad

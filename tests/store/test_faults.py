@@ -98,6 +98,29 @@ def test_a_newer_format_version(whole: Path) -> None:
     manifest.write_text(before)
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"map": "inner"}, "is used by the map 'inner'; known are outer"),
+        ({"name": "bias"}, "two of one name"),
+        ({"keys": [0, 99]}, "does not lie within a key of width 5"),
+        ({"values": [[0, 2]], "value_width": 3}, "does not lie within a value of width 4"),
+        ({"rows": [3, 1]}, "is used in ranges that cannot be"),
+        ({"keys": 3}, "lacks or mangles an entry"),
+    ],
+)
+def test_a_use_of_a_parameter_that_cannot_be(whole: Path, change: dict[str, Any], expected: str) -> None:
+    manifest = whole / "manifest.json"
+    before = manifest.read_text()
+    document = json.loads(before)
+    document["layers"]["0"]["uses"][0] |= change
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(FormatError) as caught:
+        dualform.open(whole)
+    assert expected in line(caught)
+    manifest.write_text(before)
+
+
 @pytest.mark.parametrize("content", [b'{"format": "dualform", "ver', b"", b"\x80 no text at all"])
 def test_a_mangled_manifest(whole: Path, content: bytes) -> None:
     manifest = whole / "manifest.json"

@@ -24,7 +24,8 @@ class Convolution(LayerKind):
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The kernel takes value ⊗ patch, the bias takes the value."""
         kernel = "outer" if cast("_ConvNd", module).groups == 1 else "grouped"
-        return present(module, ParameterUse("weight", "weight", kernel), ParameterUse("bias", "bias", "bias"))
+        weight, bias = ParameterUse("weight", "weight", kernel), ParameterUse("bias", "bias", "bias")
+        return weight, *present(module, bias)
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (channels × kernel, out_channels)."""

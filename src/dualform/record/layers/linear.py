@@ -17,7 +17,8 @@ class Linear(LayerKind):
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The weight takes value ⊗ key, the bias takes the value."""
-        return present(module, ParameterUse("weight", "weight", "outer"), ParameterUse("bias", "bias", "bias"))
+        weight, bias = ParameterUse("weight", "weight", "outer"), ParameterUse("bias", "bias", "bias")
+        return weight, *present(module, bias)
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (in_features, out_features)."""
