@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
+from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError, StoreError
 from dualform.record.alignment import Alignment, batch_rows
 from dualform.record.annotations import Annotator, Binding
 from dualform.record.bystanders import Bystanders
@@ -45,6 +45,7 @@ from dualform.record.watch import Layers, Watched, covered, held, report_joined,
 from dualform.threads import one_thread
 
 OnFailure = Literal["raise", "detach"]
+INTERRUPTED = StoreError("it was interrupted")  # stands for the error of a step whose recording did not end
 
 
 class Recorder:
@@ -104,7 +105,7 @@ class Recorder:
         # A method would keep this recorder alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
         self._finalizer: Callable[[], object] = _nothing
-        self._missed: Exception | None = None  # why a step that was made is not recorded; none can follow it
+        self._missed: DualformError | None = None  # why a step that was made is not recorded; none can follow it
 
     @property
     def step(self) -> int:
@@ -132,25 +133,26 @@ class Recorder:
             raise RuntimeError("This recorder was used already. Call dualform.record again for another recording.")
         self._samples = self._changes.look(self._owned)
         parameters = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
-        self._step = self._sink.open(
-            Start(
-                layers={layer.name: _describe(layer) for layer in self._layers},
-                parameters=parameters,
-                states=warm_states(self._owned),
-                optimizers=tuple(owned.name for owned in self._owned),
-                uncovered=self._uncovered,
-                batch_axis=self._batch_axis,
-                state=self._uncovered_state.parts,
-            )
+        start = Start(
+            layers={layer.name: _describe(layer) for layer in self._layers},
+            parameters=parameters,
+            states=warm_states(self._owned),
+            optimizers=tuple(owned.name for owned in self._owned),
+            uncovered=self._uncovered,
+            batch_axis=self._batch_axis,
+            state=self._uncovered_state.parts,
         )
+        opened = False
         try:
+            self._step = self._sink.open(start)
+            opened = True
             self._attach_hooks()
-        except BaseException:
-            self._detach()
-            self._sink.abandon()
+            self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
+            leave_in_forks(self)
+        except BaseException as error:
+            if opened or not isinstance(error, Exception):  # an interrupt may come just after the sink was opened
+                self._give_up()
             raise
-        self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
-        leave_in_forks(self)
         return self
 
     def leave_to_parent(self) -> None:
@@ -183,9 +185,24 @@ class Recorder:
     def _close(self, error: BaseException | None) -> None:
         """End the recording; failures are only warned of while another error is on its way."""
         if self._state == "closed":
-            self._detach()  # a failure in the middle of a call may have left hooks to be removed later
+            self._give_up()  # a failure or an interrupt may have left hooks, or a sink that is still open
         if self._state != "recording":
             return
+        try:
+            self._end(error)
+        except BaseException:
+            self._give_up()
+            raise
+        self._finalizer()
+
+    def _give_up(self) -> None:
+        """Take every hook off, and let the sink publish what it has taken; does nothing where that is done."""
+        self._detach()
+        self._sink.abandon()
+        self._finalizer()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Take every hook off, hand on the step that is open, and close the sink."""
         untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
         open_step, self._open = self._open, OpenStep()
         self._detach()
@@ -194,11 +211,13 @@ class Recorder:
         try:
             if broken or self._missed is not None:
                 self._sink.abandon()
+                if self._missed is INTERRUPTED and error is None:
+                    raise _after_missed(INTERRUPTED)
             else:
                 self._commit(open_step)
                 if (warning := self._close_sink()) and error is None:
                     warn_user(warning)
-        except BaseException as failure:
+        except Exception as failure:
             self._sink.abandon()
             if isinstance(failure, Warning):
                 raise
@@ -389,10 +408,7 @@ class Recorder:
         self._evaluations += 1
         with self._guarding(f"A step of {type(optimizer).__name__}"):
             if self._missed is not None:
-                raise RefusedError(
-                    f"An earlier step was not recorded ({self._missed}), so later ones cannot be added to it. Continue "
-                    "from a checkpoint with resume=True."
-                )
+                raise _after_missed(self._missed)
             if id(optimizer) in self._open.done:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
@@ -480,7 +496,9 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._state == "recording":
             with self._guarding(f"A step of {type(optimizer).__name__}", stepped=True):
+                before, self._missed = self._missed, INTERRUPTED
                 self._finish(optimizer)
+                self._missed = before
 
     @torch.no_grad()
     def _finish(self, optimizer: Optimizer) -> None:
@@ -508,10 +526,16 @@ class Recorder:
         """Hand the step on that at least one optimizer took part in, and let go of what no other one waits for."""
         if not self._open.done:
             return
+        before, self._missed = self._missed, INTERRUPTED
         ended, self._open = self._open, OpenStep()
         waiting = {name for owned in self._owned if id(owned.optimizer) not in ended.done for name in owned.parameters}
-        self._pending.keep(waiting)
-        self._commit(ended)
+        try:
+            self._pending.keep(waiting)
+            self._commit(ended)
+        except Exception:
+            self._missed = before  # the error itself tells what became of the step
+            raise
+        self._missed = before
 
     def _commit(self, ended: OpenStep) -> None:
         if not ended.done:
@@ -581,7 +605,6 @@ class Recorder:
 
     def _detach(self, *, in_a_step: bool = False) -> None:
         self._state = "closed"
-        self._finalizer()
         self._hooks.detach()
         remove_handles(self._handles, running=in_a_step)
         self._pending = Pending()
@@ -612,8 +635,8 @@ class Recorder:
             unforeseen.__cause__ = error
             error = unforeseen
         if self._on_failure == "raise":
-            if stepped and isinstance(error, RefusedError):  # a sink knows itself what it missed
-                self._missed = error
+            if stepped:
+                self._missed = error if isinstance(error, RefusedError) else None  # a sink knows itself what it missed
             raise error
         if self._state == "closed":
             return
@@ -627,6 +650,7 @@ class Recorder:
             error.add_note(f"While the recording was closed: {another}")
         finally:
             self._sink.abandon()
+        self._finalizer()
         warn_user(f"Recording stopped at step {self._step} and training goes on without it: {error}")
 
 
@@ -635,6 +659,15 @@ def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[st
     if changes.changed():
         return {}
     return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+
+
+def _after_missed(error: Exception) -> DualformError:
+    """Return the error of a recording that cannot go on, because an earlier step was not recorded."""
+    kind = StoreError if isinstance(error, StoreError) else RefusedError
+    return kind(
+        f"An earlier step was not recorded ({error}), so later ones cannot be added to it. Continue from a checkpoint "
+        "with resume=True."
+    )
 
 
 def _nothing() -> None:
