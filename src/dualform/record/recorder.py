@@ -43,6 +43,7 @@ from dualform.record.transfer import Transfer
 from dualform.record.unwrap import unwrap_all
 from dualform.record.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
 from dualform.threads import one_thread
+from dualform.torch_modes import keeping_grad_mode, without_gradients
 
 OnFailure = Literal["raise", "detach"]
 INTERRUPTED = StoreError("it was interrupted")  # stands for the error of a step whose recording did not end
@@ -120,6 +121,7 @@ class Recorder:
     def __enter__(self) -> Self:
         return self.start()
 
+    @keeping_grad_mode
     def start(self) -> Self:
         """Begin to record, as entering a with statement does; end with `close`.
 
@@ -182,6 +184,7 @@ class Recorder:
         """End the recording, as leaving the with statement does. A recorder may be closed more than once."""
         self._close(None)
 
+    @keeping_grad_mode
     def _close(self, error: BaseException | None) -> None:
         """End the recording; failures are only warned of while another error is on its way."""
         if self._state == "closed":
@@ -271,6 +274,7 @@ class Recorder:
             with self._guarding():
                 self._sink.attach(files)
 
+    @keeping_grad_mode
     def flush(self) -> None:
         """Publish everything recorded so far, and return when it is on disk."""
         if self._state == "recording":
@@ -284,6 +288,7 @@ class Recorder:
             layer.name: "keys" if layer.keys_only else "keys+values" for layer in self._layers
         }, dtype=getattr(self._sink, "dtype", None))  # fmt: skip
 
+    @keeping_grad_mode
     def check_rows(self, *args: Any, **kwargs: Any) -> dict[str, RowCheck]:
         """Try on a batch which layers have its rows; takes what the model's forward takes.
 
@@ -393,6 +398,7 @@ class Recorder:
 
     # The optimizer's step -----------------------------------------------------------------------------------------
 
+    @keeping_grad_mode
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -401,7 +407,7 @@ class Recorder:
             return None
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
-    @torch.no_grad()
+    @without_gradients
     def _prepare(self, optimizer: Optimizer) -> None:
         """Resolve what is pending for the optimizer that is about to step."""
         self._in_flight = None
@@ -493,6 +499,7 @@ class Recorder:
             more = f"; and {len(texts) - most} more" if len(texts) > most else ""
             warn_user(f"Columns are left out (null) where they do not fit: {'; '.join(texts[:most])}{more}.")
 
+    @keeping_grad_mode
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._state == "recording":
             with self._guarding(f"A step of {type(optimizer).__name__}", stepped=True):
@@ -500,7 +507,7 @@ class Recorder:
                 self._finish(optimizer)
                 self._missed = before
 
-    @torch.no_grad()
+    @without_gradients
     def _finish(self, optimizer: Optimizer) -> None:
         """Take the step that an optimizer has made."""
         prepared, self._in_flight = self._in_flight, None

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from dualform.attend.answers import EFFECT_NOTE
 from dualform.attend.effects_asked import Quantity
 from dualform.attend.engine import Of
@@ -20,6 +18,7 @@ from dualform.experiments.training import predict
 from dualform.printable import printable
 from dualform.show.models import load_inputs, load_model
 from dualform.show.tables import console, percent, print_grid
+from dualform.torch_modes import without_gradients
 
 ALL = "*"  # in place of a layer's name: all of them together
 MASK_NOTE = "A mask removes recorded updates from the sum; the model is not retrained."
@@ -145,7 +144,7 @@ def show_answers(answers: Sequence[LayerAnswer]) -> None:
         screen.print(printable(note))
 
 
-@torch.no_grad()
+@without_gradients
 def compare_mask(
     memory: Memory,
     masked: Memory,
