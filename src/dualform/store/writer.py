@@ -40,6 +40,7 @@ from dualform.store.encoding import SCALE, encode
 from dualform.store.folder import remove_partial
 from dualform.store.format import (
     FINAL,
+    FROZEN,
     INITIAL,
     MANIFEST,
     STATE,
@@ -64,6 +65,7 @@ from dualform.store.resume import count_updates, find_step, read_pools, resume_a
 from dualform.store.tables import call_tables, check_columns, fingerprint, merge_columns, steps_table
 from dualform.store.tensors import write_parts
 from dualform.threads import Background, start_alone
+from dualform.torch_modes import finish
 
 Snapshot = dict[str, Tensor]
 
@@ -137,6 +139,7 @@ class DiskWriter:
         self._ended = False  # whether the worker was told that nothing more will come
         self._over = True  # whether no worker runs, so that nothing more is published by one
         self._over_calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # a wake-up call at the worker's end
+        self._locked = False  # whether the folder's lock is ours
         self._left = False  # whether the training thread publishes no more either
         self._unsealed = 0  # bytes handed over since the last seal
         self._sealed_at = time.monotonic()
@@ -175,11 +178,19 @@ class DiskWriter:
             if not self._over:  # the thread may run by now; it ends, and has nothing to publish
                 self._ended = True
                 self._queue.close()
-            self._unlock()
+            finish(self._remove_unborn, self._unlock)
             if isinstance(error, OSError) and not isinstance(error, StoreError | RunExistsError):
                 raise StoreError(f"{self.path} cannot be written: {error}. Choose another folder.") from error
             raise
         return self._manifest.steps
+
+    def _remove_unborn(self) -> None:
+        """Remove the files of a run whose beginning failed before its manifest: they would pass for somebody else's."""
+        if self._locked and not (self.path / MANIFEST).exists():
+            remove_partial(self.path)
+            for name in (INITIAL, FROZEN):
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink(missing_ok=True)
 
     def _take_lock(self) -> None:
         """Hold the folder's lock; an interrupted recording of this process may still be publishing there."""
@@ -190,6 +201,7 @@ class DiskWriter:
                 earlier._wait_for_worker(WAIT_SECONDS)
             if not self._stack.enter_context(locked(self.path)):
                 raise RunExistsError(_taken(self.path))
+        self._locked = True
         place = self.path.resolve()
         _writing[place] = (os.getpid(), weakref.ref(self))
         self._stack.callback(_writing.pop, place, None)
@@ -317,6 +329,7 @@ class DiskWriter:
             self._unlock()
 
     def _unlock(self) -> None:
+        self._locked = False
         with contextlib.suppress(IndexError):  # both threads may come here, and one of them finds nothing left to undo
             self._stack.close()
 
