@@ -17,7 +17,7 @@ from torture.kills import fork_server
 from torture.lives import READING, RECORDING, live
 from torture.outcome import Outcome
 
-FULL, SHORT = 1000, 24  # interrupts
+FULL, SHORT = 1000, 16  # interrupts
 HANG_SECONDS = 120.0  # without a word, after which the process counts as hung
 BATCH = 250  # interrupts of one process
 
@@ -28,9 +28,9 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
     total = count or (SHORT if short else FULL)
     outcome = Outcome("interrupts")
     stages = {stage: f"interrupts in {stage}" for stage in (*RECORDING, *READING)}
-    outcome.counts = {text: 0 for text in stages.values()}
+    outcome.counts = dict.fromkeys(stages.values(), 0)
     kinds = {"by timer": "by timer", "by SIGINT": "by SIGINT of another process", "twice": "two, the second in closing"}
-    outcome.counts |= {text: 0 for text in kinds.values()}
+    outcome.counts |= dict.fromkeys(kinds.values(), 0)
     outcome.counts["grad mode left off by torch's own code"] = 0
     done = hangs = 0
     with fork_server("torture.lives") as server:

@@ -5,6 +5,7 @@ comes to its end. After every kill the folder is opened and everything in it com
 recorded; after the last one it must hold all steps, each once, and nothing else.
 """
 
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -29,7 +30,7 @@ from torture.children import BEGINS, CLOSING, ENDED, OPENED, WRITING
 from torture.outcome import Outcome
 from torture.trainings import TRAININGS, Checkpoint, Training, answers, assert_same, examine
 
-FULL, SHORT = 1000, 24  # kills
+FULL, SHORT = 1000, 12  # kills
 HANG_SECONDS = 120.0  # after which a process that was not killed counts as hung
 LATE_SECONDS = 2.0  # that publishing a slow training's shard may take on a busy machine
 CHAIN = 5  # kills of one recording, at most
@@ -99,8 +100,9 @@ class _Campaign:
         self.server = server
         self.chance = chance
         self.total = total
-        self.outcome = Outcome("kills", counts={text: 0 for text in FELL.values()})
+        self.outcome = Outcome("kills", counts=dict.fromkeys(FELL.values(), 0))
         self.killed = 0
+        self.without_kill = 0  # runs in a row in which no process was killed
         self.runs = 0
         self.checkpoints: dict[str, list[Checkpoint]] = {}
         self.seconds: dict[tuple[str, str], float] = {}  # how long a phase of each training takes, by its first mark
@@ -143,19 +145,20 @@ class _Campaign:
             )
         finally:
             shutil.rmtree(path, ignore_errors=True)
-        if self.killed == before:
-            self.killed_nothing = getattr(self, "killed_nothing", 0) + 1
-            if self.killed_nothing > 20 + self.total // 10:
-                raise RuntimeError(f"Too few processes could be killed: {self.outcome.failures[-3:]}")
+        self.without_kill = 0 if self.killed > before else self.without_kill + 1
+        if self.without_kill > 20:
+            raise RuntimeError(f"20 runs in a row without a kill: {self.outcome.failures[-3:]}")
         if self.killed // 100 != before // 100:
             print(f"kills: {self.killed} of {self.total}", file=sys.stderr, flush=True)
 
     # One process --------------------------------------------------------------------------------------------------
 
-    def _kill(self, target: Callable[..., None], arguments: tuple[Any, ...], mark: str | None, delay: float) -> Any:
-        """Start a process and kill it some seconds after a mark (None: let it end); return its last mark.
+    def _kill(
+        self, target: Callable[..., None], arguments: tuple[Any, ...], mark: str | None, delay: float
+    ) -> tuple[str | None, bool, float, dict[str, float]]:
+        """Start a process and kill it some seconds after a mark; None lets it come to its end.
 
-        The second value is whether it was killed, and the third the time of the kill.
+        Return its last mark, whether it was killed, the time of the kill, and the times of its marks.
         """
         errors = self.folder / f"errors{self.runs}"
         errors.unlink(missing_ok=True)
@@ -193,7 +196,7 @@ class _Campaign:
         arguments = (training.name, path, 0, self.checkpoints[training.name][0], None)
         times = self._kill(children.record, arguments, None, 0.0)[3]
         marks = list(times)
-        for mark, following in zip(marks, marks[1:], strict=False):
+        for mark, following in itertools.pairwise(marks):
             self.seconds[training.name, mark] = times[following] - times[mark]
         examine(training, path, self.checkpoints[training.name], ended=True)
 
@@ -244,7 +247,7 @@ class _Campaign:
         """Kill processes that replace the attachments of one closed run."""
         training = TRAININGS["momentum"]
         shutil.copytree(self.folder / f"whole {training.name}", path)
-        for _ in range(8):
+        for _ in range(min(8, 1 + self.total // 10)):
             delay = self.chance.random() * 0.03
             first = self.chance.randrange(len(children.ATTACHMENTS))
             _, killed, _, _ = self._kill(children.attach, (path, first), WRITING, delay)
@@ -267,7 +270,7 @@ class _Campaign:
         whole = self.folder / f"whole {training.name}"
         expected = answers(training, whole)
         shutil.copytree(whole, path)
-        for _ in range(8):
+        for _ in range(min(8, 1 + self.total // 10)):
             delay = self.chance.random() * 0.004
             _, killed, _, _ = self._kill(children.ask, (training.name, path), WRITING, delay)
             self.outcome.counts["SIGKILLs while a cache file was written"] += killed

@@ -163,6 +163,7 @@ class _Life:
         signal.signal(signal.SIGINT, self.trigger)
         self.checkpoints = {name: TRAININGS[name].checkpoints() for name in NAMES}
         self.number = 0
+        self.torchs_own = False  # whether the last interrupt made torch's own code leave grad mode off
         self.seconds: dict[str, dict[str, float]] = {}
         for name in NAMES:
             for _ in range(2):  # the first one imports what the second one does not
@@ -174,11 +175,13 @@ class _Life:
                 read(TRAININGS[name], model, path, self.trigger, None)
 
     def interrupt(self) -> tuple[str, str, list[str]] | None:
+        """Live once and be interrupted in any stage; see `interrupt_at`."""
+        return self.interrupt_at(self.chance.choice((*RECORDING, *READING)))
+
+    def interrupt_at(self, stage: str) -> tuple[str, str, list[str]] | None:
         """Live once and be interrupted; return the stage, the kind of interrupt and what is wrong, if one came."""
-        name = self.chance.choice(NAMES)
+        name = self.chance.choice([name for name in NAMES if stage in self.seconds[name]])
         training, checkpoints = TRAININGS[name], self.checkpoints[name]
-        stages = [stage for stage in (*RECORDING, *READING) if stage in self.seconds[name]]
-        stage = self.chance.choice(stages)
         aim = Aim(stage, self.chance.randrange(STEPS), self.chance.random() * self.seconds[name][stage])
         kind = "by timer"
         if stage in RECORDING and self.chance.random() < 0.3:
@@ -272,7 +275,8 @@ class _Life:
                 published = examine(training, path, checkpoints)
         with _noted(wrong, "resuming"):
             model, optimizers = training.at(checkpoints[published])
-            recorder = dualform.record(model, optimizers, path, resume=True, **training.options)
+            options = {**training.options, "shard_bytes": 5000}
+            recorder = dualform.record(model, optimizers, path, resume=True, **options)
             with recorder:
                 assert recorder.step == published, f"resumed at {recorder.step}, not {published}"
                 for step in range(published, training.steps):
@@ -338,5 +342,3 @@ def raised_in(trace: TracebackType | None) -> tuple[str, str]:
     frames = [frame for frame in frames if frame.name != "__call__" or "lives" not in frame.filename]
     places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-2:]]
     return ("dualform" if ours else "torch"), " < ".join(reversed(places))
-
-

@@ -106,7 +106,7 @@ def page(figures: Mapping[str, Any]) -> str:
         "# Reliability\n\n"
         "What dualform promises when things go wrong, how that was attacked on purpose, and what it showed. This page "
         "is written by `scripts/torture --page`; every figure comes from the campaigns themselves.\n\n"
-        "    scripts/torture                  # every campaign in full, some minutes each; figures to torture/results.json\n"
+        "    scripts/torture                  # every campaign in full; figures to torture/results.json\n"
         "    scripts/torture --only kills     # one of them: kills, interrupts, forgeries, clients\n"
         "    scripts/torture --short          # some seconds each, as scripts/test runs them\n"
         "    scripts/torture --page           # write this page from the figures\n\n"
