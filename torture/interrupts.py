@@ -43,6 +43,8 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
                 outcome.counts[kinds[plain]] += 1
                 outcome.counts["grad mode left off by torch's own code"] += bool(torchs)
                 outcome.failures.extend(failures)
+                for failure in failures:
+                    print(f"interrupts: FAILED: {failure}", file=sys.stderr, flush=True)
                 if done % 100 == 0:
                     print(f"interrupts: {done} of {total}", file=sys.stderr, flush=True)
             hangs += watch.failure is not None

@@ -143,6 +143,7 @@ class _Campaign:
                 f"{part.__name__[1:]} of run {self.runs}: {type(error).__name__}: {error} "
                 f"({Path(last.filename).name}:{last.lineno})"
             )
+            print(f"kills: FAILED: {self.outcome.failures[-1]}", file=sys.stderr, flush=True)
         finally:
             shutil.rmtree(path, ignore_errors=True)
         self.without_kill = 0 if self.killed > before else self.without_kill + 1

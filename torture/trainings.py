@@ -39,7 +39,7 @@ class Training:
     name: str
     optimizers: Callable[[nn.Module], list[Optimizer]]
     width: int = 5  # of the input
-    steps: int = 24
+    steps: int = 12
     options: Mapping[str, Any] = field(default_factory=dict)  # of dualform.record
 
     @property
