@@ -10,17 +10,23 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from dualform.torch_modes import finish
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module of a model into evaluation mode, and each back into its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    set_evaluation(model)
     try:
+        set_evaluation(model)
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        finish(lambda: _set_modes(modes))
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, mode in modes:
+        module.training = mode
 
 
 def set_evaluation(model: nn.Module) -> None:

@@ -17,6 +17,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from dualform.torch_modes import call_without_autocast, keeping_grad_mode, without_gradients
+
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -118,25 +120,31 @@ def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R],
     count = min(torch.get_num_threads(), len(items))
     inference = torch.is_inference_mode_enabled()  # which, like autocast, is each thread's own
     if count <= 1:
-        with _plain(inference=inference):
+
+        def one_by_one() -> None:
             for item in items:
                 then(work(item))
+
+        _call_plainly(one_by_one, inference=inference)
         return
     numbers, order = iter(range(len(items))), InTurn()
     taking = threading.Lock()
 
+    def take_all() -> None:
+        while True:
+            with taking:
+                number = next(numbers, None)
+            if number is None:
+                return
+            found = work(items[number])
+            with order.turn(number):
+                then(found)
+            del found  # or it would live on while the next one is made
+
     def loop() -> None:
         try:
-            with one_thread(), _plain(inference=inference):
-                while True:
-                    with taking:
-                        number = next(numbers, None)
-                    if number is None:
-                        return
-                    found = work(items[number])
-                    with order.turn(number):
-                        then(found)
-                    del found  # or it would live on while the next one is made
+            with one_thread():
+                _call_plainly(take_all, inference=inference)
         except BaseException:
             order.give_up()
             raise
@@ -156,26 +164,25 @@ def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R],
 
 
 def in_own_dtype(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function compute in its tensors' own dtype, whatever autocast is on around it."""
+    """Let a function compute in its tensors' own dtype, whatever autocast is on around it, and keep grad mode."""
 
+    @keeping_grad_mode
     @functools.wraps(function)
     def computed(*args: P.args, **kwargs: P.kwargs) -> R:
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        if not on:
-            return function(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for kind in on:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            return function(*args, **kwargs)
+        return call_without_autocast(on, lambda: function(*args, **kwargs))
 
     return computed
 
 
-@contextmanager
-def _plain(*, inference: bool) -> Iterator[None]:
+@without_gradients
+def _call_plainly(call: Callable[[], None], *, inference: bool) -> None:
     """Compute without graphs and in the tensors' own types."""
-    with torch.inference_mode(inference), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
+    if torch.is_inference_mode_enabled() == inference:
+        call_without_autocast(["cpu"], call)
+    else:  # on a helper thread, which no interrupt reaches
+        with torch.inference_mode(inference), torch.no_grad():
+            call_without_autocast(["cpu"], call)
 
 
 def _settle(helpers: Sequence[Future[None]]) -> None:

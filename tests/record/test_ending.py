@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import dualform
-from dualform.errors import RunExistsError
+from dualform.errors import RunExistsError, StoreError
 from dualform.record import recorder as recorder_module
 from dualform.store import writer
-from dualform.store.format import LOCK
+from dualform.store.format import LOCK, locked
 from loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
 
 DROPPED = "was never closed, and its recording ends here"
@@ -294,3 +294,139 @@ def test_a_program_that_ends_without_closing_publishes_what_was_taken(run: Path,
     memory = dualform.open(run)
     assert memory.step == 3
     assert not memory.info().closed
+
+
+# Interrupts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_interrupt_while_closing_keeps_the_lock_until_the_writer_has_ended(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    go_on, waiting = threading.Event(), threading.Event()
+    real = writer.steps_table
+
+    def slowly(records: Any) -> Any:
+        waiting.set()
+        assert go_on.wait(60)
+        return real(records)
+
+    def interrupted(self: Any) -> None:
+        assert waiting.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "steps_table", slowly)
+    recorder = dualform.record(model, optimizer, run).start()
+    train(model, optimizer, batches(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.ByteQueue, "join", interrupted)  # the closing waits here when Ctrl-C comes
+        with pytest.raises(KeyboardInterrupt):
+            recorder.close()
+    assert leftovers(model, optimizer) == []
+    assert writers(), "the writer has something left to publish"
+    with locked(run) as mine:
+        assert not mine, "nobody else may write while it does"
+    go_on.set()
+    with dualform.record(model, optimizer, run, resume=True) as again:  # waits for it
+        assert again.step == 3
+    assert not writers()
+    assert_exact(dualform.open(run), model)
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+@pytest.mark.parametrize("where", ["note", "keep"])
+def test_a_step_whose_recording_is_interrupted_is_left_out_and_none_comes_after_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch, where: str, swallowed: bool
+) -> None:
+    """The optimizer has stepped by then, and the recording knows the new weights but has not handed the step on."""
+    owner = recorder_module.Changes if where == "note" else recorder_module.Pending
+    real = getattr(owner, where)
+    model = mlp()
+    optimizer = sgd(model)
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        real(self, *args)
+        raise KeyboardInterrupt
+
+    recorder = dualform.record(model, optimizer, run).start()
+    train(model, optimizer, batches(2))
+    kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            train(model, optimizer, batches(1))
+    if swallowed:
+        with pytest.raises(StoreError, match=r"earlier step was not recorded \(it was interrupted\)"):
+            train(model, optimizer, batches(1))
+        with pytest.raises(StoreError, match="earlier step was not recorded"):
+            recorder.close()
+    else:
+        recorder.__exit__(KeyboardInterrupt, caught.value, None)
+    memory = dualform.open(run)
+    assert memory.step == 2
+    assert not memory.info().closed
+    assert memory.verify(kept).passed
+    model.load_state_dict(kept)
+    with dualform.record(model, sgd(model), run, resume=True) as again:
+        assert again.step == 2
+
+
+def test_a_beginning_that_is_interrupted_before_the_manifest_leaves_a_folder_to_begin_in(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model = mlp()
+    optimizer = sgd(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.DiskWriter, "_publish", fail)
+        with pytest.raises(KeyboardInterrupt):
+            dualform.record(model, optimizer, run).start()
+    assert list(run.iterdir()) == []
+    with dualform.record(model, optimizer, run):
+        train(model, optimizer, batches(2))
+    assert_exact(dualform.open(run), model)
+
+
+def test_an_interrupt_just_after_the_sink_was_opened_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = writer.DiskWriter.open
+
+    def opened(self: Any, start: Any) -> int:
+        real(self, start)
+        raise KeyboardInterrupt
+
+    model = mlp()
+    optimizer = sgd(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.DiskWriter, "open", opened)
+        with pytest.raises(KeyboardInterrupt):
+            dualform.record(model, optimizer, run).start()
+    assert leftovers(model, optimizer) == []
+    assert not writers()
+    assert not (run / LOCK).exists()
+
+
+def test_an_interrupt_while_hooks_are_taken_off_ends_the_recording_all_the_same(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = recorder_module.remove_handles
+    interrupts = [KeyboardInterrupt()]
+
+    def once(handles: Any, *, running: bool) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        real(handles, running=running)
+
+    model = mlp()
+    optimizer = sgd(model)
+    recorder = dualform.record(model, optimizer, run).start()
+    train(model, optimizer, batches(2))
+    monkeypatch.setattr(recorder_module, "remove_handles", once)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.close()
+    assert leftovers(model, optimizer) == []
+    assert not writers()
+    assert not (run / LOCK).exists()
+    assert dualform.open(run).step == 2

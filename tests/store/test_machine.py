@@ -105,6 +105,7 @@ class RunFolder(RuleBasedStateMachine):
         assert self.recorder is not None
         writer: Any = self.recorder._sink
         self.recorder._detach()
+        self.recorder._finalizer()
         writer._queue.fail(RuntimeError("killed"))
         with contextlib.suppress(StoreError):
             writer.abandon()

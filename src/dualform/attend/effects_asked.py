@@ -21,6 +21,7 @@ from dualform.errors import QueryError
 from dualform.modes import evaluating
 from dualform.record.listening import ListenedCall, listen
 from dualform.record.watch import Watched
+from dualform.torch_modes import finish, with_gradients
 
 Named = Literal["margin", "loss"]
 Quantity = Named | Callable[[Any, Any], Tensor]
@@ -156,6 +157,7 @@ def _class_logits(outputs: Any, quantity: Named) -> Tensor:
     return logits
 
 
+@with_gradients
 def _backward(
     model: nn.Module,
     batch: Any,
@@ -169,12 +171,21 @@ def _backward(
     calls: dict[str, list[ListenedCall]] = {name: [] for name in watched}
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     fast = torch.backends.mha.get_fastpath_enabled()
-    handles = listen(watched, calls)
-    torch.backends.mha.set_fastpath_enabled(False)
+    handles: list[Any] = []
+
+    def put_back() -> None:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for handle in handles:
+            handle.remove()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
     try:
+        handles.extend(listen(watched, calls))
+        torch.backends.mha.set_fastpath_enabled(False)
         for parameter in frozen:
             parameter.requires_grad_(parameter.is_floating_point())
-        with evaluating(model), torch.enable_grad():
+        with evaluating(model):
             if isinstance(batch, Mapping):
                 outputs = model(**batch)
             else:
@@ -186,11 +197,7 @@ def _backward(
                 raise QueryError("The quantity does not depend on the model's parameters, so it has no effects.")
             torch.autograd.grad(found.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for handle in handles:
-            handle.remove()
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        finish(put_back)
     return calls, len(found)
 
 

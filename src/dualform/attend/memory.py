@@ -48,6 +48,7 @@ from dualform.store.kept_state import KnownState, lossy_text
 from dualform.store.media import Media
 from dualform.store.pieces import Tokenizer
 from dualform.threads import in_own_dtype
+from dualform.torch_modes import keeping_grad_mode, without_gradients
 
 
 class Memory:
@@ -305,6 +306,7 @@ class Memory:
             )
         return trained
 
+    @keeping_grad_mode
     def restored(self, model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
         """Return a copy of the model as the recording left it, and the parts of its state that are not, with reasons.
 
@@ -367,6 +369,7 @@ class Memory:
 
     # Attention ----------------------------------------------------------------------------------------------------
 
+    @keeping_grad_mode
     def attend(
         self,
         model: nn.Module | None = None,
@@ -602,17 +605,15 @@ def unknown_text(doubts: Mapping[str, str], *, most: int = 4) -> str:
     return f"The run does not know {parts} of the trained model: {'; '.join(named)}{more}."
 
 
+@without_gradients
 def _with_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     changed = copy.deepcopy(model)
     found = {plain_name(name): parameter for name, parameter in changed.named_parameters()}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if name not in found or found[name].shape != tensor.shape:
-                shape = tuple(found[name].shape) if name in found else "missing"
-                raise QueryError(
-                    f"Parameter {name!r} is {tuple(tensor.shape)} in the memory, but {shape} in this model."
-                )
-            if found[name].is_meta:
-                raise QueryError(f"Parameter {name!r} of this model is on the meta device. Give it memory first.")
-            found[name].copy_(tensor)
+    for name, tensor in tensors.items():
+        if name not in found or found[name].shape != tensor.shape:
+            shape = tuple(found[name].shape) if name in found else "missing"
+            raise QueryError(f"Parameter {name!r} is {tuple(tensor.shape)} in the memory, but {shape} in this model.")
+        if found[name].is_meta:
+            raise QueryError(f"Parameter {name!r} of this model is on the meta device. Give it memory first.")
+        found[name].copy_(tensor)
     return changed

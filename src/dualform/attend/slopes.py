@@ -14,6 +14,7 @@ from dualform.attend.outputs import logits_of
 from dualform.modes import evaluating
 from dualform.record.layers import find_kind
 from dualform.record.watch import plain_name
+from dualform.torch_modes import finish, with_gradients
 
 
 def output_rows(output: Any) -> Tensor:
@@ -22,13 +23,14 @@ def output_rows(output: Any) -> Tensor:
     return first.reshape(-1, first.shape[-1]) if first.dim() else first.reshape(1, 1)
 
 
+@with_gradients
 def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: int) -> dict[str, Tensor]:
     """Return d output[last row, unit] / d (layer's output), layer -> (rows, d_out), for one input.
 
     Not safe to be called for one model by several threads at once.
     """
     calls: dict[str, list[tuple[nn.Module, Tensor, Tensor]]] = {name: [] for name in layers}
-    handles = []
+    handles: list[Any] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, name: str) -> Any:
         kind = find_kind(module)
@@ -37,19 +39,18 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
         calls[name].append((module, kind.inputs(args, kwargs), output))
         return output.clone()  # an activation that works in place must not change what was kept
 
-    for path, module in model.named_modules():
-        if (name := plain_name(path)) in calls:
-            hook = lambda m, a, k, o, name=name: keep(m, a, k, o, name)  # noqa: E731
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
     device = next((parameter.device for parameter in model.parameters()), inputs.device)
     try:
-        with evaluating(model), torch.enable_grad():
+        for path, module in model.named_modules():
+            if (name := plain_name(path)) in calls:
+                hook = lambda m, a, k, o, name=name: keep(m, a, k, o, name)  # noqa: E731
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        with evaluating(model):
             target = output_rows(model(inputs.to(device)))[-1, unit]
             kept = [output for found in calls.values() for _, _, output in found if output.requires_grad]
             gradients = torch.autograd.grad(target, kept, allow_unused=True) if kept else ()
     finally:
-        for handle in handles:
-            handle.remove()
+        finish(lambda: [handle.remove() for handle in handles])
     by_output = {id(output): gradient for output, gradient in zip(kept, gradients, strict=True)}
     found = {}
     for name, rows in calls.items():

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.identity.parameter_maps import ParameterMap
+from dualform.torch_modes import without_gradients
 
 State = Mapping[str, Any]
 Settings = Mapping[str, Any]
@@ -171,7 +172,7 @@ class Replay:
         if state:
             self._optimizer.state[self.parameter].update(_cloned(state))
 
-    @torch.no_grad()
+    @without_gradients
     def step(self, settings: Settings, gradient: Tensor) -> Any:
         """Take one step, and return it as a linear map (the kind's own)."""
         self._optimizer.param_groups[0].update(settings)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.hooks import Arrival
 from dualform.record.rowcheck import RowCheck
@@ -94,7 +95,6 @@ def gather_calls(
             layer, binding = arrival.call.layer, arrival.call.binding
             if not any(name in factors and factors[name][micro] != 0.0 for name, _ in layer.parameters.values()):
                 continue
-            assert arrival.keys is not None, "only accumulated arrivals are pending"
             if binding is not None and not binding.belongs_to(arrival.call.forward):
                 gathered.skipped, binding = True, None
             placed = _place(arrival, axis_of(layer), binding)
@@ -119,7 +119,7 @@ def gather_calls(
                     rows=placed.rows,
                     positions=placed.positions,
                     inner=placed.inner,
-                    keys=arrival.keys,
+                    keys=_finite_keys(arrival, factors, micro),
                     values=None if layer.keys_only else arrival.values,
                     binding=placed.binding,
                     raw=arrival.call.raw,
@@ -128,6 +128,22 @@ def gather_calls(
             )
     gathered.misfits = [Misfit(b, layer, name, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
     return gathered
+
+
+def _finite_keys(arrival: Arrival, factors: Mapping[str, Sequence[float]], micro: int) -> Tensor:
+    """Return the keys of a call, with 0 for NaN and infinity where a weight gradient was dropped before the step.
+
+    A gradient that is not finite may be zeroed before the step (`nan_to_num_`) while the bias of the same layer is
+    trained on. The keys then multiply a factor of 0, but 0 · NaN is NaN in every sum. A key that is not finite in a
+    gradient that does reach the step is refused earlier, so only keys without any effect are replaced here.
+    """
+    layer, keys = arrival.call.layer, arrival.keys
+    assert keys is not None, "only accumulated arrivals are pending"
+    reached = {name for name in factors if factors[name][micro] != 0.0}
+    whole = all(name in reached for role, (name, _) in layer.parameters.items() if not form(role).constant_key)
+    if whole or layer.keys_only or not keys.is_floating_point():
+        return keys
+    return torch.nan_to_num(keys, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dualform.modes import evaluating
 from dualform.record.hooks import capture
 from dualform.record.processes import refuse_wrapped
 from dualform.record.watch import Dtype, Layers, What, stored_dtype, watch
+from dualform.torch_modes import without_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,10 @@ def row_bytes(d_in: int, d_out: int, dtype: str, what: What, *, integer: bool) -
     return key + (0 if what == "keys" else itemsize * d_out + scale)
 
 
+@without_gradients
 def forward(model: nn.Module, inputs: Any) -> Any:
     """Run the model once in eval mode without gradients; a tuple is its arguments, a mapping its keywords."""
-    with evaluating(model), torch.no_grad():
+    with evaluating(model):
         if isinstance(inputs, Mapping):
             return model(**inputs)
         if isinstance(inputs, tuple):

@@ -28,6 +28,7 @@ from dualform.record.probes import Prediction
 from dualform.record.spares import Spares
 from dualform.record.watch import Watched, covered, plain_name
 from dualform.threads import one_thread
+from dualform.torch_modes import finish, set_grad_enabled, without_gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,7 @@ class Arrival:
     accumulated: bool = False
     predictions: dict[ParameterUse, Prediction] | None = None  # what its patterns predict for each parameter's probe
 
-    @torch.no_grad()
+    @without_gradients
     def copy(self, spares: Spares) -> None:
         """Copy key and value out of the user's reach; a value only where it is kept."""
         layer = self.call.layer
@@ -192,10 +193,13 @@ class Hooks:
         def guarded(*args: Any) -> None:
             listener = self.listener() if self.enabled else None
             if listener is not None:
+                before = torch.is_grad_enabled()
                 try:
                     hook(listener, *args)
                 except Exception as error:
                     listener.hook_failed(where, error)
+                finally:
+                    set_grad_enabled(before)
 
         # Without this mark torch warns when a tensor that has the hook is saved.
         return cast("Callable[..., None]", unserializable_hook(guarded))
@@ -476,40 +480,46 @@ def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]
     """Collect the keys of every call of the given layers while the context lasts."""
     captured: dict[str, list[Tensor]] = {name: [] for name in modules}
     handles: list[RemovableHandle | Trace] = []
-    composites: dict[int, dict[str, tuple[str, Watched]]] = {}
-    for name, layer in modules.items():
-        if layer.composite is not None:
-            composites.setdefault(id(layer.module), {})[layer.part] = (name, layer)
-            continue
-
-        def hook(
-            module: nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            name: str = name,
-            layer: Watched = layer,
-        ) -> None:
-            if module is layer.module:
-                inputs = layer.kind.inputs(args, kwargs).detach()
-                captured[name].append(layer.kind.keys(module, inputs).clone())
-
-        handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
-    for parts in composites.values():
-
-        def report(part: str, inputs_of: Callable[[], Any], _: Sequence[Tensor], parts: dict[str, Any] = parts) -> None:
-            if part in parts:
-                name, layer = parts[part]
-                captured[name].append(layer.kind.keys(layer.module, inputs_of()).clone())
-
-        handles.extend(trace([layer for _, layer in parts.values()], report))
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it would hand nested tensors to the layers, or none
-    try:
-        yield captured
-    finally:
+
+    def remove_all() -> None:
         torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
             handle.remove()
+
+    try:
+        composites: dict[int, dict[str, tuple[str, Watched]]] = {}
+        for name, layer in modules.items():
+            if layer.composite is not None:
+                composites.setdefault(id(layer.module), {})[layer.part] = (name, layer)
+                continue
+
+            def hook(
+                module: nn.Module,
+                args: tuple[Any, ...],
+                kwargs: dict[str, Any],
+                name: str = name,
+                layer: Watched = layer,
+            ) -> None:
+                if module is layer.module:
+                    inputs = layer.kind.inputs(args, kwargs).detach()
+                    captured[name].append(layer.kind.keys(module, inputs).clone())
+
+            handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+        for parts in composites.values():
+
+            def report(
+                part: str, inputs_of: Callable[[], Any], _: Sequence[Tensor], parts: dict[str, Any] = parts
+            ) -> None:
+                if part in parts:
+                    name, layer = parts[part]
+                    captured[name].append(layer.kind.keys(layer.module, inputs_of()).clone())
+
+            handles.extend(trace([layer for _, layer in parts.values()], report))
+        torch.backends.mha.set_fastpath_enabled(False)  # it would hand nested tensors to the layers, or none
+        yield captured
+    finally:
+        finish(remove_all)
 
 
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.identity.parameter_maps import ParameterMap
+from dualform.torch_modes import without_gradients
 
 if TYPE_CHECKING:
     from dualform.record.hooks import Arrival
@@ -49,7 +50,7 @@ def bias_gradient(bias_map: ParameterMap, error: Tensor, shape: Sequence[int]) -
     return bias_map.gradient(summed[None], summed[None], shape)
 
 
-@torch.no_grad()
+@without_gradients
 def settle(arrivals: Sequence["Arrival"], parameter: nn.Parameter, increment: Tensor) -> None:
     """Set the layout of each call whose errors autograd did not add up row by row.
 

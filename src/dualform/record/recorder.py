@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError
+from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError, StoreError
 from dualform.record.alignment import Alignment, batch_rows
 from dualform.record.annotations import Annotator, Binding
 from dualform.record.bystanders import Bystanders
@@ -43,8 +43,10 @@ from dualform.record.transfer import Transfer
 from dualform.record.unwrap import unwrap_all
 from dualform.record.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
 from dualform.threads import one_thread
+from dualform.torch_modes import keeping_grad_mode, without_gradients
 
 OnFailure = Literal["raise", "detach"]
+INTERRUPTED = StoreError("it was interrupted")  # stands for the error of a step whose recording did not end
 
 
 class Recorder:
@@ -104,7 +106,7 @@ class Recorder:
         # A method would keep this recorder alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
         self._finalizer: Callable[[], object] = _nothing
-        self._missed: Exception | None = None  # why a step that was made is not recorded; none can follow it
+        self._missed: DualformError | None = None  # why a step that was made is not recorded; none can follow it
 
     @property
     def step(self) -> int:
@@ -119,6 +121,7 @@ class Recorder:
     def __enter__(self) -> Self:
         return self.start()
 
+    @keeping_grad_mode
     def start(self) -> Self:
         """Begin to record, as entering a with statement does; end with `close`.
 
@@ -132,25 +135,26 @@ class Recorder:
             raise RuntimeError("This recorder was used already. Call dualform.record again for another recording.")
         self._samples = self._changes.look(self._owned)
         parameters = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
-        self._step = self._sink.open(
-            Start(
-                layers={layer.name: _describe(layer) for layer in self._layers},
-                parameters=parameters,
-                states=warm_states(self._owned),
-                optimizers=tuple(owned.name for owned in self._owned),
-                uncovered=self._uncovered,
-                batch_axis=self._batch_axis,
-                state=self._uncovered_state.parts,
-            )
+        start = Start(
+            layers={layer.name: _describe(layer) for layer in self._layers},
+            parameters=parameters,
+            states=warm_states(self._owned),
+            optimizers=tuple(owned.name for owned in self._owned),
+            uncovered=self._uncovered,
+            batch_axis=self._batch_axis,
+            state=self._uncovered_state.parts,
         )
+        opened = False
         try:
+            self._step = self._sink.open(start)
+            opened = True
             self._attach_hooks()
-        except BaseException:
-            self._detach()
-            self._sink.abandon()
+            self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
+            leave_in_forks(self)
+        except BaseException as error:
+            if opened or not isinstance(error, Exception):  # an interrupt may come just after the sink was opened
+                self._give_up()
             raise
-        self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
-        leave_in_forks(self)
         return self
 
     def leave_to_parent(self) -> None:
@@ -180,12 +184,28 @@ class Recorder:
         """End the recording, as leaving the with statement does. A recorder may be closed more than once."""
         self._close(None)
 
+    @keeping_grad_mode
     def _close(self, error: BaseException | None) -> None:
         """End the recording; failures are only warned of while another error is on its way."""
         if self._state == "closed":
-            self._detach()  # a failure in the middle of a call may have left hooks to be removed later
+            self._give_up()  # a failure or an interrupt may have left hooks, or a sink that is still open
         if self._state != "recording":
             return
+        try:
+            self._end(error)
+        except BaseException:
+            self._give_up()
+            raise
+        self._finalizer()
+
+    def _give_up(self) -> None:
+        """Take every hook off, and let the sink publish what it has taken; does nothing where that is done."""
+        self._detach()
+        self._sink.abandon()
+        self._finalizer()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Take every hook off, hand on the step that is open, and close the sink."""
         untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
         open_step, self._open = self._open, OpenStep()
         self._detach()
@@ -194,11 +214,13 @@ class Recorder:
         try:
             if broken or self._missed is not None:
                 self._sink.abandon()
+                if self._missed is INTERRUPTED and error is None:
+                    raise _after_missed(INTERRUPTED)
             else:
                 self._commit(open_step)
                 if (warning := self._close_sink()) and error is None:
                     warn_user(warning)
-        except BaseException as failure:
+        except Exception as failure:
             self._sink.abandon()
             if isinstance(failure, Warning):
                 raise
@@ -252,6 +274,7 @@ class Recorder:
             with self._guarding():
                 self._sink.attach(files)
 
+    @keeping_grad_mode
     def flush(self) -> None:
         """Publish everything recorded so far, and return when it is on disk."""
         if self._state == "recording":
@@ -265,6 +288,7 @@ class Recorder:
             layer.name: "keys" if layer.keys_only else "keys+values" for layer in self._layers
         }, dtype=getattr(self._sink, "dtype", None))  # fmt: skip
 
+    @keeping_grad_mode
     def check_rows(self, *args: Any, **kwargs: Any) -> dict[str, RowCheck]:
         """Try on a batch which layers have its rows; takes what the model's forward takes.
 
@@ -374,6 +398,7 @@ class Recorder:
 
     # The optimizer's step -----------------------------------------------------------------------------------------
 
+    @keeping_grad_mode
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -382,17 +407,14 @@ class Recorder:
             return None
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
-    @torch.no_grad()
+    @without_gradients
     def _prepare(self, optimizer: Optimizer) -> None:
         """Resolve what is pending for the optimizer that is about to step."""
         self._in_flight = None
         self._evaluations += 1
         with self._guarding(f"A step of {type(optimizer).__name__}"):
             if self._missed is not None:
-                raise RefusedError(
-                    f"An earlier step was not recorded ({self._missed}), so later ones cannot be added to it. Continue "
-                    "from a checkpoint with resume=True."
-                )
+                raise _after_missed(self._missed)
             if id(optimizer) in self._open.done:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
@@ -477,12 +499,15 @@ class Recorder:
             more = f"; and {len(texts) - most} more" if len(texts) > most else ""
             warn_user(f"Columns are left out (null) where they do not fit: {'; '.join(texts[:most])}{more}.")
 
+    @keeping_grad_mode
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._state == "recording":
             with self._guarding(f"A step of {type(optimizer).__name__}", stepped=True):
+                before, self._missed = self._missed, INTERRUPTED
                 self._finish(optimizer)
+                self._missed = before
 
-    @torch.no_grad()
+    @without_gradients
     def _finish(self, optimizer: Optimizer) -> None:
         """Take the step that an optimizer has made."""
         prepared, self._in_flight = self._in_flight, None
@@ -508,10 +533,16 @@ class Recorder:
         """Hand the step on that at least one optimizer took part in, and let go of what no other one waits for."""
         if not self._open.done:
             return
+        before, self._missed = self._missed, INTERRUPTED
         ended, self._open = self._open, OpenStep()
         waiting = {name for owned in self._owned if id(owned.optimizer) not in ended.done for name in owned.parameters}
-        self._pending.keep(waiting)
-        self._commit(ended)
+        try:
+            self._pending.keep(waiting)
+            self._commit(ended)
+        except Exception:
+            self._missed = before  # the error itself tells what became of the step
+            raise
+        self._missed = before
 
     def _commit(self, ended: OpenStep) -> None:
         if not ended.done:
@@ -581,7 +612,6 @@ class Recorder:
 
     def _detach(self, *, in_a_step: bool = False) -> None:
         self._state = "closed"
-        self._finalizer()
         self._hooks.detach()
         remove_handles(self._handles, running=in_a_step)
         self._pending = Pending()
@@ -612,8 +642,8 @@ class Recorder:
             unforeseen.__cause__ = error
             error = unforeseen
         if self._on_failure == "raise":
-            if stepped and isinstance(error, RefusedError):  # a sink knows itself what it missed
-                self._missed = error
+            if stepped:
+                self._missed = error if isinstance(error, RefusedError) else None  # a sink knows itself what it missed
             raise error
         if self._state == "closed":
             return
@@ -627,6 +657,7 @@ class Recorder:
             error.add_note(f"While the recording was closed: {another}")
         finally:
             self._sink.abandon()
+        self._finalizer()
         warn_user(f"Recording stopped at step {self._step} and training goes on without it: {error}")
 
 
@@ -635,6 +666,15 @@ def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[st
     if changes.changed():
         return {}
     return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+
+
+def _after_missed(error: Exception) -> DualformError:
+    """Return the error of a recording that cannot go on, because an earlier step was not recorded."""
+    kind = StoreError if isinstance(error, StoreError) else RefusedError
+    return kind(
+        f"An earlier step was not recorded ({error}), so later ones cannot be added to it. Continue from a checkpoint "
+        "with resume=True."
+    )
 
 
 def _nothing() -> None:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from dualform.record.listening import ListenedCall, listen
 from dualform.record.rowcheck import Placement, RowCheck
 from dualform.record.watch import Watched, find_candidates
+from dualform.torch_modes import call_without_autocast, with_gradients
 
 MAX_COPY_BYTES = 2 << 30  # parameters and buffers of a model that is copied for a trial
 FEW_ROWS = 3  # batches in which a permutation without fixed points may commute with what the model does to its rows
@@ -254,12 +255,17 @@ class _Trial:
                 module.dropout = 0.0
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         listen(watched, calls)
-        computing = torch.autocast(device, enabled=False)
-        with torch.enable_grad(), computing, _NoDropout(), _not_called(self._model), _frozen(self._model):
-            args, kwargs = batch
-            outputs = model(*args, **kwargs)
-            # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and frozen.
-            _summed(outputs).backward()
+
+        @with_gradients
+        def compute() -> None:
+            with _NoDropout(), _not_called(self._model), _frozen(self._model):
+                args, kwargs = batch
+                outputs = model(*args, **kwargs)
+                # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and
+                # frozen.
+                _summed(outputs).backward()
+
+        call_without_autocast([device], compute)
         return {
             name: [
                 _Seen(call.leading, call.keys().detach(), call.values(call.keys()) if call.reached else None)

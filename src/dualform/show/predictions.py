@@ -12,19 +12,21 @@ from dualform.attend.slopes import output_rows
 from dualform.errors import DualformError, QueryError
 from dualform.modes import evaluating
 from dualform.show.job import Cancelled
+from dualform.torch_modes import without_gradients
 
 MASK_NOTE = "A mask removes recorded updates from the sum; the model is not retrained."
 ROWS_AT_ONCE = 2048
 SEQUENCES_AT_ONCE = 64  # inputs of whole numbers with further axes: each has an output per position
 
 
+@without_gradients
 def run_model(model: nn.Module, inputs: Tensor) -> Any:
     """Return the output of a model for inputs, without gradients; an exception of the model becomes a `QueryError`.
 
     The model's mode is the caller's affair: a model that several threads use must be in evaluation mode already.
     """
     device = next((parameter.device for parameter in model.parameters()), inputs.device)
-    with torch.no_grad(), model_failures_named(inputs):
+    with model_failures_named(inputs):
         return model(inputs.to(device))
 
 

@@ -29,6 +29,7 @@ from dualform.store.format import (
 )
 from dualform.store.manifest import StateEntry
 from dualform.store.reader import Run
+from dualform.torch_modes import without_gradients
 
 FROZEN_BYTES = 64 << 20  # of all frozen parameters together, up to which they are kept by value
 SHARD_STATE_BYTES = 16 << 20  # of all changing state together, up to which it is published with every shard
@@ -267,6 +268,7 @@ class _Restoring:
             return "" if digest(live_value) == mark else "differs from the kept values"
         return "" if digest(live.tensor) == mark else "differs from the checksum that the run keeps"
 
+    @without_gradients
     def _put(self, name: str, value: Tensor) -> str:
         """Copy a value into the model; a buffer of another shape, or one that is not there yet, is replaced."""
         live = self._live.get(name)
@@ -274,7 +276,7 @@ class _Restoring:
         owner = self._modules.get(path)
         if live is not None and live.tensor is not None and live.tensor.shape == value.shape:
             # A buffer whose elements share memory cannot be written to; it is replaced below.
-            with torch.no_grad(), contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):
                 live.tensor.copy_(value)
                 return lossy_text(live.tensor, value)
         if live is not None and live.kind != "buffer":

@@ -96,6 +96,11 @@ class ByteQueue(Generic[T]):
             ) from self._failure
 
     @property
+    def failed(self) -> bool:
+        """Whether the consumer has failed, so that items were dropped."""
+        return self._failure is not None
+
+    @property
     def _bytes(self) -> int:
         """Bytes of the items that are still to be consumed."""
         return self._sent_bytes - self._done_bytes

@@ -9,10 +9,13 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import math
 import os
+import queue
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,6 +42,7 @@ from dualform.store.encoding import SCALE, encode
 from dualform.store.folder import remove_partial
 from dualform.store.format import (
     FINAL,
+    FROZEN,
     INITIAL,
     MANIFEST,
     STATE,
@@ -53,17 +57,21 @@ from dualform.store.format import (
 from dualform.store.kept_state import ShardState, StateKeeper
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
-from dualform.store.queue import ByteQueue
+from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, read_pools, resume_at
 from dualform.store.tables import call_tables, check_columns, merge_columns, steps_table
 from dualform.store.tensors import write_parts
 from dualform.threads import Background, start_alone
+from dualform.torch_modes import finish
 
 Snapshot = dict[str, Tensor]
 
 PUBLISH_SECONDS = 30.0
 """How long steps may wait to be published: a program that is killed loses no more than these."""
+
+WAIT_SECONDS = 60.0
+"""How long a new recording waits for an interrupted one of this process, whose thread is still publishing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +90,19 @@ class _Attachment:
     files: Files
 
 
-_writing: dict[Path, int] = {}  # resolved run folders that are being written -> the process that does
+_writing: dict[Path, tuple[int, "weakref.ref[DiskWriter]"]] = {}
+"""Run folders that are being written, resolved -> the process that writes, and its writer."""
 
 
-def _note_writing(path: Path, stack: ExitStack) -> None:
-    """Note that this process writes a run folder until the stack is closed."""
-    place = path.resolve()
-    _writing[place] = os.getpid()
-    stack.callback(_writing.pop, place, None)
+def _writer_here(path: Path) -> "DiskWriter | None":
+    """Return the writer of this process that holds the lock of a run folder, if there is one."""
+    process, writer = _writing.get(path.resolve(), (0, None))
+    return writer() if writer is not None and process == os.getpid() else None
 
 
 def _taken(path: Path) -> str:
     """Say who writes a run folder whose lock cannot be had."""
-    if _writing.get(path.resolve()) == os.getpid():
+    if _writer_here(path) is not None:
         return (
             f"{path} is still being recorded to by this process: an earlier recorder was started and not closed. Call "
             "its close(), or drop every reference to it; or choose another folder."
@@ -127,6 +135,10 @@ class DiskWriter:
         self._queue: ByteQueue[StepRecord | _Seal | _Attachment] = ByteQueue(queue_bytes)
         self._worker: threading.Thread | None = None
         self._ended = False  # whether the worker was told that nothing more will come
+        self._over = True  # whether no worker runs, so that nothing more is published by one
+        self._over_calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # a wake-up call at the worker's end
+        self._locked = False  # whether the folder's lock is ours
+        self._left = False  # whether the training thread publishes no more either
         self._unsealed = 0  # bytes handed over since the last seal
         self._sealed_at = time.monotonic()
         self._checked = False
@@ -152,24 +164,45 @@ class DiskWriter:
             self.path.mkdir(parents=True, exist_ok=True)
             if is_foreign(self.path):
                 raise RunExistsError(f"{self.path} is not empty and holds no run. Choose a new folder.")
-            if not self._stack.enter_context(locked(self.path)):
-                raise RunExistsError(_taken(self.path))
-            _note_writing(self.path, self._stack)
+            self._take_lock()
             if (self.path / MANIFEST).is_file():
                 self._continue(start)
             else:
                 self._begin(start)
             self._next = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
+            self._over = False
             self._worker = start_alone(self._work, name="dualform-writer")
-        except OSError as error:
-            self._stack.close()
-            if isinstance(error, StoreError | RunExistsError):
-                raise
-            raise StoreError(f"{self.path} cannot be written: {error}. Choose another folder.") from error
-        except BaseException:
-            self._stack.close()
+        except BaseException as error:
+            if not self._over:  # the thread may run by now; it ends, and has nothing to publish
+                self._ended = True
+                self._queue.close()
+            finish(self._remove_unborn, self._unlock)
+            if isinstance(error, OSError) and not isinstance(error, StoreError | RunExistsError):
+                raise StoreError(f"{self.path} cannot be written: {error}. Choose another folder.") from error
             raise
         return self._manifest.steps
+
+    def _remove_unborn(self) -> None:
+        """Remove the files of a run whose beginning failed before its manifest: they would pass for somebody else's."""
+        if self._locked and not (self.path / MANIFEST).exists():
+            remove_partial(self.path)
+            for name in (INITIAL, FROZEN):
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink(missing_ok=True)
+
+    def _take_lock(self) -> None:
+        """Hold the folder's lock; an interrupted recording of this process may still be publishing there."""
+        if not self._stack.enter_context(locked(self.path)):
+            self._stack.close()
+            earlier = _writer_here(self.path)
+            if earlier is not None and earlier._left:
+                earlier._wait_for_worker(WAIT_SECONDS)
+            if not self._stack.enter_context(locked(self.path)):
+                raise RunExistsError(_taken(self.path))
+        self._locked = True
+        place = self.path.resolve()
+        _writing[place] = (os.getpid(), weakref.ref(self))
+        self._stack.callback(_writing.pop, place, None)
 
     def updates(self) -> Mapping[str, int]:
         """Return how many updates of each parameter the run holds, those before a warm start included."""
@@ -212,8 +245,8 @@ class DiskWriter:
         """Publish everything, then the final parameters, then say so in the manifest."""
         if self._hole is not None:
             self._keeper = StateKeeper(None)  # the model has moved on since the last step that was taken
-        with self._stack:
-            self._drain(dict(final) if self._hole is None else {})
+        try:
+            self._drain({} if self._hole else {name: tensor.clone() for name, tensor in final.items()})
             self._check_whole()
             try:
                 entry = publish_tensors(self.path / FINAL, final)
@@ -221,40 +254,82 @@ class DiskWriter:
                 self._publish(closed=True, files={**self._manifest.files, FINAL: entry, **files}, uncovered_state=state)
             except OSError as error:
                 raise StoreError(f"The final parameters could not be written: {error}.") from error
+        finally:
+            self._release()
 
     def close_without_final(self, reason: str) -> None:
         """Publish everything, then say in the manifest that the run is closed, and why it has no final parameters."""
         self._keeper = StateKeeper(None)  # the rest of the model is not as the last step left it either
-        with self._stack:
+        try:
             self._drain({})
             self._check_whole()
             try:
                 self._publish(closed=True, no_final=reason)
             except OSError as error:
                 raise StoreError(f"The end of the recording could not be written: {error}.") from error
+        finally:
+            self._release()
 
     def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
         """Return the published step after which the parameters were these, or None."""
         return find_step(Run(self.path), parameters)
 
     def abandon(self) -> None:
-        """Publish what was taken, and stop; the run stays open for `resume`. After the end there is nothing to do."""
+        """Publish what was taken, and stop; the run stays open for `resume`.
+
+        After the end there is nothing to do. After an end that was interrupted this returns at once: what was taken is
+        published in the background, and the folder stays locked until that is done.
+        """
         self._keeper = StateKeeper(None)  # the parameters may be those of no step
-        with self._stack, contextlib.suppress(StoreError):
-            self._drain({})
+        try:
+            with contextlib.suppress(StoreError):
+                self._drain({})
+        finally:
+            self._release()
 
     def _drain(self, parameters: Snapshot) -> None:
         """Publish everything taken, and let the worker end before anybody else may write."""
         if self._ended:
             return
         self._ended = True
+        if self._over:  # the worker never began, or has failed
+            self._queue.check()
+            return
         try:
             self._seal(lambda: parameters)
             self._queue.join()
-        finally:
+        except Exception:
             self._queue.close()
-            if self._worker is not None:
-                self._worker.join()
+            self._wait_for_worker()
+            raise
+        except BaseException:  # a Ctrl-C while closing: the worker publishes the rest without anybody who waits for it
+            self._queue.close()
+            raise
+        self._queue.close()
+        self._wait_for_worker()
+
+    def _wait_for_worker(self, seconds: float = math.inf) -> None:
+        """Return when the worker has ended, or after some seconds.
+
+        `Thread.join` is not used for waiting: after a Ctrl-C it takes the thread for ended, whether it has or not.
+        """
+        end = time.monotonic() + seconds
+        while not self._over and time.monotonic() < end:
+            with contextlib.suppress(queue.Empty):
+                self._over_calls.get(timeout=MAX_WAIT_SECONDS)
+        if self._over and self._worker is not None and self._worker is not threading.current_thread():
+            self._worker.join()
+
+    def _release(self) -> None:
+        """Free the folder's lock: now, or where the worker has not ended yet, at its end."""
+        self._left = True
+        if self._over:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self._locked = False
+        with contextlib.suppress(IndexError):  # both threads may come here, and one of them finds nothing left to undo
+            self._stack.close()
 
     def _check_whole(self) -> None:
         if self._hole is not None:
@@ -347,6 +422,16 @@ class DiskWriter:
 
     def _work(self) -> None:
         try:
+            self._publish_all()
+        finally:
+            self._over = True
+            if self._left:
+                self._unlock()
+            self._over_calls.put(None)
+
+    def _publish_all(self) -> None:
+        """Take the items of the queue to its end, and publish them."""
+        try:
             for item in self._queue:
                 if isinstance(item, StepRecord):
                     item.wait()
@@ -356,18 +441,24 @@ class DiskWriter:
                     self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
                     remove_replaced(self.path, self._manifest)
                 else:
-                    if self._taken:
-                        finish = self._write_shard(self._taken, item.parameters, item.state)
-                        self._taken = []
-                        self._publishing = Background(finish)
+                    self._publish_taken(item.parameters, item.state)
                     if item.wait:
                         self._settle()
+            if not self._queue.failed:
+                self._publish_taken({}, None)  # an interrupt may have come before the last seal
             self._settle()
         except Exception as error:  # handed to the training thread, which raises it
             self._taken = []
             self._queue.fail(error)
             with contextlib.suppress(Exception):
                 self._settle()
+
+    def _publish_taken(self, parameters: Snapshot, state: ShardState | None) -> None:
+        """Begin to publish the steps that were taken so far as a shard."""
+        if self._taken:
+            finish = self._write_shard(self._taken, parameters, state)
+            self._taken = []
+            self._publishing = Background(finish)
 
     def _settle(self) -> None:
         """Wait until the shard that is being published is on the disk."""

@@ -8,13 +8,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualform.identity.parameter_use import ParameterUse
 from dualform.record.layers.kind import LayerKind, present, records
+from dualform.torch_modes import without_gradients
 
 
 class _Norm(LayerKind):
@@ -107,18 +107,18 @@ class GroupNorm(_Channels):
 class _Batch(_Channels):
     """Mean 0 and deviation 1 over the batch in training; the running ones in evaluation."""
 
+    @without_gradients
     def normalise(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the normalised input."""
         norm = cast("_BatchNorm", module)
         running = not norm.training and norm.running_mean is not None
-        with torch.no_grad():
-            return functional.batch_norm(
-                inputs,
-                norm.running_mean if running else None,
-                norm.running_var if running else None,
-                training=not running,
-                eps=norm.eps,
-            )
+        return functional.batch_norm(
+            inputs,
+            norm.running_mean if running else None,
+            norm.running_var if running else None,
+            training=not running,
+            eps=norm.eps,
+        )
 
 
 @records(nn.BatchNorm1d)

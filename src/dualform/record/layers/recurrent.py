@@ -21,6 +21,7 @@ from dualform.identity.parameter_use import ParameterUse
 from dualform.record.layers.composite import Composite, Report, Tracer, composes
 from dualform.record.layers.gates import GRU, LSTM, Cell, Outer, Plain, Ran, Weights
 from dualform.record.layers.kind import LayerKind, present
+from dualform.torch_modes import without_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ def _follow(
     return (outputs.transpose(0, 1) if batch_first else outputs, *joined)
 
 
-@torch.no_grad()
+@without_gradients
 def _unrolled(
     x: Tensor,
     outputs: Tensor,

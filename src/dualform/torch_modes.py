@@ -1,0 +1,87 @@
+"""The calling thread's modes of torch, put back to what they were even where Ctrl-C comes at the worst moment.
+
+`with torch.no_grad():` is left by a Python function, and an interrupt at the first instruction of that function leaves
+gradients off for the rest of the program. CPython looks for interrupts when a Python function begins, when a loop jumps
+back and after a call; it does not between the beginning of a `finally` block and the end of its first call of a C
+function. So each mode is put back here by one C function, called first in a `finally` block.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import torch
+
+R = TypeVar("R")
+P = ParamSpec("P")
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def keeping_grad_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function leave grad mode as it was when it was called, whatever was interrupted inside it."""
+
+    @functools.wraps(function)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_grad_enabled(before)
+
+    return kept
+
+
+def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function build no graphs, as `torch.no_grad` does."""
+
+    @functools.wraps(function)
+    def computed(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            set_grad_enabled(before)
+
+    return computed
+
+
+def with_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function build graphs, as `torch.enable_grad` does."""
+
+    @functools.wraps(function)
+    def computed(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(True)
+            return function(*args, **kwargs)
+        finally:
+            set_grad_enabled(before)
+
+    return computed
+
+
+def call_without_autocast(kinds: Sequence[str], call: Callable[[], R]) -> R:
+    """Call a function with autocast off for these kinds of devices.
+
+    Unlike `torch.autocast(kind, enabled=False)` this does not count as one more region of autocast: a count that an
+    interrupt left behind would keep torch from ever emptying its cache of cast weights.
+    """
+    if not kinds:
+        return call()
+    before = torch.is_autocast_enabled(kinds[0])
+    try:
+        torch.set_autocast_enabled(kinds[0], False)
+        return call_without_autocast(kinds[1:], call)
+    finally:
+        torch.set_autocast_enabled(kinds[0], before)
+
+
+def finish(*steps: Callable[[], object]) -> None:
+    """Do every step of a clean-up, each of which may be done twice, even where an interrupt comes in one of them."""
+    try:
+        for step in steps:
+            step()
+    finally:
+        for step in steps:
+            step()

@@ -1,0 +1,182 @@
+"""Small trainings that are the same every time, and what a run folder of each must hold after any number of steps.
+
+Batches, annotations and weights follow from the number of the step alone, so that whatever a killed or interrupted
+recording left can be compared with a training that nobody recorded.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+import dualform
+
+ROWS = 6
+SAMPLES = 10
+CACHED = re.compile(r"cache/[0-9a-f]{32}\.safetensors")
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model and its optimizers after a step."""
+
+    parameters: Tensors
+    optimizers: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One way to train a network of the linear layers "0" and "2"; the fields are what differs."""
+
+    name: str
+    optimizers: Callable[[nn.Module], list[Optimizer]]
+    width: int = 5  # of the input
+    steps: int = 12
+    options: Mapping[str, Any] = field(default_factory=dict)  # of dualform.record
+
+    @property
+    def exact(self) -> bool:
+        """Whether values are recorded, so that weights can be rebuilt."""
+        return "layers" not in self.options
+
+    def network(self) -> nn.Sequential:
+        """Return the untrained network."""
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(self.width, 4), nn.ReLU(), nn.Linear(4, 3))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs (ROWS, width) of a step and their labels (ROWS,); samples come again and again."""
+        inputs = torch.stack([self.sample(int(number)) for number in self.numbers(step)])
+        return inputs, inputs[:, :3].argmax(dim=1)
+
+    def sample(self, number: int) -> Tensor:
+        """Return the input of one sample, (width,)."""
+        return torch.randn(self.width, generator=torch.Generator().manual_seed(1000 + number))
+
+    def numbers(self, step: int) -> Tensor:
+        """Return which samples a step trains on, (ROWS,)."""
+        return (torch.arange(ROWS) + step * ROWS) % SAMPLES
+
+    def columns(self, step: int) -> dict[str, Any]:
+        """Return the annotations of a step."""
+        return {"sample": self.numbers(step), "label": self.batch(step)[1], "task": "früh" if step < 5 else "spät"}
+
+    def take(self, model: nn.Module, optimizers: Sequence[Optimizer], step: int) -> None:
+        """Take one step."""
+        inputs, labels = self.batch(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), labels).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def at(self, checkpoint: Checkpoint) -> tuple[nn.Sequential, list[Optimizer]]:
+        """Return a network and its optimizers as they were after a step."""
+        model = self.network()
+        model.load_state_dict(checkpoint.parameters)
+        optimizers = self.optimizers(model)
+        for optimizer, state in zip(optimizers, checkpoint.optimizers, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(state))
+        return model, optimizers
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Train without recording; return the start and what each step left."""
+        model = self.network()
+        optimizers = self.optimizers(model)
+        found = [checkpoint(model, optimizers)]
+        for step in range(self.steps):
+            self.take(model, optimizers, step)
+            found.append(checkpoint(model, optimizers))
+        return found
+
+
+def checkpoint(model: nn.Module, optimizers: Sequence[Optimizer]) -> Checkpoint:
+    """Return copies of a model's parameters and its optimizers' states."""
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Checkpoint(parameters, [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers])
+
+
+def _momentum(model: nn.Module) -> list[Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)]
+
+
+def _several(model: nn.Module) -> list[Optimizer]:
+    first, _, last = model.children()
+    return [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.AdamW(last.parameters(), lr=0.01)]
+
+
+TRAININGS = {
+    training.name: training
+    for training in (
+        Training("momentum", _momentum, options={"shard_bytes": 600}),
+        Training("several optimizers", _several, options={"shard_bytes": 900}),
+        Training("keys only", _momentum, options={"shard_bytes": 400, "layers": {"*": "keys"}}),
+        Training("pools", _momentum, width=40, options={"shard_bytes": 2500}),
+        Training("published by time", _momentum, steps=100, options={"shard_bytes": 1 << 30}),
+    )
+}
+
+
+def examine(training: Training, path: Path, checkpoints: Sequence[Checkpoint], *, ended: bool = False) -> int:
+    """Check that a run folder holds exactly its published steps, whole; return their number.
+
+    Args:
+        training: the training that was recorded.
+        path: the run folder.
+        checkpoints: of a training without recording.
+        ended: whether the recording came to its end, after which nothing unlisted may be left in the folder.
+    """
+    memory = dualform.open(path)
+    steps = memory.step
+    verification = memory.verify(checkpoints[steps].parameters)
+    if not verification.passed:
+        raise AssertionError(f"verify failed at step {steps}:\n{verification}")
+    for layer in memory.layers:
+        table = memory.patterns(layer)
+        wanted = [step for step in range(steps) for _ in range(ROWS)]
+        if table["step"].to_pylist() != wanted:
+            raise AssertionError(f"layer {layer!r} has other patterns than {ROWS} in each of {steps} steps")
+        for column in ("sample", "label") if steps else ():
+            expected = [value for step in range(steps) for value in training.columns(step)[column].tolist()]
+            if table[column].to_pylist() != expected:
+                raise AssertionError(f"layer {layer!r} has other values of {column!r} than the training gave")
+    facts = memory.steps()
+    pairs = list(zip(facts["step"].to_pylist(), facts["parameter"].to_pylist(), strict=True)) if steps else []
+    names = list(checkpoints[0].parameters)
+    if sorted(pairs) != sorted((step, name) for step in range(steps) for name in names):
+        raise AssertionError(f"the facts of {steps} steps and {len(names)} parameters are not each there once")
+    if ended:
+        if steps != training.steps:
+            raise AssertionError(f"the run ended with {steps} of {training.steps} steps")
+        left = {found.relative_to(path).as_posix() for found in path.rglob("*") if found.is_file()}
+        sums = {name for name in left if CACHED.fullmatch(name)}  # of questions asked meanwhile
+        if unlisted := left - sums - {"manifest.json", *memory._run.files()}:
+            raise AssertionError(f"files that the manifest does not list are left: {sorted(unlisted)}")
+    return steps
+
+
+def answers(training: Training, path: Path) -> dict[str, Tensor]:
+    """Ask the questions whose sums are cached; return the answers by name."""
+    model = training.network()
+    inputs = torch.stack([training.sample(number) for number in range(3)])
+    spotlight = dualform.open(path).attend(model, inputs, other_model=True)
+    found = {}
+    for layer in ("0", "2"):
+        found[f"{layer} attention"] = spotlight[layer].totals(by="label").values
+        if training.exact:
+            found[f"{layer} contribution"] = spotlight[layer].totals(by="label", of="contribution").values
+    return found
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare answers with those of a run that nobody killed; shards of other sizes are added up in another order."""
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
