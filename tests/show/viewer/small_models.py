@@ -1,5 +1,8 @@
 """A model of letters that a run can remember by name, and a text to train it on that is full of markup."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,14 +31,14 @@ def letters(size: int) -> Letters:
     return Letters(size)
 
 
-def record_letters(folder, steps: int = 30) -> Letters:
+def record_letters(folder: Path, steps: int = 30) -> Letters:
     """Record a run of letters that keeps its text, its documents and some tests."""
     torch.manual_seed(0)
     tokens = torch.tensor([VOCABULARY.index(letter) for letter in STORY])
     model = letters(len(VOCABULARY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    factory = {"factory": "small_models:letters", "factory_arguments": {"size": len(VOCABULARY)}}
-    with dualform.record(model, optimizer, folder, **factory) as recorder:
+    size = {"size": len(VOCABULARY)}
+    with dualform.record(model, optimizer, folder, factory="small_models:letters", factory_arguments=size) as recorder:
         recorder.media(tokens=tokens, vocabulary=VOCABULARY, documents=[(0, NASTY), (len(STORY) // 2, "Second")])
         starts = torch.arange(0, 8 * LENGTH, LENGTH)
         tests = torch.stack([tokens[start : start + LENGTH] for start in starts.tolist()])
@@ -69,7 +72,7 @@ def pictures() -> Pictures:
     return Pictures()
 
 
-def record_pictures(folder, *, annotate: bool = True, **options) -> Pictures:
+def record_pictures(folder: Path, *, annotate: bool = True, **options: Any) -> Pictures:
     """Record a convolutional network, with tests but without images."""
     torch.manual_seed(0)
     model = pictures()
