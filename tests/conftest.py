@@ -20,6 +20,29 @@ if os.environ.get("CI"):
 PUBLISHING = {"test_faults.py", "test_folder.py", "test_format.py", "test_kill.py", "test_writer.py"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the browser tests, and the cases of a `mostly_slow` test but the `fast` ones.
+
+    The cases are cut into `fast` blocks of equal length, and one case in each stays fast: the first of the first block,
+    the second of the second. Of a table of layers by optimizers that is a diagonal.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("mostly_slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("mostly_slow")
+        assert marker is not None
+        length = max(1, len(found) // marker.kwargs["fast"])
+        for place, item in enumerate(found):
+            block, offset = divmod(place, length)
+            if offset != block % length:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_fsync(request: pytest.FixtureRequest) -> Iterator[None]:
     """Make `os.fsync` do nothing in a test file, unless publishing is the file's subject."""

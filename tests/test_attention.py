@@ -100,6 +100,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, dtype: t
         optimizer.step()
 
 
+@pytest.mark.mostly_slow(fast=11)
 @DTYPES
 @EVERY_OPTIMIZER
 @EVERY_CASE

@@ -111,6 +111,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert not leftovers(model, optimizer)
 
 
+@pytest.mark.mostly_slow(fast=17)
 def test_rebuilds_the_live_weight(trained: Trained) -> None:
     verification = trained.memory.verify(trained.model)
     assert verification.passed

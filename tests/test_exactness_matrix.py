@@ -3,7 +3,7 @@
 The second half of tests/test_exactness.py, which covers the scalar family's settings in depth.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,16 +141,6 @@ def test_the_matrix_is_whole() -> None:
     assert OPTIMIZERS.keys() == set(supported())
 
 
-def cells(optimizers: Iterable[str]) -> list[object]:
-    """Return every layer with every optimizer; all are slow but a diagonal that holds each layer and each optimizer."""
-    names = list(optimizers)
-    return [
-        pytest.param(layer, name, marks=() if row % len(names) == column else pytest.mark.slow)
-        for row, layer in enumerate(LAYERS)
-        for column, name in enumerate(names)
-    ]
-
-
 @dataclass
 class Trained:
     """A recorded run and its live model."""
@@ -181,7 +171,9 @@ def fit(path: Path, layer: str, optimizers: Callable[[nn.Module], Sequence[Optim
     return Trained(dualform.open(path), model, inputs, layer)
 
 
-@pytest.mark.parametrize(("layer", "optimizer"), cells(OPTIMIZERS))
+@pytest.mark.mostly_slow(fast=len(LAYERS))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layer", LAYERS)
 def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
     for dtype in (torch.float32, torch.float64):
         trained = fit(tmp_path / str(dtype), layer, OPTIMIZERS[optimizer], dtype)
@@ -204,7 +196,9 @@ def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
                 assert torch.equal(again[name].parameter, live), name
 
 
-@pytest.mark.parametrize(("layer", "optimizer"), cells(["SGD", "AdamW", "Muon"]))
+@pytest.mark.mostly_slow(fast=len(LAYERS))
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Muon"])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_contributions_add_up(tmp_path: Path, layer: str, optimizer: str) -> None:
     """What every pattern adds to an output sums to what the start lacks of it, group by group and one by one."""
     trained = fit(tmp_path / "run", layer, OPTIMIZERS[optimizer], torch.float64)

@@ -146,6 +146,7 @@ conditions = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(sql=st.none() | conditions, equal=keywords, horizon=st.sampled_from([2, 7, STEPS]))
 def test_where_and_without_part_the_whole(pair: Pair, sql: str | None, equal: dict[str, Any], horizon: int) -> None:
@@ -174,6 +175,7 @@ def numbers_of(memory: Memory) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(first=conditions, second=conditions)
 def test_views_compose_in_any_order(pair: Pair, first: str, second: str) -> None:

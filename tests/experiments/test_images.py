@@ -29,6 +29,7 @@ def found(tmp_path_factory):
     return {name: (reproduce(study(name, "digits"), folder / name, seed=0), folder / name) for name in NAMES}
 
 
+@pytest.mark.slow
 def test_every_study_learns_and_verifies(found):
     for name, (findings, _) in found.items():
         assert findings["verified"], name

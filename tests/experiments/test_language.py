@@ -36,6 +36,7 @@ def found(request, tmp_path_factory):
 # A study, end to end
 
 
+@pytest.mark.slow
 def test_the_study_learns_and_verifies(found):
     findings, folder, _ = found
     assert findings["verified"]
@@ -85,6 +86,7 @@ def test_tables_and_page(found, tmp_path):
     assert "Every run passed `verify`" in page
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_seed_are_the_same(found, tmp_path):
     findings, _, plan = found
     again = reproduce(plan, tiny_corpus(), tmp_path / "again", seed=0, keep=False)

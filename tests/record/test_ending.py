@@ -283,6 +283,7 @@ if sys.argv[2] == "raise":
 """
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("how", ["plain", "cycle", "raise", "fork"])
 def test_a_program_that_ends_without_closing_publishes_what_was_taken(run: Path, how: str) -> None:
     command = [sys.executable, "-c", UNCLOSED, str(run), how]

@@ -60,6 +60,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_several_processes(run: Path) -> None:
     source = str(Path(dualform.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}

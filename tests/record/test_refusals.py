@@ -471,6 +471,7 @@ def test_keys_under_autocast_are_those_of_the_forward(run: Path) -> None:
 # No false alarm -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     sizes=st.tuples(*[st.sampled_from([1, 2, 7, 40])] * 3),

@@ -53,6 +53,7 @@ def run_for(server: ForkServerContext, path: Path, moment: float | None) -> floa
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_killed_at_twenty_random_moments(
     server: ForkServerContext, checkpoints: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_without_media_there_are_no_samples(digits, tmp_path):
     assert "No training samples are embedded" in page
 
 
+@pytest.mark.slow
 def test_a_smaller_limit_leaves_tests_out_and_says_so(digits, tmp_path, written):
     memory = dualform.open(digits.folder)
     outcome = write_report(memory, tmp_path / "r.html", tests=12, most_mb=0.4)
