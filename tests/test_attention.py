@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from loops import leftovers
+from helpers.loops import leftovers
 
 E, L, S, B = 8, 5, 4, 3
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

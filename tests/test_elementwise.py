@@ -16,7 +16,7 @@ from dualform.errors import QueryError, ResumeError
 from dualform.store.reader import Run
 from dualform.store.replay import kept, replay
 from dualform.store.stream import everything
-from loops import state
+from helpers.loops import state
 
 SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 1e-2}),

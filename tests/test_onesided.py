@@ -25,7 +25,7 @@ from dualform.store.replay import kept, replay
 from dualform.store.stream import everything
 from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
-from loops import state
+from helpers.loops import state
 
 WIDE, SQUARE, TALL = "0", "2", "4"
 LAYERS = (WIDE, SQUARE, TALL)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import dualform
-from loops import WITHIN, leftovers
+from helpers.loops import WITHIN, leftovers
 
 D, H, T, B = 3, 4, 5, 6
 LENGTHS = torch.tensor([2, 5, 1, 4, 3, 5])

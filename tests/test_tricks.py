@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.errors import RefusedError
-from loops import state
+from helpers.loops import state
 
 
 class Blocks(nn.Module):

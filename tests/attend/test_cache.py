@@ -16,7 +16,7 @@ import dualform
 from dualform.attend import cache
 from dualform.attend import sums as sums_module
 from dualform.store import format as run_format
-from small import batch, files, network, recorded, sgd, state, train
+from helpers.small import batch, files, network, recorded, sgd, state, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")

@@ -16,7 +16,7 @@ from dualform.algebra import attend
 from dualform.attend import engine, ranking, reducers, scoring
 from dualform.store import reader, rebuild, stream
 from dualform.store import rows as rows_module
-from small import sgd
+from helpers.small import sgd
 
 PATTERNS = 3000
 WIDTH = 16

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from paired import STEPS, Pair
 from torch import nn
 
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import KeysOnlyError, QueryError, SelectionError
 from dualform.record.baseline import Baseline
-from reference import Pattern
-from small import batch, network, recorded, sgd, state, train
+from helpers.paired import STEPS, Pair
+from helpers.reference import Pattern
+from helpers.small import batch, network, recorded, sgd, state, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import dualform
 from dualform.attend.removal import Removal, in_groups, uncovered
-from small import network, recorded, train
+from helpers.small import network, recorded, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")

@@ -20,7 +20,7 @@ from dualform.experiments.language.study import reproduce
 from dualform.experiments.language.summary import example_tables, language_section, summarise
 from dualform.experiments.language.training import fit, held_out_loss, make_model, quality, train, windows
 from dualform.experiments.page import write_page
-from texts import tiny_corpus, tiny_study
+from helpers.texts import tiny_corpus, tiny_study
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -18,7 +18,7 @@ from dualform.errors import RunExistsError
 from dualform.record import recorder as recorder_module
 from dualform.store import writer
 from dualform.store.format import LOCK
-from loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
+from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
 
 DROPPED = "was never closed, and its recording ends here"
 

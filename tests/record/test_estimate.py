@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.record.estimate import size_text
-from loops import batches, loss_of, mlp, record, sgd, state
+from helpers.loops import batches, loss_of, mlp, record, sgd, state
 
 
 def stored(run: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.record.hooks import Arrival
-from loops import assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train
+from helpers.loops import assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train
 
 ROWS, STEPS = 4, 6
 

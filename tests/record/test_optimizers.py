@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import RefusedError
 from dualform.record.optimizers import find_logger, supported
-from loops import WITHIN, assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train, worst
+from helpers.loops import WITHIN, assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train, worst
 
 DTYPES = list(WITHIN)
 MANY = 200

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
+from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
 
 WITHOUT_DUALFORM = """
 import sys

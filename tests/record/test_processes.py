@@ -10,7 +10,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import RefusedError
-from loops import mlp, sgd
+from helpers.loops import mlp, sgd
 
 TWO_PROCESSES = """
 import sys

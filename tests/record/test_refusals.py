@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.errors import RefusedError
-from loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
+from helpers.loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
 
 Sabotage = Callable[[nn.Sequential, torch.optim.Optimizer, Tensor], None]
 SOUND = 3  # steps before the sabotage

@@ -14,7 +14,7 @@ from dualform.errors import QueryError
 from dualform.show import cli
 from dualform.show.models import load_model
 from dualform.show.viewer.opened import Opened
-from small import recorded
+from helpers.small import recorded
 
 
 @pytest.fixture

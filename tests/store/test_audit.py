@@ -12,7 +12,7 @@ import dualform
 from dualform.errors import QueryError, SelectionError
 from dualform.store.audit import LayerCheck, ParameterCheck, Verification
 from dualform.store.coverage import Coverage
-from small import batch, network, recorded, sgd, state, train
+from helpers.small import batch, network, recorded, sgd, state, train
 
 
 @pytest.mark.parametrize("lr", [1e-1, 1e-3, 1e-6])

@@ -14,7 +14,7 @@ from dualform.coefficients import kinds
 from dualform.coefficients.replayed import Replay
 from dualform.store import audit
 from dualform.store.replay import doubts
-from small import state
+from helpers.small import state
 
 WIDTH = 16
 STEPS = 30

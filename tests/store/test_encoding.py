@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.store.encoding import decode, encode
-from small import batch, network, sgd, train
+from helpers.small import batch, network, sgd, train
 
 HALF = 2.0**-11  # of an element near the row's largest, the relative rounding of float16
 

@@ -23,7 +23,7 @@ from dualform.store.format import (
     publish,
     publish_tensors,
 )
-from small import files, listed, network, recorded, sgd, train
+from helpers.small import files, listed, network, recorded, sgd, train
 
 
 @pytest.fixture(scope="module")

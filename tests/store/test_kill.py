@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from victim import STEPS, record_all
 
 import dualform
 from dualform.errors import RunNotFoundError
-from small import files, listed, network, sgd, state, train
+from helpers.small import files, listed, network, sgd, state, train
+from helpers.victim import STEPS, record_all
 
 KILLS = 20
 
@@ -25,7 +25,7 @@ KILLS = 20
 def server() -> Iterator[ForkServerContext]:
     """Processes that start at once, because what they import is there already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["victim"])
+    context.set_forkserver_preload(["helpers.victim"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server itself does not take over ours
         multiprocessing.forkserver.ensure_running()

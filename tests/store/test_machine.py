@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.errors import StoreError
-from small import files, listed
+from helpers.small import files, listed
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dualform.errors import UnknownLayerError
 from dualform.store.reader import Run
 from dualform.store.stream import stream
 from dualform.store.tables import addresses
-from small import ROWS, batch, network, recorded, sgd, train
+from helpers.small import ROWS, batch, network, recorded, sgd, train
 
 # Addresses --------------------------------------------------------------------------------------------------------
 

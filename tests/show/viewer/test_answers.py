@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from served import Running
 
 import dualform
 from dualform.experiments.training import predict
 from dualform.progress import bar
 from dualform.show import cli
 from dualform.show.viewer.jobs import AT_ONCE
+from helpers.served import Running
 
 
 def command(capsys, monkeypatch, *arguments):

@@ -7,11 +7,11 @@ import zlib
 
 import pytest
 import torch
-from small_models import NASTY, record_letters
 
 import dualform
 from dualform.errors import QueryError
 from dualform.show.report.write import write_report
+from helpers.small_models import NASTY, record_letters
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from dualform.show.viewer.routes.passage import passage
 from dualform.show.viewer.routes.prediction import predict
 from dualform.show.viewer.routes.run import run as describe
 from dualform.show.viewer.session import Mask, Session, windows
-from language_models import (
+from helpers.language_models import (
     BLOCK,
     CHARACTERS,
     TOKENS,

@@ -38,7 +38,9 @@ def record_letters(folder: Path, steps: int = 30) -> Letters:
     model = letters(len(VOCABULARY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     size = {"size": len(VOCABULARY)}
-    with dualform.record(model, optimizer, folder, factory="small_models:letters", factory_arguments=size) as recorder:
+    with dualform.record(
+        model, optimizer, folder, factory="helpers.small_models:letters", factory_arguments=size
+    ) as recorder:
         recorder.media(tokens=tokens, vocabulary=VOCABULARY, documents=[(0, NASTY), (len(STORY) // 2, "Second")])
         starts = torch.arange(0, 8 * LENGTH, LENGTH)
         tests = torch.stack([tokens[start : start + LENGTH] for start in starts.tolist()])
@@ -79,7 +81,7 @@ def record_pictures(folder: Path, *, annotate: bool = True, **options: Any) -> P
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(60, 1, 6, 6)
     labels = inputs.flatten(1)[:, :3].argmax(dim=1)
-    with dualform.record(model, optimizer, folder, factory="small_models:pictures", **options) as recorder:
+    with dualform.record(model, optimizer, folder, factory="helpers.small_models:pictures", **options) as recorder:
         recorder.tests(inputs[:9], labels[:9])
         for step in range(12):
             rows = torch.arange(5) + 4 * step

@@ -11,7 +11,7 @@ import torch
 
 import dualform
 import dualform.store.writer
-from small import network, sgd, train
+from helpers.small import network, sgd, train
 
 with contextlib.suppress(ImportError):
     import pandas  # noqa: F401 (pyarrow imports it with its first table)
