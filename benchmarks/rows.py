@@ -38,13 +38,10 @@ class Goal:
         >>> at_most(0.15).text("percent"), between(1.9, 2.1).text("times"), REPORTED.text("times")
         ('at most 15 %', '1.9 × to 2.1 ×', 'reported')
         """
-        match (self.low, self.high):
-            case (None, None):
-                return "reported"
-            case (None, high):
-                return f"at most {show(high, unit)}"
-            case (low, None):
-                return f"at least {show(low, unit)}"
+        if self.low is None:
+            return "reported" if self.high is None else f"at most {show(self.high, unit)}"
+        if self.high is None:
+            return f"at least {show(self.low, unit)}"
         return f"{show(self.low, unit)} to {show(self.high, unit)}"
 
 

@@ -14,6 +14,7 @@ import dualform
 from benchmarks.bench import Bench
 from benchmarks.timing import wait
 from dualform.experiments.models import MLP
+from dualform.record.watch import What
 
 BATCH = 128
 MNIST = (784, 800, 800, 10)
@@ -123,7 +124,7 @@ def _store(bench: Bench, patterns: int, wells: Sequence[Well], batch: int, value
     model = Wells(wells)
     pools = [_keys(well, well.pool) for well in wells]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    layers = {"*": "keys+values" if values else "keys"}
+    layers: dict[str, What] = {"*": "keys+values" if values else "keys"}
     with dualform.record(model, optimizer, folder, layers=layers) as recorder:
         for start in range(0, patterns, batch):
             rows = min(batch, patterns - start)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from safetensors.torch import save_file
-from truth_peers import PEERS, installed
+from truth_peers import PEERS, installed  # type: ignore[import-not-found]  # beside this script
 
 from dualform.experiments.page import write_page
 from dualform.experiments.retraining import evaluate_effects, scores

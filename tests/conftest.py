@@ -1,6 +1,8 @@
 """Fixtures that every test may use; the machine is shared, so one thread."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,49 @@ torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+# Files whose subject is how a run is published. In every other file os.fsync does nothing: no test cuts the power.
+PUBLISHING = {"test_faults.py", "test_folder.py", "test_format.py", "test_kill.py", "test_writer.py"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the browser tests, and the cases of a `mostly_slow` test but the `fast` ones.
+
+    The cases are cut into `fast` blocks of equal length, and one case in each stays fast: the first of the first block,
+    the second of the second. Of a table of layers by optimizers that is a diagonal.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("mostly_slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("mostly_slow")
+        assert marker is not None
+        length = max(1, len(found) // marker.kwargs["fast"])
+        for place, item in enumerate(found):
+            block, offset = divmod(place, length)
+            if offset != block % length:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_fsync(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make `os.fsync` do nothing in a test file, unless publishing is the file's subject."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in PUBLISHING:
+            patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code() -> Iterator[None]:
+    """Forget after each test, passed or failed, every function that `torch.compile` has compiled (30 µs)."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture

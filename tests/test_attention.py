@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from loops import leftovers
+from helpers.loops import leftovers
 
 E, L, S, B = 8, 5, 4, 3
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -100,6 +100,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, dtype: t
         optimizer.step()
 
 
+@pytest.mark.mostly_slow(fast=11)
 @DTYPES
 @EVERY_OPTIMIZER
 @EVERY_CASE

@@ -46,6 +46,7 @@ def test_patches_times_kernel_are_the_output(name: str) -> None:
     torch.testing.assert_close(kind.keys(conv, inputs[0]), patches[:1], rtol=0, atol=0)
 
 
+@pytest.mark.mostly_slow(fast=7)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

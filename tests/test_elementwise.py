@@ -16,7 +16,7 @@ from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay
 from dualform.errors import QueryError, ResumeError
 from dualform.store.reader import Run
-from loops import state
+from helpers.loops import state
 
 SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 1e-2}),
@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adagrad, filled": (torch.optim.Adagrad, {"lr": 3e-2, "initial_accumulator_value": 0.1}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0, "weight_decay": 0.01}),
 }
-STEPS = 60
+STEPS = 40
 WITHIN = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -78,6 +78,7 @@ def train(
     return model, checkpoints
 
 
+@pytest.mark.mostly_slow(fast=6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_outputs_and_horizons(run: Path, name: str, dtype: torch.dtype) -> None:
@@ -94,6 +95,7 @@ def test_weights_outputs_and_horizons(run: Path, name: str, dtype: torch.dtype) 
     torch.testing.assert_close(spotlight["2"].output(), model(inputs).detach(), rtol=1e-4, atol=10 * WITHIN[dtype])
 
 
+@pytest.mark.mostly_slow(fast=3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_shares_add_up_and_contributions_are_what_they_sum_to(run: Path, name: str) -> None:
     model, _ = train(run, *SETTINGS[name])
@@ -132,6 +134,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
         torch.testing.assert_close(found.values[:, 0], best, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.mostly_slow(fast=6)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
@@ -261,6 +264,7 @@ def test_outputs_of_layers_that_share_a_weight(run: Path, optimizer_type: type[t
         torch.testing.assert_close(found.output(), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer_type", "settings"),
     [

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.record.baseline import Baseline
-from loops import WITHIN, assert_exact, batches, leftovers, loss_of, mlp, record, sgd, state
-from reference import Batch, Reference
+from helpers.loops import WITHIN, assert_exact, batches, leftovers, loss_of, mlp, record, sgd, state
+from helpers.reference import Batch, Reference
 
 STEPS = 200
 CHECKPOINTS = (0, 1, 37, 100, 199)
@@ -111,6 +111,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert not leftovers(model, optimizer)
 
 
+@pytest.mark.mostly_slow(fast=17)
 def test_rebuilds_the_live_weight(trained: Trained) -> None:
     verification = trained.memory.verify(trained.model)
     assert verification.passed

@@ -19,7 +19,7 @@ from dualform.record.layers import composites, registered, sums_in_own_order
 from dualform.record.optimizers import supported
 from dualform.store.reader import Run
 
-STEPS = 24
+STEPS = 12  # RAdam leaves its first phase after the fifth
 B, L, D = 4, 5, 6
 
 
@@ -171,6 +171,7 @@ def fit(path: Path, layer: str, optimizers: Callable[[nn.Module], Sequence[Optim
     return Trained(dualform.open(path), model, inputs, layer)
 
 
+@pytest.mark.mostly_slow(fast=len(LAYERS))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
@@ -195,6 +196,7 @@ def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
                 assert torch.equal(again[name].parameter, live), name
 
 
+@pytest.mark.mostly_slow(fast=len(LAYERS))
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Muon"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_contributions_add_up(tmp_path: Path, layer: str, optimizer: str) -> None:

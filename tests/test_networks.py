@@ -78,6 +78,7 @@ def passages(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return TOKENS[places], TOKENS[places + 1], places
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("make", [Characters, Block])
 def test_a_language_model(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

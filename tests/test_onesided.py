@@ -26,11 +26,11 @@ from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
-from loops import state
+from helpers.loops import state
 
 WIDE, SQUARE, TALL = "0", "2", "4"
 LAYERS = (WIDE, SQUARE, TALL)
-STEPS = 40
+STEPS = 24
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "plain momentum": {"nesterov": False, "weight_decay": 0.0},
@@ -165,6 +165,7 @@ def dense(name: str, steps: int) -> dict[str, Dense]:
     return found
 
 
+@pytest.mark.mostly_slow(fast=2)
 @EVERY
 def test_everything_equals_the_dense_loop(run: Path, name: str) -> None:
     model, _ = train(run, name, dtype=torch.float64)
@@ -193,6 +194,7 @@ def test_everything_equals_the_dense_loop(run: Path, name: str) -> None:
             torch.testing.assert_close(spotlight[layer].start(), queries @ (one.start + rounding).T, **wanted)
 
 
+@pytest.mark.mostly_slow(fast=3)
 @BOTH
 @EVERY
 def test_weights_outputs_horizons_and_masks(run: Path, name: str, dtype: torch.dtype) -> None:
@@ -240,6 +242,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
             torch.testing.assert_close(found.values[:, 0], torch.stack(sums, 1).topk(2, dim=1).values)
 
 
+@pytest.mark.mostly_slow(fast=3)
 @BOTH
 @EVERY
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
@@ -315,6 +318,7 @@ def tamper(folder: Path, layer: str, factor: float) -> None:
     json.loads(manifest.read_text())
 
 
+@pytest.mark.mostly_slow(fast=3)
 @pytest.mark.parametrize("factor", [1.001, 1.1, -1.0, 30.0])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_changed_value_does_not_verify(run: Path, layer: str, factor: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import dualform
-from loops import WITHIN, leftovers
+from helpers.loops import WITHIN, leftovers
 
 D, H, T, B = 3, 4, 5, 6
 LENGTHS = torch.tensor([2, 5, 1, 4, 3, 5])
@@ -122,6 +122,7 @@ def make(kernel: str, case: Case, dtype: torch.dtype) -> Net:
     return model
 
 
+@pytest.mark.mostly_slow(fast=13)
 @DTYPES
 @EVERY_KERNEL
 @EVERY_CASE
@@ -130,9 +131,9 @@ def test_rebuilds_every_parameter(tmp_path: Path, case: Case, kernel: str, dtype
     model = copy.deepcopy(plain)
     optimizer = OPTIMIZERS["SGD"](model)
     with dualform.record(model, optimizer, tmp_path / "run", strict=True):
-        fit(model, optimizer, lambda step: batch(case, dtype, step), steps=30)
+        fit(model, optimizer, lambda step: batch(case, dtype, step), steps=16)
     assert not leftovers(model, optimizer)
-    fit(plain, OPTIMIZERS["SGD"](plain), lambda step: batch(case, dtype, step), steps=30)
+    fit(plain, OPTIMIZERS["SGD"](plain), lambda step: batch(case, dtype, step), steps=16)
     for name, parameter in model.named_parameters():  # recording changes nothing, dropout included
         assert torch.equal(parameter, plain.get_parameter(name)), name
     memory = dualform.open(tmp_path / "run")
@@ -175,6 +176,7 @@ class Loop(nn.Module):
         return found
 
 
+@pytest.mark.mostly_slow(fast=5)
 @DTYPES
 @pytest.mark.parametrize("rows", [(B,), ()], ids=["batched", "unbatched"])
 @pytest.mark.parametrize("cell", CELLS)
@@ -182,11 +184,11 @@ def test_rebuilds_cells(tmp_path: Path, cell: str, rows: tuple[int, ...], dtype:
     torch.manual_seed(5)
     model = Loop(CELLS[cell]()).to(dtype)
     plain = copy.deepcopy(model)
-    inputs = [torch.randn(T, *rows, D, dtype=torch.float64).to(dtype) for _ in range(30)]
+    inputs = [torch.randn(T, *rows, D, dtype=torch.float64).to(dtype) for _ in range(16)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with dualform.record(model, optimizer, tmp_path / "run", strict=True):
-        fit(model, optimizer, lambda step: inputs[step], steps=30)
-    fit(plain, torch.optim.SGD(plain.parameters(), lr=0.05), lambda step: inputs[step], steps=30)
+        fit(model, optimizer, lambda step: inputs[step], steps=16)
+    fit(plain, torch.optim.SGD(plain.parameters(), lr=0.05), lambda step: inputs[step], steps=16)
     assert all(torch.equal(p, plain.get_parameter(name)) for name, p in model.named_parameters())
     memory = dualform.open(tmp_path / "run")
     found = memory.verify(model)
@@ -206,6 +208,7 @@ def gates(model: Net, key: Tensor) -> Tensor:
     return torch.cat([both, of_hidden[..., 2 * H :], of_input[..., 2 * H :]], dim=-1)
 
 
+@pytest.mark.mostly_slow(fast=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EVERY_KERNEL
 def test_answers_for_the_gates(tmp_path: Path, kernel: str, optimizer: str) -> None:

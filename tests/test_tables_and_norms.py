@@ -77,6 +77,7 @@ def check(memory: dualform.Memory, model: nn.Module, layer: str, inputs: Tensor,
         torch.testing.assert_close(parts[0][name] + parts[1][name], share, **close)
 
 
+@pytest.mark.mostly_slow(fast=7)
 @DTYPES
 @EVERY
 @pytest.mark.parametrize("name", NORMS)
@@ -141,6 +142,7 @@ class Tied(nn.Module):
         return result
 
 
+@pytest.mark.mostly_slow(fast=1)
 @DTYPES
 @EVERY
 def test_a_table_that_is_also_the_output_layer(run: Path, optimizer: str, dtype: torch.dtype) -> None:

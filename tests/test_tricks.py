@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.errors import RefusedError
-from loops import state
+from helpers.loops import state
 
 
 class Blocks(nn.Module):
@@ -110,6 +110,7 @@ def test_checkpointing_recurrent_layers_and_attention(run: Path, reentrant: bool
     assert set(memory.patterns("attention.in_proj")["label"].to_pylist()) == {0, 1, 2}
 
 
+@pytest.mark.slow
 @COMPILED
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_recurrent_layers_and_attention(run: Path, backend: str) -> None:
@@ -142,6 +143,7 @@ def test_a_projected_lstm_is_uncovered(run: Path) -> None:
         dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
 
 
+@pytest.mark.slow
 @COMPILED
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_model_that_is_compiled_after_the_recording_began(run: Path, backend: str) -> None:
@@ -156,6 +158,7 @@ def test_a_model_that_is_compiled_after_the_recording_began(run: Path, backend: 
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @COMPILED
 def test_a_model_that_was_compiled_and_run_before_is_refused_until_reset(run: Path) -> None:
     model = make()

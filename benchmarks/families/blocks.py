@@ -26,9 +26,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, L, d) -> (B, L, d)
         """Return the stream after this block."""
         parts = self.mix(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (3, B, H, L, d/H)
-        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = parts
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(-2))
-        return x + self.shrink(functional.gelu(self.grow(self.norm_2(x))))
+        grown: Tensor = self.shrink(functional.gelu(self.grow(self.norm_2(x))))
+        return x + grown
 
 
 def blocks(count: int) -> nn.Sequential:

@@ -79,7 +79,7 @@ def disk(bench: Bench) -> Measured:
 
 def write(folder: Path, tensor: Tensor) -> float:
     """Write a tensor's bytes into files of `PIECE` bytes, each synced, and return the seconds."""
-    view = memoryview(tensor.reshape(-1).numpy()).cast("B")
+    view = tensor.reshape(-1).numpy().data.cast("B")
     start = time.perf_counter()
     for number, begin in enumerate(range(0, len(view), PIECE)):
         with (folder / str(number)).open("wb", buffering=0) as file:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -42,7 +43,7 @@ LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128,
     cuda=REPORTED,
     dtype="float16",
 )
-def recording(bench: Bench, dtype: str | None = None) -> Measured:
+def recording(bench: Bench, dtype: Literal["float16"] | None = None) -> Measured:
     inputs, labels, source = images(bench)
     inputs = inputs.to(bench.device)
     order = batches(len(inputs), bench.size(500 if bench.device.type == "cpu" else 200, 3))  # 2 MB each

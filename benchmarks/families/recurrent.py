@@ -12,6 +12,7 @@ from benchmarks.bench import Bench
 from benchmarks.rows import REPORTED, Measured, row
 from benchmarks.timing import timed_pairs, wait
 from dualform.record.recorder import Recorder
+from dualform.record.watch import What
 
 AGAINST = "the same step without recording"
 
@@ -25,17 +26,31 @@ class Nowhere:
         """Begin at step 0."""
         return 0
 
+    def updates(self) -> Mapping[str, int]:
+        """Hold no updates."""
+        return {}
+
     def check(self, binding: Any) -> None:
         """Accept every column."""
 
     def write(self, record: Any) -> None:
         """Drop a step."""
 
+    def attach(self, files: Any) -> None:
+        """Drop files."""
+
     def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
         """Publish nothing."""
 
     def close(self, final: Mapping[str, Tensor]) -> None:
         """Forget everything."""
+
+    def close_without_final(self, reason: str) -> None:
+        """Forget everything."""
+
+    def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
+        """Find no step: none is kept."""
+        return None
 
     def abandon(self) -> None:
         """Forget everything."""
@@ -72,9 +87,8 @@ def recurrent(bench: Bench, shape: tuple[Callable[..., nn.Module], int, int, int
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4)
     inputs = torch.randn(bench.size(length, 3), rows, d_in, device=bench.device)
 
-    def step(layers: Mapping[str, str] | None) -> float:
-        recorder = Recorder(layer, optimizer, Nowhere(), layers=layers) if layers else contextlib.nullcontext()
-        with recorder:
+    def step(layers: Mapping[str, What] | None) -> float:
+        with Recorder(layer, optimizer, Nowhere(), layers=layers) if layers else contextlib.nullcontext():
             wait(bench.device)
             start = time.perf_counter()
             optimizer.zero_grad()

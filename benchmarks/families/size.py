@@ -1,8 +1,11 @@
 """How many bytes a pattern takes, and what that costs in exactness."""
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 import dualform
 from benchmarks.bench import Bench
@@ -12,17 +15,30 @@ from benchmarks.stores import MNIST, batches, bytes_of, classifier, images, trai
 FLOAT32 = 4 * sum(a + b for a, b in pairwise(MNIST))  # bytes of a pattern's keys and values
 
 
-def _recordings(bench: Bench) -> tuple[object, ...]:
+class Recordings(NamedTuple):
+    """One MNIST run recorded twice: whole in float16, and its first `part` steps in float32."""
+
+    compact: Path
+    exact: Path
+    model: nn.Module
+    inputs: Tensor
+    part: int
+    patterns: int
+    source: str
+
+
+def _recordings(bench: Bench) -> Recordings:
     """Record one MNIST run in float16, and its beginning in float32, the same training to the bit."""
     inputs, labels, source = images(bench)
     order = batches(len(inputs), bench.size(3000, 16))
     part = bench.size(300, 8)
     folders = bench.new_folder(), bench.new_folder()
-    for folder, dtype, steps in zip(folders, ("float16", None), (len(order), part), strict=True):
+    dtypes: tuple[Literal["float16"], None] = ("float16", None)
+    for folder, dtype, steps in zip(folders, dtypes, (len(order), part), strict=True):
         model, optimizer = classifier(MNIST, torch.device("cpu"))
         with dualform.record(model, optimizer, folder, dtype=dtype) as recorder:
             train(model, optimizer, inputs, labels, order[:steps], recorder=recorder)
-    return *folders, model, inputs, part, sum(len(rows) for rows in order), source
+    return Recordings(*folders, model, inputs, part, sum(len(rows) for rows in order), source)
 
 
 @row(
@@ -32,9 +48,10 @@ def _recordings(bench: Bench) -> tuple[object, ...]:
     cpu=at_most(0.45),
 )
 def size(bench: Bench) -> Measured:
-    compact, _, _, _, _, patterns, source = bench.once("recordings", lambda: _recordings(bench))
-    stored = bytes_of(compact) / patterns
-    return Measured(stored / FLOAT32, None, {"bytes per pattern": stored, "in float32": FLOAT32, "inputs": source})
+    recordings = bench.once("recordings", lambda: _recordings(bench))
+    stored = bytes_of(recordings.compact) / recordings.patterns
+    counts = {"bytes per pattern": stored, "in float32": FLOAT32}
+    return Measured(stored / FLOAT32, None, {**counts, "inputs": recordings.source})
 
 
 @row(
@@ -45,10 +62,10 @@ def size(bench: Bench) -> Measured:
     cpu=at_most(1e-3),
 )
 def size_error(bench: Bench) -> Measured:
-    compact, exact, model, inputs, part, _, _ = bench.once("recordings", lambda: _recordings(bench))
-    tests = inputs[:64]
-    ours = dualform.open(compact).at(step=part).attend(model, tests, other_model=True)
-    theirs = dualform.open(exact).attend(model, tests, other_model=True)
+    recordings = bench.once("recordings", lambda: _recordings(bench))
+    model, tests = recordings.model, recordings.inputs[:64]
+    ours = dualform.open(recordings.compact).at(step=recordings.part).attend(model, tests, other_model=True)
+    theirs = dualform.open(recordings.exact).attend(model, tests, other_model=True)
     errors = {}
     for name in ours:
         for of in ("attention", "magnitude", "contribution"):

@@ -32,17 +32,24 @@ FACE = "import dualform; [getattr(dualform, name) for name in dualform.__all__]"
     theirs="import torch",
 )
 def startup(bench: Bench, ours: str, theirs: str) -> Measured:
-    times = {"least": 1, "most": 1, "warm": 0} if bench.quick else {"least": 7, "most": 15, "warm": 1}
+    least, most, warm = (1, 1, 0) if bench.quick else (7, 15, 1)
     used: tuple[list[float], list[float]] = ([], [])
-    pairs = alternate(lambda: used[0].append(run(ours)), lambda: used[1].append(run(theirs)), budget=30, **times)
+    pairs = alternate(
+        lambda: used[0].append(run(ours)),
+        lambda: used[1].append(run(theirs)),
+        budget=30,
+        least=least,
+        most=most,
+        warm=warm,
+    )
     differences = [a - b for a, b in zip(pairs.ours, pairs.theirs, strict=True)]
-    least = min(pairs.ours) - min(pairs.theirs)
+    added = min(pairs.ours) - min(pairs.theirs)
     detail = {
         "with, s": min(pairs.ours),
         "without, s": min(pairs.theirs),
         "more processor time, s": min(used[0]) - min(used[1]),
     }
-    return Measured(least, (min(differences), max(differences)), detail)
+    return Measured(added, (min(differences), max(differences)), detail)
 
 
 def run(code: str) -> float:

@@ -9,7 +9,7 @@ import dualform
 from benchmarks.bench import Bench
 from benchmarks.families.attention import WIDTH, keys_store
 from benchmarks.rows import REPORTED, Measured, Skip, at_least, row
-from dualform.attend.answers import Top
+from dualform.attend.answers import Ranking
 
 K = 100
 WHY = {
@@ -36,7 +36,7 @@ def top(bench: Bench, queries: int) -> Measured:
     asked = torch.randn(queries, WIDTH, device=bench.device)
     memory = dualform.open(folder)
 
-    def ours() -> Top:  # a spotlight keeps what it has answered, so each time a new one
+    def ours() -> Ranking:  # a spotlight keeps what it has answered, so each time a new one
         return memory.attend(queries={"layers.0": asked})["layers.0"].top(K)
 
     search = _faiss(bench, keys, asked) if bench.device.type == "cpu" else _product(keys, asked)

@@ -1,7 +1,8 @@
 """One recorded run and its dense reference, for all tests of attend."""
 
 import pytest
-from paired import STEPS, Pair, train_both
+
+from helpers.paired import STEPS, Pair, train_both
 
 
 @pytest.fixture(scope="session")

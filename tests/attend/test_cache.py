@@ -17,7 +17,7 @@ from dualform.attend import cache
 from dualform.engine.local import LocalExecutor
 from dualform.store import derived_sums
 from dualform.store import format as run_format
-from small import batch, files, network, recorded, sgd, state, train
+from helpers.small import batch, files, network, recorded, sgd, state, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from dense_effects import asked_of, dense_effects, train_densely
 from hypothesis import given, settings
-from paired import Pair
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,7 +19,9 @@ from dualform.attend.effects_moments import Extended, MomentSums
 from dualform.attend.memory import Memory
 from dualform.engine.block import Block
 from dualform.errors import KeysOnlyError, QueryError
-from small import batch, network
+from helpers.dense_effects import asked_of, dense_effects, train_densely
+from helpers.paired import Pair
+from helpers.small import batch, network
 
 STEPS, ROWS = 9, 6
 EXACT = {"rtol": 1e-8, "atol": 1e-11}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import dualform
 from dualform.attend.effects_rates import Rates, find_rates
 from dualform.attend.memory import Memory
-from small import batch
+from helpers.small import batch
 
 STEPS = 6
 

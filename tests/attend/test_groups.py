@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
-from paired import Pair
 from torch.nn import functional
 
 import dualform
 from dualform.attend.memory import Memory
 from dualform.attend.sql import database
 from dualform.errors import SelectionError
-from small import batch, network, sgd
+from helpers.paired import Pair
+from helpers.small import batch, network, sgd
 
 
 def annotated(path: Path, *steps: dict[str, Any]) -> Memory:

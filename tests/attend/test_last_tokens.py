@@ -7,7 +7,7 @@ from torch import nn
 import dualform
 from dualform.attend.last_tokens import last_queries, prompt_queries
 from dualform.errors import QueryError
-from language_models import (
+from helpers.language_models import (
     BLOCK,
     SIZE,
     TOKENS,

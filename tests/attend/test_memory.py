@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from paired import STEPS, Pair
 from torch import nn
 
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import KeysOnlyError, QueryError, SelectionError
 from dualform.record.baseline import Baseline
-from reference import Pattern
-from small import batch, network, recorded, sgd, state, train
+from helpers.paired import STEPS, Pair
+from helpers.reference import Pattern
+from helpers.small import batch, network, recorded, sgd, state, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")
@@ -146,6 +146,7 @@ conditions = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(sql=st.none() | conditions, equal=keywords, horizon=st.sampled_from([2, 7, STEPS]))
 def test_where_and_without_part_the_whole(pair: Pair, sql: str | None, equal: dict[str, Any], horizon: int) -> None:
@@ -155,12 +156,11 @@ def test_where_and_without_part_the_whole(pair: Pair, sql: str | None, equal: di
             memory.where(sql, **equal)
         return
     inside, outside = memory.where(sql, **equal), memory.without(sql, **equal)
-    whole = memory.shares()
-    for name, share in inside.shares().items():
-        torch.testing.assert_close(share + outside.shares()[name], whole[name], rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(
-            inside.weights()[name] + outside.shares()[name], memory.weights()[name], rtol=1e-12, atol=1e-13
-        )
+    whole, weights = memory.shares(), memory.weights()
+    of_inside, of_outside, inside_weights = inside.shares(), outside.shares(), inside.weights()
+    for name, share in of_inside.items():
+        torch.testing.assert_close(share + of_outside[name], whole[name], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(inside_weights[name] + of_outside[name], weights[name], rtol=1e-12, atol=1e-13)
     for layer in ("0", "2"):
         numbers = [view.patterns(layer)["pattern"].to_pylist() for view in (inside, outside)]
         assert sorted(numbers[0] + numbers[1]) == memory.patterns(layer)["pattern"].to_pylist()
@@ -175,6 +175,7 @@ def numbers_of(memory: Memory) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(first=conditions, second=conditions)
 def test_views_compose_in_any_order(pair: Pair, first: str, second: str) -> None:
@@ -182,8 +183,9 @@ def test_views_compose_in_any_order(pair: Pair, first: str, second: str) -> None
     other = pair.memory.without(second).where(first)
     kept = set(numbers_of(pair.memory.where(first))) - set(numbers_of(pair.memory.where(second)))
     assert numbers_of(one) == numbers_of(other) == sorted(kept)
-    for name, share in one.shares().items():
-        torch.testing.assert_close(share, other.shares()[name], rtol=0, atol=0)
+    shares, others = one.shares(), other.shares()
+    for name, share in shares.items():
+        torch.testing.assert_close(share, others[name], rtol=0, atol=0)
 
 
 def test_tensors_arrays_and_sets_select_as_lists_do(pair: Pair) -> None:

@@ -9,7 +9,7 @@ import torch
 from dualform.attend.effects_asked import measure
 from dualform.attend.outputs import last_logits_of, logits_of
 from dualform.errors import QueryError
-from language_models import Output
+from helpers.language_models import Output
 
 LOGITS = torch.arange(6.0).reshape(2, 3)
 LOSS = torch.tensor(0.5)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from paired import Pair
 from torch import Tensor, nn
 
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import QueryError
-from small import batch, network, recorded, sgd
+from helpers.paired import Pair
+from helpers.small import batch, network, recorded, sgd
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

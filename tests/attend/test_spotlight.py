@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from paired import STEPS, Pair
 from torch import Tensor, nn
 
 import dualform
@@ -23,8 +22,9 @@ from dualform.engine.measures import PatternMeasure
 from dualform.engine.plain import PlainExecutor
 from dualform.engine.reducers import GroupSums
 from dualform.errors import QueryError, SelectionError
-from reference import Pattern
-from small import batch, network, recorded, sgd, train
+from helpers.paired import STEPS, Pair
+from helpers.reference import Pattern
+from helpers.small import batch, network, recorded, sgd, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")

@@ -9,9 +9,9 @@ from dualform.attend.last_tokens import last_queries
 from dualform.attend.passages import Place, gather
 from dualform.attend.prompts import read_prompt
 from dualform.errors import QueryError, UnknownLayerError
-from language_models import TEXT, TOKENS, Letters, record_output_model
-from loops import mlp, record, sgd
-from texts import recorded, tiny_corpus
+from helpers.language_models import TEXT, TOKENS, Letters, record_output_model
+from helpers.loops import mlp, record, sgd
+from helpers.texts import recorded, tiny_corpus
 
 PROMPT = "the wolf sees the"
 LAYER = "blocks.1.up"

@@ -14,7 +14,7 @@ import dualform
 from dualform.attend.memory import Memory
 from dualform.attend.removal import Removal
 from dualform.attend.warn import MaskWarning, OtherModelWarning
-from small import ROWS, batch, network, recorded, sgd, state, train
+from helpers.small import ROWS, batch, network, recorded, sgd, state, train
 
 STEPS = 7  # of which steps 2 and 5 have no annotations
 

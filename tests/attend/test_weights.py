@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import dualform
 from dualform.attend.removal import Removal, in_groups, uncovered
-from small import network, recorded, train
+from helpers.small import network, recorded, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")
@@ -39,6 +39,7 @@ def test_the_budget_decides_the_bins(memory, shares, bins):
     assert len(plan.groups) == groups
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("budget", [0, 3, 1000])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=LABELS, steps=RANGES, samples=st.lists(st.integers(0, 9), max_size=2, unique=True), only=st.booleans())

@@ -43,6 +43,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, ob
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # layers that are left out on purpose
 def test_every_row_is_measured(measured: dict[str, dict[str, object]]) -> None:
     for name, result in measured.items():

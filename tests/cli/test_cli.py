@@ -251,6 +251,7 @@ def test_a_run_without_a_factory_says_what_to_give(monkeypatch, capsys, tmp_path
     assert "--model package.module:factory" in err
 
 
+@pytest.mark.slow
 def test_demo_end_to_end(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("dualform.experiments.demo.DEMO_STEPS", 60)
     folder = tmp_path / "demo"

@@ -59,6 +59,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, model
 
 
+@pytest.mark.mostly_slow(fast=43)
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("question", QUESTIONS)

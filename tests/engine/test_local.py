@@ -21,7 +21,7 @@ from dualform.engine.racing import RacingBest
 from dualform.store import reader
 from dualform.store import rows as rows_module
 from dualform.store.reader import Run
-from small import sgd
+from helpers.small import sgd
 
 PATTERNS = 3000
 WIDTH = 16

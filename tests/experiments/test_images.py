@@ -31,6 +31,7 @@ def found(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 def test_every_study_learns_and_verifies(found):
     for name, (findings, _) in found.items():
         assert findings["verified"], name
@@ -40,6 +41,7 @@ def test_every_study_learns_and_verifies(found):
     assert found["continual"][0]["accuracy"]["digits-permuted"] > 0.94
 
 
+@pytest.mark.slow
 def test_masking_the_second_task_gives_the_first_network_back(found):
     rows = {row["memory"]: row for row in found["continual"][0]["masks"]}
     before = rows["as it was after step 400"]["digits"]
@@ -48,12 +50,14 @@ def test_masking_the_second_task_gives_the_first_network_back(found):
     assert rows["without a random half of each batch"]["digits"] < before - 0.1
 
 
+@pytest.mark.slow
 def test_shares_of_attention_are_shares(found):
     for name in ("joint", "continual"):
         for row in found[name][0]["sharing"]:
             assert sum(row["share"].values()) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_figures_are_there(found):
     for name, (findings, folder) in found.items():
         assert len(findings["figures"]) == (6 if name == "single" else 12)
@@ -61,6 +65,7 @@ def test_figures_are_there(found):
             assert (folder / "figures" / figure).stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_findings_are_stored_and_reused(found, monkeypatch):
     findings, folder = found["single"]
     monkeypatch.setattr(images, "train_classifier", lambda *a, **k: pytest.fail("trained again"))
@@ -91,6 +96,7 @@ def test_an_interrupt_leaves_a_readable_memory(tmp_path, monkeypatch):
     assert memory.verify()
 
 
+@pytest.mark.slow
 def test_page_and_tables(found, tmp_path):
     findings = {name: [f] for name, (f, _) in found.items()}
     figures = {name: folder / "figures" for name, (_, folder) in found.items()}
@@ -107,6 +113,7 @@ def test_page_and_tables(found, tmp_path):
             assert all(len(row) == len(grid.columns) for row in grid.rows), grid.title
 
 
+@pytest.mark.slow
 def test_the_papers_numbers_stand_beside_ours_at_its_size_only(found):
     findings, _ = found["single"]
     as_mnist = {**findings, "study": {**findings["study"], "data": "mnist"}, "accuracy": {"mnist": 0.971}}
@@ -150,6 +157,7 @@ def test_spread_of_nothing():
     assert mean_and_deviation([float("nan")]) == "-"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "page"), [("mnist", "docs/results.md"), ("digits", "runs/results.md")])
 def test_only_the_papers_data_writes_the_published_page(found, monkeypatch, capsys, data, page):
     written = []
@@ -170,6 +178,7 @@ def test_all_are_the_papers_studies_where_the_data_is_the_papers(monkeypatch):
     assert reproduction._jobs(ReproductionOptions("all", data="digits")) == list(IMAGE_STUDIES)
 
 
+@pytest.mark.slow
 def test_writing_a_section_leaves_the_others(found, tmp_path):
     findings, _ = found["single"]
     page = tmp_path / "results.md"

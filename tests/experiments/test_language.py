@@ -27,7 +27,7 @@ from dualform.experiments.language.prompt_examples import choose_prompts
 from dualform.experiments.language.storage import Budget, announce, budget, bytes_of
 from dualform.experiments.language.study import reproduce_language
 from dualform.experiments.page import write_page
-from texts import tiny_corpus, tiny_study
+from helpers.texts import tiny_corpus, tiny_study
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -43,6 +43,7 @@ def found(request, tmp_path_factory):
 # A study, end to end
 
 
+@pytest.mark.slow
 def test_the_study_learns_and_verifies(found):
     findings, folder, _ = found
     assert findings["verified"]
@@ -92,6 +93,7 @@ def test_tables_and_page(found, tmp_path):
     assert "Every run passed `verify`" in page
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_seed_are_the_same(found, tmp_path):
     findings, _, plan = found
     again = reproduce_language(plan, tiny_corpus(), tmp_path / "again", seed=0, keep=False)

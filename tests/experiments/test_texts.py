@@ -14,7 +14,7 @@ from dualform.experiments.datasets.textfile import read_text_file
 from dualform.experiments.datasets.textset import TextSet, Title
 from dualform.experiments.language.corpora import make_corpus
 from dualform.tokens import split_lines
-from texts import tiny_text
+from helpers.texts import tiny_text
 
 FABLES = """CONTENTS
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.record.alignment import MAX_SHAPES
 from dualform.record.rows import _Trial
-from loops import loss_of, sgd
+from helpers.loops import loss_of, sgd
 
 D = 5
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import AnnotationError
 from dualform.record.annotations import RESERVED, bind
-from loops import batches, loss_of, mlp, sgd
+from helpers.loops import batches, loss_of, mlp, sgd
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:

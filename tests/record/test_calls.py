@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dualform
-from loops import assert_exact, batches, counts, loss_of, mlp, sgd
+from helpers.loops import assert_exact, batches, counts, loss_of, mlp, sgd
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

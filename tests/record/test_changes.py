@@ -15,7 +15,7 @@ from dualform.errors import QueryError, RefusedError
 from dualform.record.sinks import Start, sample
 from dualform.store.format import FINAL
 from dualform.store.writer import DiskWriter
-from loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
+from helpers.loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
 
 SOUND = 3  # steps before a change
 BETWEEN = f"between step {SOUND} and step {SOUND + 1}"

@@ -18,7 +18,7 @@ from dualform.errors import RunExistsError, StoreError
 from dualform.record import recorder as recorder_module
 from dualform.store import writer
 from dualform.store.format import LOCK, locked
-from loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
+from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
 
 DROPPED = "was never closed, and its recording ends here"
 
@@ -283,6 +283,7 @@ if sys.argv[2] == "raise":
 """
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("how", ["plain", "cycle", "raise", "fork"])
 def test_a_program_that_ends_without_closing_publishes_what_was_taken(run: Path, how: str) -> None:
     command = [sys.executable, "-c", UNCLOSED, str(run), how]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.record.estimate import size_text
-from loops import batches, loss_of, mlp, record, sgd, state
+from helpers.loops import batches, loss_of, mlp, record, sgd, state
 
 
 def stored(run: Path) -> dict[str, int]:
@@ -24,6 +24,7 @@ def stored(run: Path) -> dict[str, int]:
     return sizes
 
 
+@pytest.mark.mostly_slow(fast=7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("stored_dtype", [None, "float16", {"2": "float16"}, {"0": None, "*": "float16"}], ids=str)
 @pytest.mark.parametrize("layers", [None, {"0": "keys", "2": "keys+values"}, {"*": "keys"}, "2"], ids=str)

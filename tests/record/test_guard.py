@@ -15,7 +15,7 @@ from dualform.errors import AnnotationError, RefusedError
 from dualform.record import hooks, recorder
 from dualform.record.layers import recurrent
 from dualform.record.layers.linear import Linear
-from loops import batches, counts, leftovers, loss_of, mlp, sgd, state, train
+from helpers.loops import batches, counts, leftovers, loss_of, mlp, sgd, state, train
 
 STOPPED = "training goes on without it"
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.record.hooks import Arrival
-from loops import assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train
+from helpers.loops import assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train
 
 ROWS, STEPS = 4, 6
 
@@ -472,6 +472,7 @@ def test_gradient_checkpointing(run: Path, *, reentrant: bool) -> None:
     assert_exact(memory, model)
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it, and hides that by default
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("wrapped", [True, False], ids=["record(compiled)", "record(model)"])

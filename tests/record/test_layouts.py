@@ -88,6 +88,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.mostly_slow(fast=33)
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("leading", [(), (37,), (8, 12), (2, 3, 11)])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import RefusedError
 from dualform.record.optimizers import find_logger, supported
-from loops import WITHIN, assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train, worst
+from helpers.loops import WITHIN, assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train, worst
 
 DTYPES = list(WITHIN)
 MANY = 200
@@ -22,6 +22,7 @@ def facts(memory: dualform.Memory, parameter: str, column: str) -> list[Any]:
     return [value for name, value in zip(table["parameter"], table[column], strict=True) if name == parameter]
 
 
+@pytest.mark.mostly_slow(fast=5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernel", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize(
@@ -271,6 +272,7 @@ def _overflowing(model: nn.Module, x: Tensor, step: int) -> Tensor:
     return loss_of(model(x)) * (torch.inf if step % 4 == 3 else 1.0)
 
 
+@pytest.mark.mostly_slow(fast=3)
 @pytest.mark.parametrize("way", ["plain", "unscale and clip", "unscale"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 @pytest.mark.parametrize("to_none", [True, False], ids=["None", "zeros"])
@@ -350,6 +352,7 @@ def test_supported_optimizers_are_found_by_type() -> None:
     assert find_logger(torch.optim.Rprop(parameters)) is None
 
 
+@pytest.mark.slow
 def test_long_momentum_in_float32(run: Path) -> None:
     model = mlp()
     optimizer = sgd(model, lr=1e-4, momentum=0.999)

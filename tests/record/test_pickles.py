@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
+from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
 
 WITHOUT_DUALFORM = """
 import sys
@@ -82,6 +82,7 @@ def recording(model: nn.Module, inputs: Tensor, path: Path) -> Iterator[torch.op
         yield optimizer
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_saved_model_needs_the_classes_of_torch_alone(tmp_path: Path, case: str) -> None:
     make, inputs, classes = CASES[case]

@@ -43,6 +43,7 @@ def resolved(gradient: Tensor, event: Accumulation) -> Resolution:
 # No false alarm ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.mostly_slow(fast=3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "d_in", "d_out", "offset"),
@@ -97,6 +98,7 @@ def test_a_projection_that_nearly_cancels_is_no_objection(dtype: torch.dtype) ->
         assert resolution.factors[0] == pytest.approx(0.37, rel=1e-3)
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("shape", [(128, 64), (256, 256), (512, 1024)])
 def test_a_gradient_of_one_pattern_is_no_objection(shape: tuple[int, int]) -> None:
     """Of rank one: what all columns see of it may happen to be next to nothing."""

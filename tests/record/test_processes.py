@@ -10,7 +10,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import RefusedError
-from loops import mlp, sgd
+from helpers.loops import mlp, sgd
 
 TWO_PROCESSES = """
 import sys
@@ -60,6 +60,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_several_processes(run: Path) -> None:
     source = str(Path(dualform.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}

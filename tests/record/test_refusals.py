@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.errors import RefusedError
-from loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
+from helpers.loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
 
 Sabotage = Callable[[nn.Sequential, torch.optim.Optimizer, Tensor], None]
 SOUND = 3  # steps before the sabotage
@@ -471,6 +471,7 @@ def test_keys_under_autocast_are_those_of_the_forward(run: Path) -> None:
 # No false alarm -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     sizes=st.tuples(*[st.sampled_from([1, 2, 7, 40])] * 3),

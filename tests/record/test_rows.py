@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import AnnotationError
 from dualform.record.rows import _order
-from loops import loss_of, sgd, state
+from helpers.loops import loss_of, sgd, state
 
 B, D = 6, 5
 

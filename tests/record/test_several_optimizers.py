@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import dualform
 from dualform.errors import RefusedError
-from loops import assert_exact, batches, counts, leftovers, loss_of, mlp
+from helpers.loops import assert_exact, batches, counts, leftovers, loss_of, mlp
 
 MATRICES = {"0.weight", "2.weight"}
 

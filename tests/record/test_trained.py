@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import CoverageError, QueryError, RefusedError, UnknownLayerError
 from dualform.record.watch import watch
-from loops import assert_exact, batches, counts, loss_of, mlp, record, sgd, train
+from helpers.loops import assert_exact, batches, counts, loss_of, mlp, record, sgd, train
 
 
 class LowRank(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import CoverageError, UnknownLayerError
 from dualform.record.unrecordable import describe
-from loops import mlp, sgd
+from helpers.loops import mlp, sgd
 
 
 class Goodness(nn.Linear):

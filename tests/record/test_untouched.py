@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dualform
-from loops import batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
+from helpers.loops import batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
 
 STEPS = 12
 

@@ -13,7 +13,7 @@ import dualform
 from dualform.errors import DualformError, OptimizerError, RefusedError
 from dualform.record.optimizers import changed_names, find_logger, known_type
 from dualform.record.unwrap import unwrap, unwrap_all
-from loops import assert_exact, batches, loss_of, mlp, sgd, train
+from helpers.loops import assert_exact, batches, loss_of, mlp, sgd, train
 
 
 class Accelerated(Optimizer):

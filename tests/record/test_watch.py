@@ -14,7 +14,7 @@ from dualform.identity.parameter_use import ParameterUse
 from dualform.record.layers import LayerKind, find_kind, kinds
 from dualform.record.layers.kind import _KINDS
 from dualform.record.watch import watch
-from loops import assert_exact, batches, counts, loss_of, mlp, record, sgd
+from helpers.loops import assert_exact, batches, counts, loss_of, mlp, record, sgd
 
 
 class OwnNorm(nn.LayerNorm):

@@ -8,8 +8,8 @@ import pytest
 import dualform
 from dualform import cli
 from dualform.show.model_loading import load_model
-from language_models import TEXT, TOKENS, Letters, letters, record_last_position_model
-from texts import recorded, tiny_text
+from helpers.language_models import TEXT, TOKENS, Letters, letters, record_last_position_model
+from helpers.texts import recorded, tiny_text
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from dualform import cli
 from dualform.errors import QueryError
 from dualform.show.model_loading import load_model
 from dualform.show.viewer.opened import Opened
-from small import recorded
+from helpers.small import recorded
 
 
 @pytest.fixture

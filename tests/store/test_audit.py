@@ -12,7 +12,7 @@ import dualform
 from dualform.engine.coverage import Coverage
 from dualform.engine.verification import LayerCheck, ParameterCheck, Verification
 from dualform.errors import QueryError, SelectionError
-from small import batch, network, recorded, sgd, state, train
+from helpers.small import batch, network, recorded, sgd, state, train
 
 
 @pytest.mark.parametrize("lr", [1e-1, 1e-3, 1e-6])

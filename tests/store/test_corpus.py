@@ -8,8 +8,8 @@ import pytest
 import dualform
 from dualform.errors import CorruptError, QueryError
 from dualform.store.format import VOCABULARY
-from loops import mlp, record, sgd
-from texts import tiny_corpus
+from helpers.loops import mlp, record, sgd
+from helpers.texts import tiny_corpus
 
 
 @pytest.fixture

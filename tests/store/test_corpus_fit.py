@@ -10,7 +10,7 @@ import dualform
 from dualform.errors import QueryError
 from dualform.store.corpus_fit import check_fit
 from dualform.store.reader import Shard
-from language_models import CHARACTERS, SIZE, TOKENS, characters, record_output_model
+from helpers.language_models import CHARACTERS, SIZE, TOKENS, characters, record_output_model
 
 SHIFTED = torch.roll(TOKENS, 7)
 

@@ -14,7 +14,7 @@ from dualform.coefficients import kinds
 from dualform.coefficients.replayed import Replay
 from dualform.engine import verification as audit
 from dualform.engine.replay import doubts
-from small import state
+from helpers.small import state
 
 WIDTH = 16
 STEPS = 30
@@ -98,6 +98,7 @@ def failing(check: audit.Verification) -> list[str]:
 OPTIMIZERS = [name for name, kind in kinds().items() if not kind.rounds]
 
 
+@pytest.mark.mostly_slow(fast=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_key_bias_passes_whatever_the_order_of_its_sum(run: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Its true gradient is zero; an optimizer divides what rounding leaves of that by its own size."""
@@ -168,6 +169,7 @@ def test_backwards_that_cancel_under_autocast_pass(run: Path, seed: int) -> None
     assert failing(memory.verify(edited(run, model, "weight", 0.1))) == ["weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.store.encoding import decode, encode
-from small import batch, network, sgd, train
+from helpers.small import batch, network, sgd, train
 
 HALF = 2.0**-11  # of an element near the row's largest, the relative rounding of float16
 
@@ -66,6 +66,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("scale", [1.0, 1e-9], ids=["ordinary", "values around 1e-9"])
 def test_the_float16_error_of_a_run_is_below_its_promise(tmp_path: Path, scale: float) -> None:
     """The same training twice: stored as trained, and as float16. Rebuilt weights, totals and outputs are compared."""

@@ -24,7 +24,7 @@ from dualform.errors import (
     StoreError,
     UnknownLayerError,
 )
-from small import batch, files, listed, network, recorded, sgd, state, train
+from helpers.small import batch, files, listed, network, recorded, sgd, state, train
 
 
 @pytest.fixture(scope="module")

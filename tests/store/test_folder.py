@@ -13,7 +13,7 @@ from dualform.errors import StoreError
 from dualform.store.folder import own_files, remove_partial
 from dualform.store.format import LOCK, locked
 from dualform.store.manifest import Manifest
-from small import batch, network, recorded, sgd, state, train
+from helpers.small import batch, network, recorded, sgd, state, train
 
 
 def test_a_kill_while_an_attachment_is_replaced_loses_nothing(run: Path) -> None:

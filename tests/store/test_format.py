@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import dualform
 from dualform.errors import CorruptError, FormatError, RunNotFoundError
 from dualform.store.format import LOCK, PARTIAL, FileEntry, checksum, locked, opened_tensors, publish, publish_tensors
 from dualform.store.manifest import Manifest
-from small import files, listed, network, recorded, sgd, train
+from helpers.small import files, listed, network, recorded, sgd, train
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +222,11 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
         publish(path, fail)
     assert path.read_bytes() == b"old"
     assert files(tmp_path) == {"file.bin"}
+
+
+def test_files_are_really_synced_here() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        os.fsync(-1)
 
 
 def test_a_file_is_synced_before_it_appears_and_its_folder_after(

@@ -15,7 +15,7 @@ import dualform
 from dualform.errors import CorruptError, QueryError
 from dualform.store import kept_state
 from dualform.store.manifest import Manifest
-from small import files, listed, network, recorded
+from helpers.small import files, listed, network, recorded
 
 
 class Mixed(nn.Module):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.errors import StoreError
-from small import files, listed
+from helpers.small import files, listed
 
 
 @dataclass
@@ -146,7 +147,7 @@ class RunFolder(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-TestRunFolder = RunFolder.TestCase
+TestRunFolder = pytest.mark.slow(RunFolder.TestCase)
 TestRunFolder.settings = settings(
     max_examples=40, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )

@@ -15,7 +15,7 @@ from dualform.errors import FormatError, RunNotFoundError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.store.manifest import MAX_DEPTH, Manifest
 from dualform.store.use_check import use_problem
-from small import recorded
+from helpers.small import recorded
 
 WIDE = 40  # keys that are wide enough for a pool
 

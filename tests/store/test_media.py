@@ -6,7 +6,7 @@ import torch
 
 import dualform
 from dualform.errors import CorruptError, MediaError, QueryError
-from small import batch, network, recorded, sgd, train
+from helpers.small import batch, network, recorded, sgd, train
 
 PIXELS = torch.arange(3 * 4 * 5, dtype=torch.uint8).reshape(3, 4, 5)
 

@@ -13,7 +13,7 @@ from dualform.store import writer
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 from dualform.store.rows import PooledRows, Rows
-from loops import assert_exact, loss_of, sgd
+from helpers.loops import assert_exact, loss_of, sgd
 
 SAMPLES = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
 

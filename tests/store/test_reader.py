@@ -14,7 +14,7 @@ from dualform.engine.addresses import addresses
 from dualform.engine.reading import read_blocks
 from dualform.errors import UnknownLayerError
 from dualform.store.reader import Run
-from small import ROWS, batch, network, recorded, sgd, train
+from helpers.small import ROWS, batch, network, recorded, sgd, train
 
 # Addresses --------------------------------------------------------------------------------------------------------
 

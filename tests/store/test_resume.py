@@ -12,7 +12,7 @@ import dualform
 from dualform.errors import ResumeError, RunExistsError, StoreError
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
-from small import ROWS, batch, columns, files, listed, network, sgd, state, train
+from helpers.small import ROWS, batch, columns, files, listed, network, sgd, state, train
 
 STEPS = 10  # in shards of three, the last of one
 

@@ -20,7 +20,7 @@ from dualform.attend.memory import Memory
 from dualform.errors import AnnotationError, RefusedError, StoreError
 from dualform.store.manifest import Manifest
 from dualform.store.writer import DiskWriter
-from small import ROWS, batch, columns, files, listed, network, recorded, sgd, state, train
+from helpers.small import ROWS, batch, columns, files, listed, network, recorded, sgd, state, train
 
 
 def ranges(path: Path) -> list[tuple[int, int]]:

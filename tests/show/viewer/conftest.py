@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Running
-from small_models import record_letters
 
 import dualform
 from dualform.experiments.datasets import load
 from dualform.experiments.image_training import ClassifierRecipe, Phase, make_tasks, train_classifier
+from helpers.served import Running
+from helpers.small_models import record_letters
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
 NO_CHROMIUM = "needs Chromium: on Debian `apt-get install chromium`; scripts/test does it when it runs as root"

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from served import Running
 
 import dualform
 from dualform import cli
 from dualform.progress import bar
 from dualform.show.predictions import predict
 from dualform.show.viewer.jobs import MAX_RUNNING_JOBS
+from helpers.served import Running
 
 
 def command(capsys, monkeypatch, *arguments):

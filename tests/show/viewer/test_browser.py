@@ -4,7 +4,8 @@ import json
 import re
 
 import pytest
-from served import Running
+
+from helpers.served import Running
 
 pytestmark = pytest.mark.browser
 NOTE = "removes recorded updates; the model is not retrained"

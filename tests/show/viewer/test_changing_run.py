@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import Running
-from small_models import pictures, record_pictures
 
 import dualform
 from dualform.errors import CorruptError
@@ -18,6 +16,8 @@ from dualform.show.job import Cancelled
 from dualform.show.lru_cache import LruCache
 from dualform.show.viewer.opened import Opened
 from dualform.store.reader import Shard
+from helpers.served import Running
+from helpers.small_models import pictures, record_pictures
 
 
 @pytest.fixture

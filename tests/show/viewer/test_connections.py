@@ -5,9 +5,9 @@ import socket
 import time
 
 import pytest
-from served import Running
 
 from dualform.show.viewer import connections
+from helpers.served import Running
 
 STALLED = 1.0  # seconds, instead of the viewer's own
 

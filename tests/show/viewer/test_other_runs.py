@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
-from served import Running
-from small_models import pictures, record_pictures
 
 import dualform
+from helpers.served import Running
+from helpers.small_models import pictures, record_pictures
 
 PANELS = ("prediction", "layers", "curves", "time", "top")
 

@@ -7,11 +7,11 @@ import zlib
 
 import pytest
 import torch
-from small_models import NASTY, record_letters
 
 import dualform
 from dualform.errors import QueryError
 from dualform.show.report.write import write_report
+from helpers.small_models import NASTY, record_letters
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,7 @@ def test_without_media_there_are_no_samples(digits, tmp_path):
     assert "No training samples are embedded" in page
 
 
+@pytest.mark.slow
 def test_a_smaller_limit_leaves_tests_out_and_says_so(digits, tmp_path, written):
     memory = dualform.open(digits.folder)
     outcome = write_report(memory, tmp_path / "r.html", tests=12, most_mb=0.4)

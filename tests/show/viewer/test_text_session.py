@@ -13,7 +13,7 @@ from dualform.show.panels.prediction import model_prediction
 from dualform.show.session import Mask, Session
 from dualform.show.viewer.parameters import BadQuestion, RequestParameters
 from dualform.show.viewer.routes import questions
-from language_models import (
+from helpers.language_models import (
     BLOCK,
     CHARACTERS,
     TOKENS,

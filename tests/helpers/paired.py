@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import dualform
 from dualform.attend.memory import Memory
-from reference import Batch, Reference
-from small import batch, columns, network, sgd
+from helpers.reference import Batch, Reference
+from helpers.small import batch, columns, network, sgd
 
 STEPS = 11
 

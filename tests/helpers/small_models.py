@@ -1,5 +1,8 @@
 """A model of letters that a run can remember by name, and a text to train it on that is full of markup."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,14 +31,16 @@ def letters(size: int) -> Letters:
     return Letters(size)
 
 
-def record_letters(folder, steps: int = 30) -> Letters:
+def record_letters(folder: Path, steps: int = 30) -> Letters:
     """Record a run of letters that keeps its text, its documents and some tests."""
     torch.manual_seed(0)
     tokens = torch.tensor([VOCABULARY.index(letter) for letter in STORY])
     model = letters(len(VOCABULARY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    factory = {"factory": "small_models:letters", "factory_arguments": {"size": len(VOCABULARY)}}
-    with dualform.record(model, optimizer, folder, **factory) as recorder:
+    size = {"size": len(VOCABULARY)}
+    with dualform.record(
+        model, optimizer, folder, factory="helpers.small_models:letters", factory_arguments=size
+    ) as recorder:
         recorder.media(tokens=tokens, vocabulary=VOCABULARY, documents=[(0, NASTY), (len(STORY) // 2, "Second")])
         starts = torch.arange(0, 8 * LENGTH, LENGTH)
         tests = torch.stack([tokens[start : start + LENGTH] for start in starts.tolist()])
@@ -69,14 +74,14 @@ def pictures() -> Pictures:
     return Pictures()
 
 
-def record_pictures(folder, *, annotate: bool = True, **options) -> Pictures:
+def record_pictures(folder: Path, *, annotate: bool = True, **options: Any) -> Pictures:
     """Record a convolutional network, with tests but without images."""
     torch.manual_seed(0)
     model = pictures()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(60, 1, 6, 6)
     labels = inputs.flatten(1)[:, :3].argmax(dim=1)
-    with dualform.record(model, optimizer, folder, factory="small_models:pictures", **options) as recorder:
+    with dualform.record(model, optimizer, folder, factory="helpers.small_models:pictures", **options) as recorder:
         recorder.tests(inputs[:9], labels[:9])
         for step in range(12):
             rows = torch.arange(5) + 4 * step

@@ -10,14 +10,16 @@ from dualform.experiments.language.corpora import make_corpus
 from dualform.experiments.language.language_training import train_language_model
 from dualform.experiments.language.plans import LanguageRecipe, LanguageStudy, Storage
 from dualform.store.corpus import Corpus
+from dualform.tokens import Unit
 
 WHO = ("wolf", "lamb", "fox", "crow", "dog", "cat")
 WHAT = ("sees", "eats", "fears")
 
 
-def tiny_text(*, pages: int = 6, unit: str = "words") -> TextSet:
+def tiny_text(*, pages: int = 6, unit: Unit = "words") -> TextSet:
     """Return a text of some pages; what each animal does depends on the animal, so it can be learnt."""
-    lines, titles = [], []
+    lines: list[str] = []
+    titles: list[Title] = []
     for page in range(pages):
         titles.append(Title(len(lines), f"Page {page}"))
         for i, who in enumerate(WHO):

@@ -61,7 +61,8 @@ class Body(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, L, d) or, of one sequence, (L, d)."""
         places = torch.arange(1, x.shape[-2] + 1, device=x.device)[:, None]
-        return x + self.down(functional.gelu(self.up(x.cumsum(dim=-2) / places)))
+        change: Tensor = self.down(functional.gelu(self.up(x.cumsum(dim=-2) / places)))
+        return x + change
 
 
 class LastPositionModel(nn.Module):
@@ -160,7 +161,7 @@ def record_last_position_model(folder: Path, **options: Any) -> tuple[dualform.M
     """Record a `LastPositionModel`; its text is not in the run."""
     torch.manual_seed(0)
     model = LastPositionModel()
-    memory = record_model(folder, model, lambda x, y: model(x, y)[1], **options)  # type: ignore[arg-type, return-value]
+    memory = record_model(folder, model, lambda x, y: model(x, y)[1], **options)
     return memory, model
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
+from dualform.store.reader import Run
 
 ROWS = 6
 SAMPLES = 10
@@ -86,5 +87,4 @@ def files(path: Path) -> set[str]:
 
 def listed(path: Path) -> set[str]:
     """Return the names of all files that a run's manifest lists, and its own."""
-    manifest = dualform.open(path)._run
-    return {"manifest.json", *manifest.files()}
+    return {"manifest.json", *Run(path).files()}

@@ -47,6 +47,7 @@ def train_densely(
             rates = {}
             for name, p in model.named_parameters():
                 g = p.grad
+                assert g is not None
                 if adam:
                     first[name] = 0.9 * first[name] + 0.1 * g
                     second[name] = 0.999 * second[name] + 0.001 * g**2

@@ -88,11 +88,12 @@ class Reference:
         self.patterns += new
         for name in gradients:
             chosen = settings(name) if callable(settings) else settings
-            terms = [(None, self.starts[name])]
+            terms: list[tuple[Pattern | None, Share]] = [(None, self.starts[name])]
             terms += [(pattern, pattern.shares[name]) for pattern in self.patterns if name in pattern.shares]
-            for pattern, share in terms:
-                fresh = pattern is not None and pattern.step == self.steps
-                gradient = factor * self._gradients(pattern)[name] if fresh else torch.zeros_like(share.parameter)
+            for term, share in terms:
+                gradient = torch.zeros_like(share.parameter)
+                if term is not None and term.step == self.steps:
+                    gradient = factor * self._gradients(term)[name]
                 _sgd(share, gradient, first=name not in self.warm, **chosen)
             if chosen.get("momentum", 0.0) != 0.0:
                 self.warm.add(name)
@@ -107,9 +108,10 @@ class Reference:
         calls = []
         for name, module in self.model.named_children():
             if name in self.layers:
-                z = x @ module.weight.T
-                if module.bias is not None:
-                    z = z + module.bias
+                layer = self.layers[name]
+                z = x @ layer.weight.T
+                if layer.bias is not None:
+                    z = z + layer.bias
                 z.retain_grad()
                 calls.append((name, x, z))
                 x = z
@@ -120,6 +122,7 @@ class Reference:
         found = []
         for name, key, z in calls:
             keys, values = key.detach(), z.grad
+            assert values is not None
             for row in range(len(keys)):
                 columns = {
                     column: entry if isinstance(entry, str | int | float) else entry[row]
@@ -219,8 +222,8 @@ class Reference:
 
     def output(self, layer: str, queries: Tensor) -> Tensor:
         """Return the layer's output, (Q, d_out), as the trained layer itself computes it."""
-        module = self.layers[layer]
-        return module(queries.double()).detach()
+        outputs: Tensor = self.layers[layer](queries.double())
+        return outputs.detach()
 
 
 def _sgd(
