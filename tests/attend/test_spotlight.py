@@ -267,7 +267,6 @@ def test_no_answer_depends_on_the_chunks(
             Cache(whole._table.run),
             layer,
             pair_queries(whole),
-            media=whole.media,
             chunk_size=chunk_size,
         )
         patch.setattr(Cache, "find", lambda self, what: None)

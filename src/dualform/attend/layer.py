@@ -34,12 +34,10 @@ class LayerSpotlight:
         layer: str,
         queries: Captured,
         *,
-        media: Media,
         asked: Asked | None = None,
         chunk_size: int | None = None,
     ) -> None:
         self.name = layer
-        self._media = media
         self.leading = queries.leading
         self._table = table
         self._entry = table.run.layer(layer)
@@ -65,7 +63,8 @@ class LayerSpotlight:
     @property
     def media(self) -> Media:
         """What the run keeps for people to look at."""
-        return self._media
+        found: Media = self._table.run.require_files().media()
+        return found
 
     def count(self) -> int:
         """Return the number of patterns in this view of the layer."""

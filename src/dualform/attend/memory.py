@@ -36,7 +36,7 @@ from dualform.engine.description import LayerEntry, RowsEntry
 from dualform.engine.fingerprints import matching_steps
 from dualform.engine.jobs import Executor
 from dualform.engine.local import LocalExecutor
-from dualform.engine.source import PatternSource, RunFiles
+from dualform.engine.source import PatternSource
 from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, verify
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
@@ -154,26 +154,26 @@ class Memory:
             targets: the right answers.
             images: (M, H, W) or (M, H, W, 3) of uint8, what a person should see of the inputs.
         """
-        self._files.attach(example_files(inputs, targets, images))
+        self._run.require_files().attach(example_files(inputs, targets, images))
 
     def add_media(self, **what: Any) -> None:
         """Keep images of training samples, names of labels, or a text in the run; see `Recorder.media`."""
-        self._files.attach(media_files(**what))
+        self._run.require_files().attach(media_files(**what))
 
     def tests(self) -> tuple[Tensor, Tensor | None]:
         """Return the test inputs that the run keeps and, where they are known, their targets."""
-        found = self._files.tests()
+        found = self._run.require_files().tests()
         return found.inputs, found.targets
 
     def test_images(self) -> Tensor | None:
         """Return what a person should see of the test inputs, (M, H, W[, 3]) uint8, where the run keeps it."""
-        images: Tensor | None = self._files.tests().images
+        images: Tensor | None = self._run.require_files().tests().images
         return images
 
     @property
     def media(self) -> Media:
         """What the run keeps for people to look at."""
-        found: Media = self._files.media()
+        found: Media = self._run.require_files().media()
         return found
 
     def add_corpus(self, corpus: Corpus) -> None:
@@ -181,19 +181,11 @@ class Memory:
 
         A text that does not fit is refused: every pattern's `token` must be the text's token at its `place`.
         """
-        self._files.add_corpus(corpus)
+        self._run.require_files().add_corpus(corpus)
 
     def corpus(self) -> Corpus:
         """Return the text that the run keeps, whether it fits the recorded places or not."""
-        found: Corpus = self._files.corpus(fitting=False)
-        return found
-
-    @property
-    def _files(self) -> RunFiles:
-        """The files that belong to the run but are no patterns, or raise where it has none."""
-        found = self._run.run_files
-        if found is None:
-            raise QueryError(f"{self._run.name} keeps patterns alone: no texts, pictures or tests. Open a run folder.")
+        found: Corpus = self._run.require_files().corpus(fitting=False)
         return found
 
     def _restore(self, model: nn.Module) -> dict[str, str]:
@@ -426,7 +418,6 @@ class Memory:
                     self._cache,
                     name,
                     rows,
-                    media=self.media,
                     asked=asked.get(name),
                     chunk_size=chunk_size,
                 )
@@ -468,7 +459,7 @@ class Memory:
         found = text.attend_text(
             self._table,
             chosen,
-            self._files.corpus(fitting=True),
+            self._run.require_files().corpus(fitting=True),
             model,
             prompt,
             required=() if layers is None else tuple(chosen),
@@ -486,12 +477,12 @@ class Memory:
     @in_own_dtype
     def place_totals(self, layer: str, queries: Tensor) -> Tensor:
         """Return the total attention of queries (Q, d_in) to each token of the training text, (Q, N)."""
-        return text.place_totals(self._table, layer, queries, self._files.corpus(fitting=True))
+        return text.place_totals(self._table, layer, queries, self._run.require_files().corpus(fitting=True))
 
     @in_own_dtype
     def place_counts(self, layer: str) -> Tensor:
         """Return how many patterns each token of the training text has in this view, (N,)."""
-        return text.place_counts(self._table, layer, self._files.corpus(fitting=True))
+        return text.place_counts(self._table, layer, self._run.require_files().corpus(fitting=True))
 
     def __repr__(self) -> str:
         view = self._describe()
@@ -516,7 +507,7 @@ class Memory:
         state = None
         if self._run.run_files is not None and self._run.description.closed and self._horizon == self._run.steps:
             if self._shared.state is None:
-                self._shared.state = self._files.known_state() or KnownState()
+                self._shared.state = self._run.require_files().known_state() or KnownState()
             state = self._shared.state
         return differing_parts(self._run, model, self._shared.marks[self._horizon], state)
 

@@ -20,7 +20,7 @@ from dualform.coefficients import Coefficients, Facts, derive, kinds
 from dualform.coefficients.family import Of
 from dualform.engine.addresses import Calls, addresses
 from dualform.engine.description import LayerEntry, RunDescription
-from dualform.errors import KeysOnlyError, UnknownLayerError
+from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
 
 Factors = npt.NDArray[np.float64]
 """What a parameter's gradient was multiplied with between backward and step, (steps, micros)."""
@@ -183,6 +183,13 @@ class PatternSource(ABC):
     def run_files(self) -> RunFiles | None:
         """Files that belong to the run but are no patterns; None where the source has none."""
         return None
+
+    def require_files(self) -> RunFiles:
+        """Return the files that belong to the run but are no patterns, or raise where it has none."""
+        found = self.run_files
+        if found is None:
+            raise QueryError(f"{self.name} keeps patterns alone: no texts, pictures or tests. Open a run folder.")
+        return found
 
     @property
     def steps_table(self) -> pa.Table:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dualform.forms import form
 from dualform.record.annotations import Binding
 from dualform.record.hooks import Arrival
 from dualform.record.rowcheck import RowCheck
@@ -140,7 +139,7 @@ def _finite_keys(arrival: Arrival, factors: Mapping[str, Sequence[float]], micro
     layer, keys = arrival.call.layer, arrival.keys
     assert keys is not None, "only accumulated arrivals are pending"
     reached = {name for name in factors if factors[name][micro] != 0.0}
-    whole = all(name in reached for role, (name, _) in layer.parameters.items() if not form(role).constant_key)
+    whole = all(name in reached for use, (name, _) in layer.parameters.items() if use.parameter_map.multiplies_keys)
     if whole or layer.keys_only or not keys.is_floating_point():
         return keys
     return torch.nan_to_num(keys, nan=0.0, posinf=0.0, neginf=0.0)

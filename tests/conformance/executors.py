@@ -1,0 +1,121 @@
+"""What every `Executor` must be: the answers of the plain one, for every reducer, view and mixture of jobs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualform
+from dualform.attend.groups import Condition, Table
+from dualform.engine.jobs import Executor, Pass
+from dualform.engine.measures import PatternMeasure
+from dualform.engine.plain import PlainExecutor
+from dualform.engine.reducers import Best, BestMembers, Everything, GroupShares, GroupSums, KeySums, Outputs, Places
+from dualform.store.reader import Run
+
+VIEWS: dict[str, tuple[tuple[Condition, ...], int]] = {
+    "whole": ((), 9),
+    "masked": ((Condition("label <> 1 and sample < 30"),), 9),
+    "early": ((), 4),
+}
+
+
+@pytest.fixture(scope="session")
+def executed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run in several shards, whose first layer's keys repeat."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("executors") / "run"
+    inputs = torch.randn(36, 40)
+    model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with dualform.record(model, optimizer, path, shard_bytes=6000) as recorder:
+        for step in range(9):
+            rows = torch.arange(12) + 12 * (step % 3)
+            recorder.annotate(sample=rows, label=rows % 4)
+            optimizer.zero_grad()
+            model(inputs[rows]).square().mean().backward()
+            optimizer.step()
+    return Run(path)
+
+
+def jobs_of(source: Run, view: Table, layer: str, queries: Tensor) -> dict[str, Pass[Any]]:
+    """Return a job for every reducer."""
+    grouping = view.group(layer, "label")
+    groups = len(grouping.labels)
+    shapes = {use: source.description.parameters[use.parameter].shape for use in source.layer(layer).uses}
+    attention, magnitude = PatternMeasure("attention"), PatternMeasure("magnitude")
+    contribution = PatternMeasure("contribution", None, shapes)
+    to_units = PatternMeasure("contribution", torch.arange(len(queries)) % source.layer(layer).d_out, shapes)
+    members = BestMembers(1, 2, torch.zeros(groups, dtype=torch.int64), torch.arange(groups))
+    d_in, d_out = source.layer(layer).d_in, source.layer(layer).d_out
+
+    def measured(reducer: Any, measure: PatternMeasure, grouped: bool = True) -> Pass[Any]:
+        return Pass(layer, view, reducer, queries, queries, measure, groups=grouping if grouped else None)
+
+    return {
+        "everything": measured(Everything(), attention, grouped=False),
+        "sums": measured(GroupSums(groups), magnitude),
+        "places": measured(Places(groups), attention),
+        "best": measured(Best(groups, 3), attention),
+        "worst of all": measured(Best(1, 4, largest=False), attention, grouped=False),
+        "best members": measured(members, magnitude),
+        "best contributions": measured(Best(groups, 2), to_units),
+        "outputs": measured(Outputs(groups, d_out), contribution),
+        "key sums": Pass(layer, view, KeySums(groups, d_in), queries, groups=grouping),
+        "shares": Pass(layer, view, GroupShares(groups, shapes), queries, groups=grouping, values=True),
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare two results: tensors, or tuples or dictionaries of them."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same(found[name], value)
+    elif isinstance(expected, tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class ExecutorConformance:
+    """Derive, and give a fixture `make`: a function that returns a new executor."""
+
+    @pytest.mark.parametrize("view", VIEWS)
+    @pytest.mark.parametrize("layer", ["0", "2"])
+    def test_every_reducer_gives_the_plain_answer(
+        self, make: Callable[[], Executor], executed_run: Run, layer: str, view: str
+    ) -> None:
+        table = Table(executed_run, *VIEWS[view], PlainExecutor())
+        queries = torch.randn(5, executed_run.layer(layer).d_in, generator=torch.Generator().manual_seed(1))
+        jobs = jobs_of(executed_run, table, layer, queries)
+        expected = PlainExecutor().run(executed_run, list(jobs.values()))
+        for name, found, plain in zip(jobs, make().run(executed_run, list(jobs.values())), expected, strict=True):
+            assert name
+            assert_same(found, plain)
+        alone = make()
+        for job, plain in zip(jobs.values(), expected, strict=True):
+            assert_same(alone.run(executed_run, [job])[0], plain)
+            assert_same(alone.run(executed_run, [job])[0], plain)  # a result that was given away changes nothing
+
+    def test_jobs_of_different_layers_come_back_in_order(self, make: Callable[[], Executor], executed_run: Run) -> None:
+        table = Table(executed_run, *VIEWS["whole"], PlainExecutor())
+        jobs = [
+            Pass(layer, table, Everything(), queries, queries, PatternMeasure("attention"))
+            for layer, width in (("2", 6), ("0", 40), ("2", 6))
+            for queries in [torch.randn(2, width)]
+        ]
+        found = make().run(executed_run, jobs)
+        for one, other in zip(found, PlainExecutor().run(executed_run, jobs), strict=True):
+            assert_same(one, other)
+
+    def test_no_jobs_and_no_patterns(self, make: Callable[[], Executor], executed_run: Run) -> None:
+        assert make().run(executed_run, []) == []
+        nothing = Table(executed_run, (Condition("sample < 0"),), 9, PlainExecutor())
+        queries = torch.randn(2, 40)
+        job = Pass("0", nothing, GroupSums(3), queries, queries, PatternMeasure("magnitude"))
+        assert_same(make().run(executed_run, [job])[0], torch.zeros(2, 3, dtype=torch.float64))
