@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torture.viewer_faults import Timeline
@@ -17,6 +18,7 @@ from torture.viewer_questions import FORBIDDEN, Question, differs, essence, fuzz
 
 PATIENCE = 60.0  # seconds after which a request that is not answered counts as hung
 MOST_STALLED = 3  # connections that each client leaves open without doing its part
+UNREAD = "answers unread"
 MOST_FAILURES = 200  # that are kept in words
 
 COUNTED = (
@@ -58,6 +60,22 @@ class Tally:
                 self.failures.append(f"{kind}: {words}")
 
 
+@dataclass
+class Stalled:
+    """A connection that a client leaves open without doing its part.
+
+    Attributes:
+        kind: the part that is missing, in words.
+        moved: when bytes last moved in it. A viewer that still answers earlier requests is not stalled yet.
+        queues: the bytes that waited in the viewer's socket at the last look.
+    """
+
+    kind: str
+    connection: socket.socket
+    moved: float
+    queues: str = ""
+
+
 class Client:
     """A client with a connection of its own, and a random sequence of its own."""
 
@@ -82,7 +100,7 @@ class Client:
         self._rng = random.Random(seed)
         self._stalled_seconds = stalled_seconds  # after which the viewer must have closed a stalled connection
         self._connection: socket.socket | None = None
-        self._stalled: list[tuple[float, socket.socket]] = []
+        self._stalled: list[Stalled] = []
 
     def go_on(self, until: float) -> None:
         """Ask until a time."""
@@ -107,8 +125,8 @@ class Client:
     def close(self) -> None:
         """Close all connections."""
         self._drop()
-        for _, stalled in self._stalled:
-            stalled.close()
+        for stalled in self._stalled:
+            stalled.connection.close()
         self._stalled.clear()
 
     # Whole requests -----------------------------------------------------------------------------------------------
@@ -234,14 +252,20 @@ class Client:
         """Leave a connection open that sent nothing, half a request, or half a body."""
         whole = self._head(self._rng.choice(self._questions))
         body = self._head(Question("/api/run"), f"Content-Length: {self._rng.randrange(1, 10_000)}") + b"abc"
-        self._keep(self._connected(), self._rng.choice((b"", whole[: self._rng.randrange(1, len(whole) - 1)], body)))
+        parts = {
+            "nothing sent": b"",
+            "half a head": whole[: self._rng.randrange(1, len(whole) - 1)],
+            "half a body": body,
+        }
+        kind = self._rng.choice(list(parts))
+        self._keep(kind, self._connected(), parts[kind])
 
     def _read_slowly(self) -> None:
         """Ask for large answers; read one slowly, or leave them unread and the connection open."""
         connection = self._connected(receive_bytes=4096)
         head = self._head(Question("/report.html", (("test", "1"),)), "Connection: close")
         if self._rng.random() < 0.5:
-            self._keep(connection, self._head(Question("/static/panels.css")) * 1500)
+            self._keep(UNREAD, connection, self._head(Question("/static/panels.css")) * 1500)
             return
         with contextlib.closing(connection):
             connection.sendall(head)
@@ -267,27 +291,40 @@ class Client:
         else:
             self._tally.count("large bodies refused")
 
-    def _keep(self, connection: socket.socket, sent: bytes) -> None:
+    def _keep(self, kind: str, connection: socket.socket, sent: bytes) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             while sent:
                 sent = sent[connection.send(sent) :]
-        self._stalled.append((time.monotonic(), connection))
+        self._stalled.append(Stalled(kind, connection, time.monotonic()))
         self._tally.count("connections left half open or unread")
         while len(self._stalled) > MOST_STALLED:
-            self._stalled.pop(0)[1].close()
+            self._stalled.pop(0).connection.close()
 
     def _look_at_stalled(self) -> None:
         """See whether the viewer has closed the stalled connections that it should have closed by now."""
-        for began, connection in list(self._stalled):
-            if is_reset(connection):
+        for one in list(self._stalled):
+            if is_reset(one.connection):
                 self._tally.count("half-open connections closed by the viewer")
-            elif time.monotonic() - began > self._stalled_seconds:
-                self._tally.fail("half-open connections that stayed", f"{time.monotonic() - began:.0f} s")
             else:
-                continue
-            connection.close()
-            self._stalled.remove((began, connection))
+                if one.kind == UNREAD and (queues := queues_of(self._port, one.connection)) != one.queues:
+                    one.queues, one.moved = queues, time.monotonic()
+                if time.monotonic() - one.moved <= self._stalled_seconds:
+                    continue
+                words = f"{one.kind}: {time.monotonic() - one.moved:.0f} s; the viewer's queues are {one.queues!r}"
+                self._tally.fail("half-open connections that stayed", words)
+            one.connection.close()
+            self._stalled.remove(one)
+
+
+def queues_of(port: int, connection: socket.socket) -> str:
+    """Return how many bytes wait in the viewer's own socket of a connection, to be sent and to be read."""
+    mine = connection.getsockname()[1]
+    for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
+        fields = line.split()
+        if (int(fields[1][-4:], 16), int(fields[2][-4:], 16)) == (port, mine):
+            return fields[4]
+    return ""
 
 
 def is_reset(connection: socket.socket) -> bool:

@@ -12,7 +12,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 STALLED_SECONDS = 20.0
-"""Seconds that a client has to send a whole request, or to read something of an answer."""
+"""Seconds that a client has to send a whole request, or to read something of an answer; up to one look more."""
 LOOKS = 4  # looks at a connection in that time
 MOST_CONNECTIONS = 128  # well below the 256 open files that some systems allow
 
