@@ -135,11 +135,11 @@ def read(training: Training, model: nn.Module, path: Path, trigger: Trigger, aim
     trigger.begin("", -1, aim)
 
 
-def live(connection: Connection, folder: Path, seed: int, count: int, stacks: Path) -> None:
+def live(connection: Connection, folder: Path, seed: int, count: int, stacks: Path, cores: int) -> None:
     """Interrupt this process so many times, and send what each showed: (stage, kind, failures)."""
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        torch.set_num_threads(1)
+        torch.set_num_threads(cores)
         warnings.simplefilter("ignore")
         sys.unraisablehook = lambda _: None  # an interrupt in a finalizer is dropped by the interpreter
         life = _Life(folder, random.Random(seed), connection)
