@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from dualform.threads import SMALL, one_thread, side_by_side, start_alone
+from dualform.threads import SMALL, Broken, InTurn, one_thread, restore_threads, side_by_side, start_alone
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -101,3 +101,43 @@ def test_one_thread_is_used_only_for_what_is_small() -> None:
         assert seen[1] == small
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_come_back_after_a_block_that_never_ended() -> None:
+    """Ctrl-C may come as the end of the block begins."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        one_thread().__enter__()
+        assert torch.get_num_threads() == 1
+        restore_threads()
+        assert torch.get_num_threads() == 3
+        restore_threads()
+        torch.set_num_threads(2)
+        restore_threads()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_interrupt_while_waiting_for_a_turn_leaves_nobody_waiting() -> None:
+    """The calling thread holds nothing then that a helper would wait for."""
+    order = InTurn(3)
+
+    def wait() -> None:
+        with pytest.raises(Broken), order.turn(2):
+            pass
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    with order.turn(0):
+        pass
+    with pytest.raises(KeyboardInterrupt), order.turn(1):
+        raise KeyboardInterrupt
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    order.give_up()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    with pytest.raises(Broken), order.turn(1):
+        pass

@@ -16,6 +16,7 @@ import torch
 import dualform
 import dualform.store.format
 import dualform.store.writer
+from dualform.lazy import compute, parquet
 from torture.trainings import TRAININGS, Checkpoint, Training, answers
 
 with contextlib.suppress(ImportError):
@@ -27,6 +28,8 @@ STEP_SECONDS = 0.025  # of each of its steps
 
 torch.set_num_threads(1)
 TRAININGS["momentum"].checkpoints()  # making the first optimizer imports most of torch
+PRELOADED = (dualform.record, dualform.open, dualform.Corpus, parquet.write_table, compute.field)
+"""Names whose modules are imported when they are first asked for: here once, and not in each process."""
 
 
 @contextlib.contextmanager

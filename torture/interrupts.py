@@ -19,7 +19,7 @@ from torture.outcome import Outcome
 
 FULL, SHORT = 1000, 16  # interrupts
 HANG_SECONDS = 120.0  # without a word, after which the process counts as hung
-BATCH = 250  # interrupts of one process
+BATCH = 125  # interrupts of one process
 
 
 def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Outcome:
@@ -35,7 +35,8 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
     done = hangs = 0
     with fork_server("torture.lives") as server:
         while done < total and hangs < 3:
-            watch = _Watch(server, folder / f"batch{done}", seed + done, min(BATCH, total - done))
+            cores = 1 + done // BATCH % 2  # questions are answered by one thread, or by several
+            watch = _Watch(server, folder / f"batch{done}", seed + done, min(BATCH, total - done), cores)
             for stage, kind, failures in watch.interrupts():
                 done += 1
                 plain, _, torchs = kind.partition(", ")
@@ -59,13 +60,13 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
 class _Watch:
     """One process that is interrupted, and the one that shoots and watches."""
 
-    def __init__(self, server: Any, folder: Path, seed: int, count: int) -> None:
+    def __init__(self, server: Any, folder: Path, seed: int, count: int, cores: int) -> None:
         folder.mkdir(parents=True)
         self.stacks = folder / "stacks"
         self.failure: str | None = None
         self.chance = random.Random(seed)
         self.ours, theirs = server.Pipe()
-        self.process = server.Process(target=live, args=(theirs, folder, seed, count, self.stacks))
+        self.process = server.Process(target=live, args=(theirs, folder, seed, count, self.stacks, cores))
         self.process.start()
         theirs.close()
 

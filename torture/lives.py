@@ -135,11 +135,11 @@ def read(training: Training, model: nn.Module, path: Path, trigger: Trigger, aim
     trigger.begin("", -1, aim)
 
 
-def live(connection: Connection, folder: Path, seed: int, count: int, stacks: Path) -> None:
+def live(connection: Connection, folder: Path, seed: int, count: int, stacks: Path, cores: int) -> None:
     """Interrupt this process so many times, and send what each showed: (stage, kind, failures)."""
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        torch.set_num_threads(1)
+        torch.set_num_threads(cores)
         warnings.simplefilter("ignore")
         sys.unraisablehook = lambda _: None  # an interrupt in a finalizer is dropped by the interpreter
         life = _Life(folder, random.Random(seed), connection)
@@ -272,7 +272,13 @@ class _Life:
         published = 0
         if (path / "manifest.json").exists():
             with _noted(wrong, "opening"):
-                published = examine(training, path, checkpoints)
+                if ends_in_half_a_step(path):
+                    memory = dualform.open(path)
+                    published = memory.step - 1
+                    assert memory.at(step=published).verify(checkpoints[published].parameters).passed
+                    assert not memory.info().closed or memory.verify().passed, "the end is not that of the half step"
+                else:
+                    published = examine(training, path, checkpoints)
         with _noted(wrong, "resuming"):
             model, optimizers = training.at(checkpoints[published])
             options = {**training.options, "shard_bytes": 5000}
@@ -287,6 +293,22 @@ class _Life:
             if self.chance.random() < 0.1:
                 answers(training, path)
         return wrong
+
+
+def ends_in_half_a_step(path: Path) -> bool:
+    """Say whether only some of several optimizers made the last step: an interrupt came between them."""
+    memory = dualform.open(path)
+    facts = memory.steps()
+    last = (
+        [
+            updated
+            for step, updated in zip(facts["step"].to_pylist(), facts["updated"].to_pylist(), strict=True)
+            if step == memory.step - 1
+        ]
+        if memory.step
+        else []
+    )
+    return len(set(last)) > 1
 
 
 @contextlib.contextmanager

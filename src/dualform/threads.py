@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,11 +37,27 @@ class one_thread:  # a function with a generator would cost as much as what it i
 
     def __enter__(self) -> None:
         if self._before > 1:
+            _reduced.count = self._before
             _use(1)
 
     def __exit__(self, *_: object) -> None:
         if self._before > 1:
             _use(self._before)
+            _reduced.count = 0
+
+
+_reduced = threading.local()  # count: the threads that the calling thread had before the `one_thread` block it is in
+
+
+def restore_threads() -> None:
+    """Give the calling thread its threads back where an interrupt kept a `one_thread` block from its end.
+
+    Call this outside such blocks only.
+    """
+    count = getattr(_reduced, "count", 0)
+    if count > 1:
+        _use(count)
+        _reduced.count = 0
 
 
 def start_alone(work: Callable[[], object], *, name: str) -> threading.Thread:
@@ -82,30 +99,31 @@ class Background:
 
 
 class InTurn:
-    """Lets numbered parts of some work pass one after the other, in the order of their numbers."""
+    """Lets numbered parts of some work pass one after the other, in the order of their numbers.
 
-    def __init__(self) -> None:
-        self._next = 0
+    Each number has a gate of its own, a queue that is safe to interrupt; a condition is not, because Ctrl-C may come
+    after its lock was taken and before the block that would free it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._gates: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(count + 1)]
+        self._gates[0].put(None)
         self._broken = False
-        self._changed = threading.Condition()
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
         """Wait for this number's turn, and end it after the block; raise `Broken` if an earlier one never ends."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._next == number)
-            if self._broken:
-                raise Broken
+        self._gates[number].get()
+        if self._broken:
+            raise Broken
         yield
-        with self._changed:
-            self._next += 1
-            self._changed.notify_all()
+        self._gates[number + 1].put(None)
 
     def give_up(self) -> None:
         """Let nobody wait any longer."""
-        with self._changed:
-            self._broken = True
-            self._changed.notify_all()
+        self._broken = True
+        for gate in self._gates:
+            gate.put(None)
 
 
 class Broken(Exception):
@@ -127,7 +145,7 @@ def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R],
 
         _call_plainly(one_by_one, inference=inference)
         return
-    numbers, order = iter(range(len(items))), InTurn()
+    numbers, order = iter(range(len(items))), InTurn(len(items))
     taking = threading.Lock()
 
     def take_all() -> None:

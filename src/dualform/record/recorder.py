@@ -42,7 +42,7 @@ from dualform.record.trails import Accumulation, Trail, fetched, resolve_all
 from dualform.record.transfer import Transfer
 from dualform.record.unwrap import unwrap_all
 from dualform.record.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
-from dualform.threads import one_thread
+from dualform.threads import one_thread, restore_threads
 from dualform.torch_modes import keeping_grad_mode, without_gradients
 
 OnFailure = Literal["raise", "detach"]
@@ -187,6 +187,7 @@ class Recorder:
     @keeping_grad_mode
     def _close(self, error: BaseException | None) -> None:
         """End the recording; failures are only warned of while another error is on its way."""
+        restore_threads()
         if self._state == "closed":
             self._give_up()  # a failure or an interrupt may have left hooks, or a sink that is still open
         if self._state != "recording":
