@@ -118,7 +118,7 @@ def test_shares_add_up_and_contributions_are_what_they_sum_to(run: Path, name: s
 def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
     model, _ = train(run, *SETTINGS["AdamW"])
     inputs, _ = batch(1000, torch.float64)
-    for memory in (dualform.open(run), dualform.open(run).where("label > 0").at(step=40)):
+    for memory in (dualform.open(run), dualform.open(run).where("label > 0").at(step=27)):
         layer = memory.attend(model, inputs, other_model=True)["0"]
         each = layer.contributions()
         units = torch.arange(len(inputs)) % 5
