@@ -78,7 +78,7 @@ def train(
     return model, checkpoints
 
 
-@pytest.mark.mostly_slow(fast=6)
+@pytest.mark.mostly_slow(fast=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_outputs_and_horizons(run: Path, name: str, dtype: torch.dtype) -> None:
@@ -134,7 +134,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
         torch.testing.assert_close(found.values[:, 0], best, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.mostly_slow(fast=6)
+@pytest.mark.mostly_slow(fast=4)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
