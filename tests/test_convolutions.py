@@ -46,7 +46,7 @@ def test_patches_times_kernel_are_the_output(name: str) -> None:
     torch.testing.assert_close(kind.keys(conv, inputs[0]), patches[:1], rtol=0, atol=0)
 
 
-@pytest.mark.mostly_slow(fast=7)
+@pytest.mark.mostly_slow(fast=4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -107,6 +107,7 @@ def test_contributions_of_single_patches(run: Path) -> None:
     torch.testing.assert_close(layer.contributions().sum(1) + layer.start(), live, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_network_on_digits_learns_and_is_covered(run: Path) -> None:
     images = load("digits")
     train, test = standardised(images)

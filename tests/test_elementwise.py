@@ -78,7 +78,7 @@ def train(
     return model, checkpoints
 
 
-@pytest.mark.mostly_slow(fast=6)
+@pytest.mark.mostly_slow(fast=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_outputs_and_horizons(run: Path, name: str, dtype: torch.dtype) -> None:
@@ -118,7 +118,7 @@ def test_shares_add_up_and_contributions_are_what_they_sum_to(run: Path, name: s
 def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
     model, _ = train(run, *SETTINGS["AdamW"])
     inputs, _ = batch(1000, torch.float64)
-    for memory in (dualform.open(run), dualform.open(run).where("label > 0").at(step=40)):
+    for memory in (dualform.open(run), dualform.open(run).where("label > 0").at(step=27)):
         layer = memory.attend(model, inputs, other_model=True)["0"]
         each = layer.contributions()
         units = torch.arange(len(inputs)) % 5
@@ -134,7 +134,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
         torch.testing.assert_close(found.values[:, 0], best, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.mostly_slow(fast=6)
+@pytest.mark.mostly_slow(fast=4)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:

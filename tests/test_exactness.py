@@ -122,6 +122,7 @@ def test_rebuilds_the_live_weight(trained: Trained) -> None:
             assert check.relative <= WITHIN[trained.dtype]
 
 
+@pytest.mark.mostly_slow(fast=17)
 def test_rebuilds_every_checkpoint(trained: Trained) -> None:
     start = trained.checkpoints[0]
     for step, checkpoint in trained.checkpoints.items():
@@ -138,6 +139,7 @@ def test_rebuilds_every_checkpoint(trained: Trained) -> None:
             assert error <= WITHIN[trained.dtype] * change + rounding
 
 
+@pytest.mark.mostly_slow(fast=17)
 def test_output_is_the_modules(trained: Trained) -> None:
     inputs = batches(1, *trained.shape, dtype=trained.dtype, seed=9)[0]
     seen: dict[str, list[Tensor]] = {}

@@ -196,7 +196,7 @@ def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
                 assert torch.equal(again[name].parameter, live), name
 
 
-@pytest.mark.mostly_slow(fast=len(LAYERS))
+@pytest.mark.mostly_slow(fast=7)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Muon"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_contributions_add_up(tmp_path: Path, layer: str, optimizer: str) -> None:

@@ -115,6 +115,7 @@ def warm(optimizer: Optimizer, steps: int) -> SequentialLR:
     return SequentialLR(optimizer, [up, CosineAnnealingLR(optimizer, steps)], milestones=[steps // 10])
 
 
+@pytest.mark.slow
 def test_an_mlp_with_adamw_and_a_warm_up_cosine(tmp_path: Path) -> None:
     torch.manual_seed(0)
     bunch = load_digits()

@@ -165,7 +165,7 @@ def dense(name: str, steps: int) -> dict[str, Dense]:
     return found
 
 
-@pytest.mark.mostly_slow(fast=2)
+@pytest.mark.mostly_slow(fast=1)
 @EVERY
 def test_everything_equals_the_dense_loop(run: Path, name: str) -> None:
     model, _ = train(run, name, dtype=torch.float64)

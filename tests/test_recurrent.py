@@ -15,6 +15,7 @@ import dualform
 from helpers.loops import WITHIN, leftovers
 
 D, H, T, B = 3, 4, 5, 6
+STEPS = 16
 LENGTHS = torch.tensor([2, 5, 1, 4, 3, 5])
 KERNELS: dict[str, Callable[..., nn.RNNBase]] = {
     "LSTM": nn.LSTM,
@@ -131,9 +132,9 @@ def test_rebuilds_every_parameter(tmp_path: Path, case: Case, kernel: str, dtype
     model = copy.deepcopy(plain)
     optimizer = OPTIMIZERS["SGD"](model)
     with dualform.record(model, optimizer, tmp_path / "run", strict=True):
-        fit(model, optimizer, lambda step: batch(case, dtype, step), steps=16)
+        fit(model, optimizer, lambda step: batch(case, dtype, step), steps=STEPS)
     assert not leftovers(model, optimizer)
-    fit(plain, OPTIMIZERS["SGD"](plain), lambda step: batch(case, dtype, step), steps=16)
+    fit(plain, OPTIMIZERS["SGD"](plain), lambda step: batch(case, dtype, step), steps=STEPS)
     for name, parameter in model.named_parameters():  # recording changes nothing, dropout included
         assert torch.equal(parameter, plain.get_parameter(name)), name
     memory = dualform.open(tmp_path / "run")
@@ -146,7 +147,7 @@ def test_rebuilds_every_parameter(tmp_path: Path, case: Case, kernel: str, dtype
     assert [name for name in memory.layers if name.startswith("rnn")] == [
         name for name in parts if directions == 2 or "reverse" not in name
     ]
-    assert memory.info().layers["rnn.l0"]["patterns"] == 30 * (T * B if case.batched else T)
+    assert memory.info().layers["rnn.l0"]["patterns"] == STEPS * (T * B if case.batched else T)
 
 
 CELLS: dict[str, Callable[[], nn.Module]] = {
@@ -184,17 +185,17 @@ def test_rebuilds_cells(tmp_path: Path, cell: str, rows: tuple[int, ...], dtype:
     torch.manual_seed(5)
     model = Loop(CELLS[cell]()).to(dtype)
     plain = copy.deepcopy(model)
-    inputs = [torch.randn(T, *rows, D, dtype=torch.float64).to(dtype) for _ in range(16)]
+    inputs = [torch.randn(T, *rows, D, dtype=torch.float64).to(dtype) for _ in range(STEPS)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with dualform.record(model, optimizer, tmp_path / "run", strict=True):
-        fit(model, optimizer, lambda step: inputs[step], steps=16)
-    fit(plain, torch.optim.SGD(plain.parameters(), lr=0.05), lambda step: inputs[step], steps=16)
+        fit(model, optimizer, lambda step: inputs[step], steps=STEPS)
+    fit(plain, torch.optim.SGD(plain.parameters(), lr=0.05), lambda step: inputs[step], steps=STEPS)
     assert all(torch.equal(p, plain.get_parameter(name)) for name, p in model.named_parameters())
     memory = dualform.open(tmp_path / "run")
     found = memory.verify(model)
     assert found.passed, found
     assert all((layer.error or 0.0) <= (1e-5 if dtype == torch.float32 else 1e-10) for layer in found.layers)
-    assert memory.info().layers["cell"]["patterns"] == 30 * T * max(len(rows) * B, 1)
+    assert memory.info().layers["cell"]["patterns"] == STEPS * T * max(len(rows) * B, 1)
 
 
 def gates(model: Net, key: Tensor) -> Tensor:

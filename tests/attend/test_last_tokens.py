@@ -26,7 +26,7 @@ PROMPT = written(TOKENS[4:13])
 @pytest.fixture(scope="module")
 def last_position(tmp_path_factory):
     memory, model = record_last_position_model(
-        tmp_path_factory.mktemp("last") / "run", factory="language_models:LastPositionModel"
+        tmp_path_factory.mktemp("last") / "run", factory="helpers.language_models:LastPositionModel"
     )
     memory.add_corpus(characters(documents=[(0, "First"), (200, "Second")]))
     return memory, model

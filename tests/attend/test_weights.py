@@ -39,7 +39,7 @@ def test_the_budget_decides_the_bins(memory, shares, bins):
     assert len(plan.groups) == groups
 
 
-@pytest.mark.mostly_slow(fast=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 3, 1000])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=LABELS, steps=RANGES, samples=st.lists(st.integers(0, 9), max_size=2, unique=True), only=st.booleans())

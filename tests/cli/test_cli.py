@@ -340,6 +340,7 @@ def test_view_listens_elsewhere_only_when_told_to(trained, monkeypatch, capsys):
     assert "--expose" in err
 
 
+@pytest.mark.slow
 def test_view_says_where_it_is_and_ends_quietly(trained):
     command = [sys.executable, "-c", "from dualform.cli import main; main()", "view", str(trained[0])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:

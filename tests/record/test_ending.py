@@ -137,6 +137,7 @@ except dualform.DualformError as error:
 """
 
 
+@pytest.mark.slow
 def test_another_process_is_told_so(run: Path) -> None:
     model = mlp()
     with dualform.record(model, sgd(model), run):

@@ -155,6 +155,7 @@ def test_a_part_of_the_gradients_zeroed_leaves_its_part(run: Path) -> None:
     assert_exact(memory, model)
 
 
+@pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_what_is_pending_does_not_grow(run: Path, *, to_none: bool) -> None:
     model = mlp()

@@ -58,7 +58,7 @@ def test_attend_text_prints_passages(run, monkeypatch, capsys):
 def foreign(tmp_path_factory):
     """A run of a model with a limit by assertion and a head at the last position only, its text in pieces."""
     folder = tmp_path_factory.mktemp("foreign") / "run"
-    memory, _ = record_last_position_model(folder, factory="language_models:LastPositionModel")
+    memory, _ = record_last_position_model(folder, factory="helpers.language_models:LastPositionModel")
     memory.add_corpus(dualform.Corpus.from_tokens(TOKENS, tokenizer=Letters(), test=TOKENS[:200], name="letters"))
     return folder
 
@@ -70,8 +70,8 @@ def test_a_tokenizer_and_tokens_on_the_command_line(foreign, monkeypatch, capsys
     numbers = " ".join(map(str, letters.encode("the wolf")))
     answers = []
     for prompt in (
-        ["--text", "the wolf", "--tokenizer", "language_models:letters"],
-        ["--text", "the wolf", "--tokenizer", "language_models:Letters"],
+        ["--text", "the wolf", "--tokenizer", "helpers.language_models:letters"],
+        ["--text", "the wolf", "--tokenizer", "helpers.language_models:Letters"],
         ["--token-ids", numbers],
         ["--token-ids", numbers.replace(" ", ",")],
     ):
@@ -84,7 +84,7 @@ def test_a_tokenizer_and_tokens_on_the_command_line(foreign, monkeypatch, capsys
 
 
 def test_a_context_on_the_command_line(foreign, monkeypatch, capsys):
-    given = ["attend", foreign, "--text", LONG, "--tokenizer", "language_models:letters", "-l", "lm_head"]
+    given = ["attend", foreign, "--text", LONG, "--tokenizer", "helpers.language_models:letters", "-l", "lm_head"]
     _, out, _ = call(monkeypatch, capsys, *given)
     assert "note: only the last 12 of 60 pieces fit the model's context" in out
     _, out, _ = call(monkeypatch, capsys, *given, "--context", 6)
@@ -101,9 +101,9 @@ def test_a_context_on_the_command_line(foreign, monkeypatch, capsys):
         (["--text", "the wolf"], "Give it: tokenizer=... (--tokenizer package.module:name)"),
         (["--text", "the wolf", "--tokenizer", "letters"], "--tokenizer is 'letters'; expected package.module:name"),
         (["--text", "the wolf", "--tokenizer", "nowhere:letters"], "nowhere:letters cannot be loaded: ModuleNotFound"),
-        (["--text", "the wolf", "--tokenizer", "language_models:TEXT"], "type str, without decode"),
+        (["--text", "the wolf", "--tokenizer", "helpers.language_models:TEXT"], "type str, without decode"),
         (["--text", "the wolf", "--token-ids", "1"], "Both --text and --token-ids"),
-        (["--token-ids", "1", "--tokenizer", "language_models:letters"], "--tokenizer goes with --text"),
+        (["--token-ids", "1", "--tokenizer", "helpers.language_models:letters"], "--tokenizer goes with --text"),
         (["--token-ids", "one two"], "--token-ids is 'one two'; expected whole numbers"),
         (["--token-ids", "99"], "There is no token 99 in the vocabulary of letters"),
         (["--token-ids", ""], "it has no tokens"),

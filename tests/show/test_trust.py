@@ -117,7 +117,7 @@ def test_a_file_in_the_current_folder_is_not_imported_for_a_remembered_name(
 
 def test_a_name_that_the_user_gives_is_looked_at_instead(foreign: Path, tmp_path: Path) -> None:
     forge(foreign, "subprocess:run", args=["touch", str(tmp_path / "PWNED")])
-    loaded = load_model(dualform.open(foreign), "small:network")
+    loaded = load_model(dualform.open(foreign), "helpers.small:network")
     assert isinstance(loaded.model, nn.Sequential)
     assert not (tmp_path / "PWNED").exists()
 
@@ -141,7 +141,7 @@ def test_on_a_terminal_the_user_is_asked(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._other, name)
 
-    forge(foreign, "small:network", seed=3)
+    forge(foreign, "helpers.small:network", seed=3)
     monkeypatch.setattr(sys, "stdin", Terminal(sys.stdin, answer))
     monkeypatch.setattr(sys, "stderr", Terminal(sys.stderr))
     if agreed:
@@ -150,7 +150,7 @@ def test_on_a_terminal_the_user_is_asked(
         with pytest.raises(QueryError, match="--trust"):
             load_model(dualform.open(foreign), None)
     asked = capsys.readouterr().err
-    assert "small:network(seed=3)" in asked
+    assert "helpers.small:network(seed=3)" in asked
     assert "[y/N]" in asked
 
 
@@ -164,7 +164,7 @@ def test_control_characters_of_a_manifest_do_not_reach_the_terminal(
 
 
 def test_a_running_viewer_does_not_follow_a_changed_factory(foreign: Path, tmp_path: Path) -> None:
-    forge(foreign, "small:network")
+    forge(foreign, "helpers.small:network")
     opened = Opened(foreign, trust=True)
     first = opened.session()
     assert opened.session() is first
