@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from dualform.forms import FORMS
+from dualform.store.documents import cut
 
 _RANGE = r"\d{1,12}:\d{1,12}"
 _PART = rf"keys={_RANGE}|rows={_RANGE}|values={_RANGE}(?:\+{_RANGE})*/\d{{1,12}}"
@@ -25,25 +26,27 @@ def role_problem(role: str, d_in: int, d_out: int, shape: Sequence[int]) -> str:
     """
     match = _ROLE.fullmatch(role)
     if match is None or match[1] not in FORMS:
-        return f"{role[:60]!r} is no role of a parameter; known are {', '.join(FORMS)}. Use a newer dualform"
+        return f"{cut(repr(role))} is no role of a parameter; known are {', '.join(FORMS)}. Use a newer dualform"
     items = [item.split("=") for item in match[2].split(";")] if match[2] else []
     parts = dict(items)
     if len(parts) < len(items):
-        return f"{role[:60]!r} names a part twice"
+        return f"{cut(repr(role))} names a part twice"
     keys = _ranges(parts.get("keys", f"0:{d_in}"), d_in)
     if keys is None:
-        return f"{role[:60]!r} does not lie within a key of width {d_in}"
+        return f"{cut(repr(role))} does not lie within a key of width {d_in}"
     spans, _, width = parts.get("values", f"0:{d_out}/{d_out}").partition("/")
     values = _ranges(spans, d_out)
     if values is None or int(width) != d_out:
-        return f"{role[:60]!r} does not lie within a value of width {d_out}"
+        return f"{cut(repr(role))} does not lie within a value of width {d_out}"
     if "rows" in parts:
         rows = _ranges(parts["rows"], shape[0] if shape else 0)
         if rows is None or not shape:
-            return f"{role[:60]!r} does not lie within the rows of shape {tuple(shape)}"
+            return f"{cut(repr(role))} does not lie within the rows of shape {tuple(shape)}"
         shape = (rows, *shape[1:])
     if not _fits(match[1], keys, values, tuple(shape)):
-        return f"shape {tuple(shape)} does not fit {role[:60]!r} with keys of width {d_in} and values of width {d_out}"
+        return (
+            f"shape {tuple(shape)} does not fit {cut(repr(role))} with keys of width {d_in} and values of width {d_out}"
+        )
     return ""
 
 
