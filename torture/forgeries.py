@@ -280,7 +280,7 @@ def choose(runs: list[GoodRun], *, count: int, seed: int) -> list[Case]:
             for case in make(runs, number):
                 every[case.kind].append(case)
     chance = random.Random(seed)
-    share = {"corrupted": count // 5, "field": 2 * count // 5}
+    share = {"corrupted": min(count // 5, len(every["corrupted"])), "field": 2 * count // 5}
     share["forged"] = count - sum(share.values())
     chosen = [case for kind, cases in every.items() for case in chance.sample(cases, min(share[kind], len(cases)))]
     chance.shuffle(chosen)
@@ -331,6 +331,10 @@ def _judge_all(folder: Path, runs: list[GoodRun], cases: list[Case], seed: int) 
     try:
         for i in range(len(cases)):
             verdicts.append(child.judge(i))
+            if verdicts[-1].failure:
+                sys.stderr.write(
+                    f"forgeries: {runs[cases[i].run].name}: {cases[i].what[:120]}: {verdicts[-1].failure}\n"
+                )
             if i % 500 == 499:
                 failures = sum(bool(verdict.failure) for verdict in verdicts)
                 sys.stderr.write(f"forgeries: {i + 1} of {len(cases)}, {failures} failures\n")
