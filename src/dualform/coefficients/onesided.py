@@ -16,7 +16,7 @@ place of the orthogonalisation. A tall matrix (rows > cols) is orthogonalised as
 is one in uᵀ u, (cols, cols), and stands on the right.
 
 torch computes the polynomials in bfloat16, whatever the parameter's dtype. What that leaves, orthogonalise(u) − L u, is
-no pattern's: `dualform.store.replay` follows it as a third term, rounding. Nothing here hides it in a share.
+no pattern's: `dualform.engine.replay` follows it as a third term, rounding. Nothing here hides it in a share.
 """
 
 import math

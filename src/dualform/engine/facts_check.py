@@ -19,6 +19,10 @@ BELOW_ONE = ("beta1", "beta2", "alpha", "rho")
 """Settings that are shares of what an average keeps: 0 <= share < 1."""
 NOT_NEGATIVE = ("eps", "lr_decay", "momentum_decay", "ns_steps")
 MAX_NS_STEPS = 1000
+MAX_SETTING = 1e30
+"""Size above which a setting is refused: a step in float32 could not take it."""
+STATE_MAKERS = ("amsgrad", "centered")
+"""Settings that make an optimizer keep more state from its first step on, and cannot be turned on later."""
 
 
 def facts_problem(optimizer: str, step: npt.NDArray[np.int64], settings: Mapping[str, npt.NDArray[Any]]) -> str:
@@ -44,6 +48,8 @@ def facts_problem(optimizer: str, step: npt.NDArray[np.int64], settings: Mapping
             return f"the {name!r} of {optimizer} is missing in some steps"
         if problem := _range_problem(name, column):
             return problem
+    if optimizer == "RMSprop" and settings["momentum"].any() and not settings["momentum"][0]:
+        return "'momentum' was turned on after the first step"
     return ""
 
 
@@ -86,8 +92,10 @@ def _examples(optimizer: str) -> dict[str, Any]:
 
 
 def _range_problem(name: str, column: npt.NDArray[Any]) -> str:
-    if column.dtype.kind == "f" and not np.isfinite(column).all():
-        return f"{name!r} is not finite in some steps"
+    if column.dtype.kind == "f" and not (np.abs(column) <= MAX_SETTING).all():
+        return f"{name!r} is not finite, or larger than {MAX_SETTING:g}, in some steps"
+    if name in STATE_MAKERS and column.any() and not column[0]:
+        return f"{name!r} was turned on after the first step"
     if name in BELOW_ONE and not ((column >= 0) & (column < 1)).all():
         return f"{name!r} is {column.min()} to {column.max()}; expected numbers from 0 to below 1"
     if name in NOT_NEGATIVE and (column < 0).any():

@@ -92,8 +92,8 @@ class ParameterCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the bound, and the rounding is no more than that."""
-        return self.error <= self.bound and (self.rounding is None or self.rounding.passed)
+        """Whether the error is within the bound, which is none where it is infinite, and the rounding is no more."""
+        return self.error <= self.bound < math.inf and (self.rounding is None or self.rounding.passed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,6 @@ def _without_dictionaries(table: pa.Table, budget: int) -> pa.Table:
             lengths = pc.binary_length(chunk.dictionary).cast(pa.int64())
             spelled += pc.sum(lengths.take(chunk.indices.drop_null())).as_py() or 0
         if spelled > budget:
-            raise _TooLargeError(f"the texts of column {field.name!r} would take {spelled >> 20} MB")
+            raise _TooLargeError(f"the texts of column {cut(repr(field.name))} would take {spelled >> 20} MB")
         table = table.set_column(i, field.name, column.cast(pa.string()))
     return table

@@ -26,8 +26,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def cut(text: str, most: int = MAX_SHOWN) -> str:
-    """Return a text that is short enough for a message."""
-    return text if len(text) <= most else f"{text[:most]}..."
+    """Return a text on one line that is short enough for a message."""
+    line = " ".join(text[: most + 1].split())
+    return line if len(text) <= most else f"{line[:most]}..."
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from dualform.engine.description import LayerEntry
 from dualform.identity.parameter_use import takes_ids
 from dualform.lazy import compute as pc
+from dualform.store.documents import cut
 from dualform.store.encoding import SCALE
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
@@ -61,12 +62,14 @@ def annotations_columns_problem(schema: pa.Schema, columns: Mapping[str, str]) -
         return f"its columns are {_listed(schema)}; expected each once"
     for name, kind in found.items():
         if columns.get(name) != kind and (columns.get(name), kind) != ("double", "int64"):
-            return f"its column {name!r} holds {kind}, but the manifest says {columns.get(name, 'nothing of it')}"
+            return (
+                f"its column {cut(repr(name))} holds {kind}, but the manifest says {columns.get(name, 'nothing of it')}"
+            )
     return ""
 
 
 def _listed(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name[:30]} ({str(field.type)[:30]})" for field in list(schema)[:20]) or "none"
+    return ", ".join(f"{cut(field.name, 30)} ({cut(str(field.type), 30)})" for field in list(schema)[:20]) or "none"
 
 
 def calls_problem(
@@ -87,7 +90,7 @@ def calls_problem(
     encoded = table["layer"].combine_chunks().dictionary_encode()
     names = encoded.dictionary.to_pylist()
     if unknown := [name for name in names if name not in manifest.layers]:
-        return f"there are calls of {unknown[0]!r}, which is no layer"
+        return f"there are calls of {cut(repr(unknown[0]))}, which is no layer"
     column = {name: np.asarray(table[name], dtype=np.int64) for name in needed[1:]}
     if problem := _address_problem(column, shard):
         return problem
@@ -108,7 +111,7 @@ def calls_problem(
         known = set(zip(layouts[here].tolist(), sizes.tolist(), strict=True)) if len(layouts) else set()
         for layout, size in known:
             if layout is not None and not _is_layout(layout, size, entry.d_out):
-                return f"{layout[:60]!r} is no layout of the errors of layer {name!r}"
+                return f"{cut(repr(layout))} is no layout of the errors of layer {name!r}"
     return _tensors_problem(places, expected) or _pools_problem(shard, names)
 
 
@@ -190,7 +193,7 @@ def _tensors_problem(
         if place.shape != shape or place.dtype not in dtypes:
             return f"{name!r} is {place.shape} of {place.dtype} in the patterns; the calls say {shape} of {dtypes[0]}"
     if more := [name for name in places if name not in expected]:
-        return f"the patterns hold {more[0][:60]!r}, which belongs to no call"
+        return f"the patterns hold {cut(repr(more[0]))}, which belongs to no call"
     return ""
 
 
@@ -226,7 +229,10 @@ def steps_problem(table: pa.Table, shard: ShardEntry, manifest: Manifest, calls:
         return "a step has no value in a column that needs one"
     names = pc.unique(table["parameter"]).to_pylist()
     if unknown := [name for name in names if name not in manifest.parameters]:
-        return f"there are steps of {unknown[0]!r}, which is no parameter of the run"
+        return f"there are steps of {cut(repr(unknown[0]))}, which is no parameter of the run"
+    optimizers = pc.unique(table["optimizer"]).to_pylist()
+    if unknown := [name for name in optimizers if name not in manifest.optimizers]:
+        return f"there are steps of the optimizer {cut(repr(unknown[0]))}, which the manifest does not know"
     step = np.asarray(table["step"], dtype=np.int64)
     if len(step) and (step[0] < shard.start or (np.diff(step) < 0).any()):
         return f"its steps do not ascend from {shard.start}"

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from dualform.identity.parameter_use import ParameterUse, Span
+from dualform.store.documents import cut
 
 
 def use_problem(use: ParameterUse, d_in: int, d_out: int, shape: Sequence[int]) -> str:
@@ -20,19 +21,19 @@ def use_problem(use: ParameterUse, d_in: int, d_out: int, shape: Sequence[int]) 
     """
     keys = d_in if use.keys is None else _covered([use.keys], d_in)
     if keys is None:
-        return f"use {use.name[:60]!r} does not lie within a key of width {d_in}"
+        return f"use {cut(repr(use.name))} does not lie within a key of width {d_in}"
     values = _covered(use.values, d_out) if use.values else d_out
     if values is None or (use.values and use.value_width != d_out):
-        return f"use {use.name[:60]!r} does not lie within a value of width {d_out}"
+        return f"use {cut(repr(use.name))} does not lie within a value of width {d_out}"
     if use.rows is not None:
         rows = _covered([use.rows], shape[0] if shape else 0)
         if rows is None or not shape:
-            return f"use {use.name[:60]!r} does not lie within the rows of shape {tuple(shape)}"
+            return f"use {cut(repr(use.name))} does not lie within the rows of shape {tuple(shape)}"
         shape = (rows, *shape[1:])
     if not _fits(use.map, keys, values, tuple(shape)):
         return (
-            f"shape {tuple(shape)} does not fit use {use.name[:60]!r}, map {use.map!r}, with keys of width {d_in} and "
-            f"values of width {d_out}"
+            f"shape {tuple(shape)} does not fit use {cut(repr(use.name))}, map {use.map!r}, with keys of width {d_in} "
+            f"and values of width {d_out}"
         )
     return ""
 

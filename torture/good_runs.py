@@ -1,0 +1,123 @@
+"""Small good runs for the campaign of forgeries, each with a model that it can be asked with."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import dualform
+
+WIDE = 40  # keys that are wide enough for a pool
+WORDS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class GoodRun:
+    """A recorded run to forge, and the model that was recorded."""
+
+    name: str
+    path: Path
+    model: nn.Module
+    queries: Mapping[str, Tensor]  # layer -> (2, d_in), what it is asked with
+
+
+class _Mixed(nn.Module):
+    """An embedding, a layer with a pool of keys, and a batch norm, whose statistics no layer covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 3)
+        self.first = nn.Linear(WIDE, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.first(inputs)).relu()
+        tokens = inputs[:, 0].abs().mul(10).long() % WORDS
+        found: Tensor = self.last(torch.cat([hidden, self.table(tokens)], dim=1))
+        return found
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _warm_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that has taken a step already, so that a run keeps its state."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _record(
+    path: Path,
+    make: Callable[[], nn.Module],
+    optimize: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    width: int,
+    steps: int = 4,
+    text: bool = False,
+    attached: bool = False,
+    shard_bytes: int = 700,
+    **options: Any,
+) -> GoodRun:
+    """Record a run of a few steps, two shards at least, with samples and labels."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = optimize(model)
+    inputs = torch.randn(12, width)
+    labels = torch.arange(12) % 3
+    with dualform.record(model, optimizer, path, shard_bytes=shard_bytes, **options) as recorder:
+        for step in range(steps):
+            rows = (torch.arange(6) + 6 * (step % 2)) % 12
+            columns: dict[str, Any] = {"sample": rows, "label": labels[rows], "task": "early" if step < 2 else "late"}
+            if text:
+                columns |= {"place": rows, "token": rows % WORDS, "weight": rows * 0.5}
+            recorder.annotate(**columns)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+    memory = dualform.open(path)
+    if attached:
+        memory.add_tests(inputs[:3], labels[:3], images=torch.zeros(3, 4, 4, dtype=torch.uint8))
+        memory.add_media(
+            images=torch.zeros(12, 4, 4, dtype=torch.uint8), labels=["cat", "dog", "fox"], mean=0, deviation=1
+        )
+    if text:
+        memory.add_corpus(
+            dualform.Corpus.from_tokens(torch.arange(12) % WORDS, vocabulary=list("abcdef"), unit="chars")
+        )
+    queries = {
+        name: torch.arange(2)[:, None] if "rows" in entry.parameters else torch.randn(2, entry.d_in)
+        for name, entry in memory.layers.items()
+    }
+    shutil.rmtree(path / "cache", ignore_errors=True)
+    return GoodRun(path.name, path, model, queries)
+
+
+def make_good_runs(folder: Path) -> list[GoodRun]:
+    """Record the good runs below a folder."""
+    return [
+        _record(folder / "sgd", _plain, _sgd, width=5, attached=True),
+        _record(folder / "mixed", _Mixed, _sgd, width=WIDE, shard_bytes=2500),
+        _record(folder / "adam", _plain, _adam, width=5, text=True),
+        _record(folder / "warm", _plain, _warm_adam, width=5),
+        _record(folder / "float16", _plain, _sgd, width=5, dtype="float16"),
+        _record(folder / "keys", _plain, _adam, width=5, layers={"*": "keys"}),
+    ]
