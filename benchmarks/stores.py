@@ -14,7 +14,7 @@ import dualform
 from benchmarks.bench import Bench
 from benchmarks.timing import wait
 from dualform.experiments.models import MLP
-from dualform.record.watch import What
+from dualform.recording.watch import What
 
 BATCH = 128
 MNIST = (784, 800, 800, 10)

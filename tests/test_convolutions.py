@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.experiments.datasets import load, standardised
-from dualform.record.layers import find_kind
+from dualform.recording.layers import find_kind
 
 OPTIONS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
     "1-D": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (9,)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.record.baseline import Baseline
+from dualform.recording.baseline import Baseline
 from helpers.loops import WITHIN, assert_exact, batches, leftovers, loss_of, mlp, record, sgd, state
 from helpers.reference import Batch, Reference
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 import dualform
 from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay, replayed_parameters
-from dualform.record.layers import composites, registered, sums_in_own_order
-from dualform.record.optimizers import supported
+from dualform.recording.layers import composites, registered, sums_in_own_order
+from dualform.recording.optimizers import supported
 from dualform.store.reader import Run
 
 STEPS = 12  # RAdam leaves its first phase after the fifth

@@ -1,4 +1,4 @@
-"""Imports go one way, record -> store -> attend -> show -> experiments -> cli, with pure mathematics beside them.
+"""Imports go one way, recording -> store -> attend -> show -> experiments -> cli, with pure mathematics beside them.
 
 Names of modules in strings count as imports: a module that is loaded by its name is imported all the same. And torch
 comes late.
@@ -31,7 +31,7 @@ PURE = {
     "torch_modes",
     "_version",
 }
-STAGES = ("record", "store", "attend", "show", "experiments", "cli")
+STAGES = ("recording", "store", "attend", "show", "experiments", "cli")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "algebra": set(),
     "drawing": set(),
@@ -46,16 +46,16 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "torch_modes": set(),
     "_version": set(),
     "coefficients": {"errors", "algebra", "identity", "torch_modes"},
-    "record": PURE,
-    "engine": PURE | {"record"},
-    "store": PURE | {"record", "engine"},
-    "attend": PURE | {"record", "store", "engine"},
+    "recording": PURE,
+    "engine": PURE | {"recording"},
+    "store": PURE | {"recording", "engine"},
+    "attend": PURE | {"recording", "store", "engine"},
     "opening": {"store", "engine", "attend"},
-    "show": PURE | {"record", "store", "engine", "attend"},
-    "experiments": PURE | {"record", "store", "engine", "attend", "show"},
-    "cli": PURE | {"record", "store", "engine", "attend", "show", "experiments"},
+    "show": PURE | {"recording", "store", "engine", "attend"},
+    "experiments": PURE | {"recording", "store", "engine", "attend", "show"},
+    "cli": PURE | {"recording", "store", "engine", "attend", "show", "experiments"},
     "__main__": {"cli"},
-    "__init__": PURE | {"record", "store", "attend", "show", "opening"},  # when asked for; show registers itself
+    "__init__": PURE | {"recording", "store", "attend", "show", "opening"},  # when asked for; show registers itself
 }
 COMPARED = {"dualform.show.model_loading": {"dualform.experiments.models"}}
 """Names of modules that a file only compares with: a run may name a factory of that package without being trusted."""
@@ -116,17 +116,17 @@ def test_imports_go_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "wrong"),
     [
-        ("dualform.record.hooks", "from dualform.store.writer import DiskWriter", "store"),
-        ("dualform.record.hooks", "import dualform.attend.memory", "attend"),
-        ("dualform.record.hooks", "def late():\n    from dualform import cli", "cli"),
-        ("dualform.record.hooks", "from dualform import store", "store"),
-        ("dualform.record.hooks", "from ..store import writer", "store"),
-        ("dualform.record.layers.linear", "from ...store import writer", "store"),
+        ("dualform.recording.hooks", "from dualform.store.writer import DiskWriter", "store"),
+        ("dualform.recording.hooks", "import dualform.attend.memory", "attend"),
+        ("dualform.recording.hooks", "def late():\n    from dualform import cli", "cli"),
+        ("dualform.recording.hooks", "from dualform import store", "store"),
+        ("dualform.recording.hooks", "from ..store import writer", "store"),
+        ("dualform.recording.layers.linear", "from ...store import writer", "store"),
         ("dualform.store.writer", "if TYPE_CHECKING:\n    from dualform.attend.memory import Memory", "attend"),
         ("dualform.attend.memory", "from dualform.experiments import images", "experiments"),
-        ("dualform.coefficients.scalar", "from dualform.record import optimizers", "record"),
+        ("dualform.coefficients.scalar", "from dualform.recording import optimizers", "recording"),
         ("dualform.algebra", "from dualform.coefficients import derive", "coefficients"),
-        ("dualform.identity.parameter_use", "from dualform.record.layers import LayerKind", "record"),
+        ("dualform.identity.parameter_use", "from dualform.recording.layers import LayerKind", "recording"),
         ("dualform.store.writer", "from dualform.experiments import images", "experiments"),
         (
             "dualform.show.input_answers",
@@ -147,10 +147,10 @@ def test_the_check_can_fail(module: str, source: str, wrong: str) -> None:
 
 def test_the_check_lets_the_right_direction_pass() -> None:
     files = {
-        "dualform.store.writer": "from dualform.record.sinks import Sink\nfrom dualform.store import format",
+        "dualform.store.writer": "from dualform.recording.sinks import Sink\nfrom dualform.store import format",
         "dualform.cli.questions": "from dualform import attend, experiments, show\nfrom . import options",
-        "dualform.record.hooks": "from dualform import __version__\nimport dualformer.store",
-        "dualform.record.layers": "raise ValueError('dualform.show is a folder')",
+        "dualform.recording.hooks": "from dualform import __version__\nimport dualformer.store",
+        "dualform.recording.layers": "raise ValueError('dualform.show is a folder')",
         "dualform.show.model_loading": "OWN = 'dualform.experiments.models'",
     }
     assert violations(files) == []

@@ -21,7 +21,7 @@ from dualform.engine.verification import Verification
 from dualform.errors import ResumeError
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
-from dualform.record.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
+from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.tensors import write_parts

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.record.layers import find_kind
+from dualform.recording.layers import find_kind
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from benchmarks.bench import Bench
 from benchmarks.rows import REPORTED, Measured, row
 from benchmarks.timing import timed_pairs, wait
-from dualform.record.recorder import Recorder
-from dualform.record.watch import What
+from dualform.recording.recorder import Recorder
+from dualform.recording.watch import What
 
 AGAINST = "the same step without recording"
 

@@ -1,7 +1,5 @@
 """See what a trained network owes to each thing it was trained on."""
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dualform import show  # noqa: F401 (an import registers what draws answers in notebooks)
@@ -14,23 +12,23 @@ if TYPE_CHECKING:
     from dualform.attend.spotlight import Spotlight
     from dualform.errors import DualformError
     from dualform.opening import open
-    from dualform.record.estimate import estimate
-    from dualform.record.recorder import Recorder
+    from dualform.recording.estimate import estimate
+    from dualform.recording.recorder import Recorder
     from dualform.store.corpus import Corpus
-    from dualform.store.recording import record
+    from dualform.store.record_to_folder import record
 
 _HOME = {
     "Corpus": "dualform.store.corpus",
     "DualformError": "dualform.errors",
     "Memory": "dualform.attend.memory",
-    "Recorder": "dualform.record.recorder",
+    "Recorder": "dualform.recording.recorder",
     "Spotlight": "dualform.attend.spotlight",
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
     "bins": "dualform.attend.groups",
-    "estimate": "dualform.record.estimate",
+    "estimate": "dualform.recording.estimate",
     "open": "dualform.opening",
-    "record": "dualform.store.recording",
+    "record": "dualform.store.record_to_folder",
 }
 
 __all__ = [
@@ -56,18 +54,3 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)
-
-
-class _Package(ModuleType):
-    """Keeps `dualform.record` the function, whoever imports the folder of that name."""
-
-    @property
-    def record(self) -> Any:
-        return __getattr__("record")
-
-    @record.setter
-    def record(self, folder: ModuleType) -> None:
-        """Importing the folder binds it here; it is found in `sys.modules` all the same."""
-
-
-sys.modules[__name__].__class__ = _Package

@@ -14,7 +14,7 @@ from torch import nn
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import KeysOnlyError, QueryError, SelectionError
-from dualform.record.baseline import Baseline
+from dualform.recording.baseline import Baseline
 from helpers.paired import STEPS, Pair
 from helpers.reference import Pattern
 from helpers.small import batch, network, recorded, sgd, state, train

@@ -402,7 +402,7 @@ def test_a_shard_that_was_cut_knows_no_state(run: Path) -> None:
 
 
 def test_the_recording_does_not_hold_the_model_alive(run: Path) -> None:
-    from dualform.record.model_state import UncoveredState
+    from dualform.recording.model_state import UncoveredState
 
     model = Mixed()
     state = UncoveredState(model, [], [])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dualform.record.hooks import Hooks
+from dualform.recording.hooks import Hooks
 from torture import interrupts, lives
 
 

@@ -19,8 +19,8 @@ from dualform.attend.queries import find_watched, move
 from dualform.engine.description import LayerEntry
 from dualform.errors import QueryError
 from dualform.modes import evaluating
-from dualform.record.listening import ListenedCall, listen
-from dualform.record.watch import Watched
+from dualform.recording.listening import ListenedCall, listen
+from dualform.recording.watch import Watched
 from dualform.torch_modes import finish, with_gradients
 
 Named = Literal["margin", "loss"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from dualform.engine.source import PatternSource
 from dualform.engine.verification import stored_bytes
-from dualform.record.estimate import size_text
+from dualform.recording.estimate import size_text
 
 
 @dataclass(frozen=True, slots=True)

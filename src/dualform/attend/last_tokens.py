@@ -9,7 +9,7 @@ from dualform.attend.context import naming_failures
 from dualform.attend.queries import Captured, capture_calls, check, find_watched
 from dualform.engine.description import LayerEntry
 from dualform.errors import QueryError
-from dualform.record.watch import Watched
+from dualform.recording.watch import Watched
 
 Calls = Mapping[str, Sequence[Tensor]]
 OTHER_TOKENS = 3  # tokens that are tried in the last one's place

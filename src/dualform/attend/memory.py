@@ -40,9 +40,9 @@ from dualform.engine.source import PatternSource
 from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, verify
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
-from dualform.record.media import example_files, media_files
-from dualform.record.saying import warn_user
-from dualform.record.watch import plain_name
+from dualform.recording.media import example_files, media_files
+from dualform.recording.saying import warn_user
+from dualform.recording.watch import plain_name
 from dualform.store.corpus import Corpus
 from dualform.store.kept_state import KnownState, lossy_text
 from dualform.store.media import Media

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from dualform.engine.description import LayerEntry
 from dualform.errors import QueryError
-from dualform.record.estimate import forward
-from dualform.record.hooks import capture
-from dualform.record.watch import Candidate, Watched, find_candidates, plain_name
+from dualform.recording.estimate import forward
+from dualform.recording.hooks import capture
+from dualform.recording.watch import Candidate, Watched, find_candidates, plain_name
 
 
 @dataclass(frozen=True, slots=True)

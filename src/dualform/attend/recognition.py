@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dualform.engine.fingerprints import fingerprint, matching_steps
 from dualform.engine.source import PatternSource
 from dualform.lazy import compute as pc
-from dualform.record.sinks import sample
-from dualform.record.watch import plain_name
+from dualform.recording.sinks import sample
+from dualform.recording.watch import plain_name
 from dualform.store.kept_state import KnownState
 
 NAMED = 3  # differing parts that a message names

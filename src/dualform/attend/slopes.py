@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dualform.attend.outputs import logits_of
 from dualform.modes import evaluating
-from dualform.record.layers import find_kind
-from dualform.record.watch import plain_name
+from dualform.recording.layers import find_kind
+from dualform.recording.watch import plain_name
 from dualform.torch_modes import finish, with_gradients
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dualform.identity.parameter_use import ParameterUse
-from dualform.record.rowcheck import Outcome
+from dualform.recording.rowcheck import Outcome
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A number of things. No file of a run holds as many as 2⁵³."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dualform.engine.source import PatternSource
 from dualform.lazy import compute as pc
-from dualform.record.sinks import sample
+from dualform.recording.sinks import sample
 
 
 def fingerprint(tensor: Tensor) -> str:

@@ -20,7 +20,7 @@ from dualform.engine.reducers import GroupShares
 from dualform.engine.replay import Rounding, kept, replay, replayed_parameters
 from dualform.engine.source import PatternSource
 from dualform.identity.parameter_use import ParameterUse
-from dualform.record.sinks import RESIDUAL
+from dualform.recording.sinks import RESIDUAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ from dualform.engine.source import PatternPart, PatternSource, Rows, find_part
 from dualform.errors import CorruptError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.progress import bar
-from dualform.record.layers import sums_in_own_order
-from dualform.record.layouts import bias_gradient, laid_out
-from dualform.record.sinks import RESIDUAL
+from dualform.recording.layers import sums_in_own_order
+from dualform.recording.layouts import bias_gradient, laid_out
+from dualform.recording.sinks import RESIDUAL
 
 Codes = Callable[[PatternPart, str], npt.NDArray[np.int64] | None]
 """The group of each pattern of a part and layer, -1 for none; nothing where all are in group 0."""

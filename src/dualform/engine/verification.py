@@ -30,7 +30,7 @@ from dualform.engine.reducers import Sums
 from dualform.engine.replay import doubts
 from dualform.engine.source import PatternSource
 from dualform.identity.parameter_use import ParameterUse
-from dualform.record.estimate import size_text
+from dualform.recording.estimate import size_text
 
 TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """What may be lost relative to the change, by the dtype that the patterns are stored in."""

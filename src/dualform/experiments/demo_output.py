@@ -4,7 +4,7 @@ from typing import Any
 
 from dualform.experiments.demo import MASKED_LABEL, Demo
 from dualform.experiments.image_examples import attended, training_image
-from dualform.record.estimate import size_text
+from dualform.recording.estimate import size_text
 from dualform.show.predictions import MASK_NOTE
 from dualform.show.terminal_images import draw, join_blocks
 from dualform.show.terminal_tables import cell, console, percent, print_grid

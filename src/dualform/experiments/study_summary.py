@@ -10,7 +10,7 @@ from statistics import mean, stdev
 
 from dualform.experiments.findings import Row
 from dualform.experiments.image_studies import ACCURACY, TABLE_1
-from dualform.record.estimate import size_text
+from dualform.recording.estimate import size_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from dualform.attend.spotlight import Spotlight
 from dualform.attend.weights import GroupWeights
 from dualform.errors import QueryError
 from dualform.modes import evaluation_copy
-from dualform.record.watch import plain_name
+from dualform.recording.watch import plain_name
 from dualform.show.grouping import GroupingColumns, unit_name
 from dualform.show.held_out import held_out_windows, shorten_to_context
 from dualform.show.lru_cache import LruCache

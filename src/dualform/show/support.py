@@ -2,8 +2,8 @@
 
 from dualform.coefficients import kinds
 from dualform.coefficients import optimizers as scalar
-from dualform.record.layers import composites, registered
-from dualform.record.optimizers import supported
+from dualform.recording.layers import composites, registered
+from dualform.recording.optimizers import supported
 
 LAYER_KEYS = {
     "Linear": "input",

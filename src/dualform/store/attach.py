@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dualform.errors import RunExistsError, StoreError
-from dualform.record.media import Files
+from dualform.recording.media import Files
 from dualform.store.folder import remove_partial, remove_unlisted
 from dualform.store.format import FileEntry, locked, publish_by_content, write_tensors
 from dualform.store.manifest import Manifest

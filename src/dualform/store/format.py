@@ -24,8 +24,8 @@ from torch import Tensor
 
 from dualform.engine.description import Count
 from dualform.errors import CorruptError
-from dualform.record.media import CORPUS as CORPUS
-from dualform.record.media import VOCABULARY as VOCABULARY
+from dualform.recording.media import CORPUS as CORPUS
+from dualform.recording.media import VOCABULARY as VOCABULARY
 from dualform.store.folder import PARTIAL, check_no_link
 
 MANIFEST = "manifest.json"

@@ -15,9 +15,9 @@ import xxhash
 from torch import Tensor, nn
 
 from dualform.errors import QueryError
-from dualform.record.model_state import StatePart, live_state
-from dualform.record.sinks import sample
-from dualform.record.watch import plain_name
+from dualform.recording.model_state import StatePart, live_state
+from dualform.recording.sinks import sample
+from dualform.recording.watch import plain_name
 from dualform.store.format import (
     FROZEN,
     UNCOVERED,

@@ -16,7 +16,7 @@ import msgspec
 
 from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape
 from dualform.errors import FormatError, RunNotFoundError
-from dualform.record.model_state import StateKind
+from dualform.recording.model_state import StateKind
 from dualform.store import version1
 from dualform.store.documents import cut, parse_json
 from dualform.store.format import MANIFEST, Checksum, FileEntry, publish

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualform.identity.parameter_maps import PARAMETER_MAPS
-from dualform.record.annotations import RESERVED
+from dualform.recording.annotations import RESERVED
 from dualform.store.format import FINAL, FROZEN, INITIAL, UNCOVERED, FileEntry, shard_files
 from dualform.store.use_check import use_problem
 

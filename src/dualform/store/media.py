@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError, QueryError
-from dualform.record.media import CORPUS, DESCRIPTION, IMAGES, TESTS
+from dualform.recording.media import CORPUS, DESCRIPTION, IMAGES, TESTS
 from dualform.store.corpus import Corpus, fitting_corpus
 from dualform.store.documents import cut, parse_json
 from dualform.store.format import opened_tensors

@@ -17,7 +17,7 @@ from dualform.engine.local import LocalExecutor
 from dualform.engine.rebuild import parts, states
 from dualform.engine.verification import compare
 from dualform.errors import ResumeError
-from dualform.record.sinks import Start
+from dualform.recording.sinks import Start
 from dualform.store.folder import own_files, remove_partial, remove_unlisted
 from dualform.store.format import FINAL, FROZEN, UNCOVERED, shard_files
 from dualform.store.manifest import Manifest

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dualform.record.media import CORPUS, Files
+from dualform.recording.media import CORPUS, Files
 from dualform.store import kept_state
 from dualform.store.attach import attach
 from dualform.store.audit import check_files, check_key_ranges

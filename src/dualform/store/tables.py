@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from dualform.engine.fingerprints import fingerprint
 from dualform.errors import AnnotationError
-from dualform.record.annotations import Binding
-from dualform.record.sinks import StepRecord
+from dualform.recording.annotations import Binding
+from dualform.recording.sinks import StepRecord
 
 CALLS = pa.schema(
     [

@@ -31,12 +31,12 @@ from dualform.engine.description import LayerEntry, ParameterEntry, RowsEntry
 from dualform.engine.fingerprints import fingerprint
 from dualform.errors import ResumeError, RunExistsError, StoreError
 from dualform.lazy import parquet as pq
-from dualform.record.annotations import Binding
-from dualform.record.estimate import size_text
-from dualform.record.media import Files
-from dualform.record.rowcheck import SEVERITY
-from dualform.record.sinks import Start, StepRecord
-from dualform.record.watch import Dtype, stored_dtype
+from dualform.recording.annotations import Binding
+from dualform.recording.estimate import size_text
+from dualform.recording.media import Files
+from dualform.recording.rowcheck import SEVERITY
+from dualform.recording.sinks import Start, StepRecord
+from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.attach import publish_files, remove_replaced
 from dualform.store.encoding import SCALE, encode
 from dualform.store.folder import remove_partial

@@ -6,7 +6,7 @@ from statistics import mean
 from dualform.experiments.findings import Row
 from dualform.experiments.page import Section, made_by
 from dualform.experiments.study_summary import Grid, costs, mean_and_deviation
-from dualform.record.estimate import size_text
+from dualform.recording.estimate import size_text
 
 TITLES = {
     "aesop": "Characters of Aesop's fables",

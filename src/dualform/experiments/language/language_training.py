@@ -20,7 +20,7 @@ import dualform
 from dualform.errors import DataError
 from dualform.experiments.language.plans import MODELS, LanguageRecipe, LanguageStudy, Storage
 from dualform.progress import bar
-from dualform.record.recorder import Recorder
+from dualform.recording.recorder import Recorder
 from dualform.store.corpus import Corpus
 
 TESTED = 10  # streams that the held-out part is read in

@@ -12,7 +12,7 @@ from torch import nn
 
 from dualform.errors import DataError
 from dualform.experiments.models import lstm, transformer
-from dualform.record.watch import What
+from dualform.recording.watch import What
 
 LanguageStudyName = Literal["aesop", "wikitext2", "text"]
 LANGUAGE_STUDIES: tuple[LanguageStudyName, ...] = get_args(LanguageStudyName)

@@ -11,7 +11,7 @@ import torch
 from dualform.errors import StoreError
 from dualform.experiments.language.language_training import make_language_model, train_language_model
 from dualform.experiments.language.plans import EVERYTHING, LanguageStudy, Storage
-from dualform.record.estimate import estimate, size_text
+from dualform.recording.estimate import estimate, size_text
 from dualform.store.corpus import Corpus
 
 SPARE = 0.1  # of the free disk is left alone

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from dualform.record.estimate import size_text
+from dualform.recording.estimate import size_text
 from dualform.show.grouping import GroupingColumns
 from dualform.show.job import Progress, job_progress
 from dualform.show.session import Session

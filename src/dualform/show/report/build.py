@@ -15,7 +15,7 @@ from dualform.attend.groups import Bins
 from dualform.attend.removal import Removal
 from dualform.errors import QueryError
 from dualform.progress import bar
-from dualform.record.estimate import size_text
+from dualform.recording.estimate import size_text
 from dualform.show.grouping import GroupingColumns, offered_groupings, parse_by
 from dualform.show.panels.badge import Badge, rebuild_badge
 from dualform.show.predictions import predict, share_right

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dualform.errors import QueryError
-from dualform.record.estimate import size_text
+from dualform.recording.estimate import size_text
 
 LOCAL = ("127.0.0.1", "localhost")
 

@@ -1,0 +1,179 @@
+"""The baseline: the parameters as the last recorded step left them, to find what else has changed them since.
+
+Of every parameter a fixed sample of its elements is kept, which also is the step's fingerprint. An edit of a few
+elements is hardly ever in the sample, so a window of neighbouring elements is kept as well, another one after each
+step, until all of them had their turn. So an edit that goes on from step to step is found soon, at a bounded cost.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dualform.recording.sinks import SAMPLE, sample
+from dualform.threads import one_thread
+
+CPU_WINDOW_ELEMENTS = 1 << 13
+"""Elements of a step's window in the CPU's memory: copying and comparing them takes about 5 microseconds."""
+GPU_WINDOW_ELEMENTS = 1 << 22
+"""Elements of a step's window on a GPU, where reading them takes less time than starting to."""
+ROUNDING = 8
+"""How many units of rounding (eps times the parameter's norm) a parameter may move without counting as changed.
+
+Weights that are perturbed and put back by subtraction (sharpness-aware minimisation) come back to within rounding.
+"""
+
+
+class _Group:
+    """Parameters of one device and dtype, as they were when they were noted: their samples, and one window."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, windows: bool) -> None:
+        self.names = tuple(parameters)
+        self._parameters = tuple(parameters.values())
+        self._windows = _windows(self._parameters) if windows else [()]
+        self._turn = -1  # which of the windows is noted
+        self._addresses: list[int] = []
+        self._views: list[Tensor | None] = []  # each sample in the parameter's memory; None if it has to be copied
+        self.note()
+
+    def note(self) -> None:
+        """Keep the parameters' samples as they are now, and the next window."""
+        self._find_views()
+        self._turn = (self._turn + 1) % len(self._windows)
+        parts = self._parts()
+        with one_thread():
+            self._noted = torch.cat(parts)
+        self._lengths = [len(part) for part in parts]
+
+    def samples(self) -> Iterator[tuple[str, Tensor]]:
+        """Return each parameter's sample as it was noted."""
+        return zip(self.names, self._noted.split(self._lengths), strict=False)
+
+    def changed(self) -> list[str]:
+        """Return the parameters that are not as they were noted, beyond rounding."""
+        kind = self._noted.dtype, self._noted.device
+        moved = self._find_views()
+        parts = self._parts()
+        if not moved or all((part.dtype, part.device) == kind for part in parts):
+            with one_thread():
+                if torch.equal(torch.cat(parts), self._noted):
+                    return []
+        owners = [*range(len(self.names)), *(i for i, _ in self._windows[self._turn])]
+        noted = self._noted.split(self._lengths)
+        return [self.names[i] for i, now, then in zip(owners, parts, noted, strict=True) if _is_changed(now, then)]
+
+    def _find_views(self) -> bool:
+        """Look for parameters whose memory is another one by now, and say whether there are any."""
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if addresses == self._addresses:
+            return False
+        # The views keep the old memory, so that no new memory can have an address of theirs.
+        self._addresses, self._views = addresses, [_sample_view(p) for p in self._parameters]
+        return True
+
+    def _parts(self) -> list[Tensor]:
+        """Return every sample, and the parts of the window, as they are now."""
+        samples = [sample(p) if v is None else v for p, v in zip(self._parameters, self._views, strict=True)]
+        return samples + [self._parameters[i].detach().reshape(-1)[at] for i, at in self._windows[self._turn]]
+
+
+def _windows(parameters: Collection[Tensor]) -> list[tuple[tuple[int, slice], ...]]:
+    """Divide all elements that a sample may leave out into windows, each of some (parameter, elements)."""
+    windows: list[list[tuple[int, slice]]] = [[]]
+    room = 0
+    for i, parameter in enumerate(parameters):
+        size = parameter.numel() if parameter.numel() >= 2 * SAMPLE else 0  # smaller ones are sampled whole
+        limit = CPU_WINDOW_ELEMENTS if parameter.device.type == "cpu" else GPU_WINDOW_ELEMENTS
+        start = 0
+        while start < size:
+            if not room:
+                windows.append([])
+                room = limit
+            stop = min(size, start + room)
+            windows[-1].append((i, slice(start, stop)))
+            start, room = stop, room - (stop - start)
+    return [tuple(window) for window in windows[1:]] or [()]
+
+
+def _sample_view(parameter: Tensor) -> Tensor | None:
+    """Return the elements of a parameter's sample as a view of its memory, or None where `sample` has to copy it."""
+    if not parameter.is_contiguous():
+        return None
+    flat = parameter.detach().view(-1)
+    return flat[:: max(1, len(flat) // SAMPLE)]
+
+
+def _is_changed(now: Tensor, before: Tensor) -> bool:
+    """Say whether elements are others by more than rounding; what is not a number stays itself."""
+    if now.dtype != before.dtype or now.shape != before.shape:
+        return True
+    now, then = now.to(before.device).double(), before.double()
+    other = (now != then) & ~(now.isnan() & then.isnan())
+    if not bool(other.any()):
+        return False
+    bound = ROUNDING * torch.finfo(before.dtype).eps * float(then.norm())
+    return not float((now - then)[other].norm()) <= bound
+
+
+class Baseline:
+    """The covered parameters as the last recorded step left them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], exact: Collection[str]) -> None:
+        self._parameters = parameters
+        self._exact = exact
+        self._groups: dict[int, list[_Group]] = {}  # by owner: the id of an optimizer, 0 for parameters of none
+        self._owners: dict[int, tuple[str, ...]] = {}
+        self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
+
+    def note(self, owner: int, names: Collection[str]) -> dict[str, Tensor]:
+        """Keep the parameters of one optimizer as they are now, and return their samples.
+
+        Parameters that belong to no optimizer are kept as they were when that became so.
+        """
+        mine = tuple(names)
+        if self._owners.get(owner) == mine:
+            for group in self._groups[owner]:
+                group.note()
+        else:
+            self._regroup(owner, mine)
+            if owner:
+                owned = {name for known, theirs in self._owners.items() if known for name in theirs}
+                rest = tuple(name for name in self._parameters if name not in owned)
+                if self._owners.get(0) != rest:
+                    self._regroup(0, rest)
+        return {name: kept for group in self._groups[owner] for name, kept in group.samples()}
+
+    def changed(self, *, keys_only: bool = False) -> list[str]:
+        """Return the parameters that are not as they were noted; with `keys_only` also those of keys-only layers."""
+        found = {
+            name
+            for groups in self._groups.values()
+            for group in groups
+            if keys_only or group.names[0] in self._exact
+            for name in group.changed()
+        }
+        return [name for name in self._parameters if name in found]
+
+    def is_converted(self, name: str, parameter: Tensor) -> bool:
+        """Say whether a parameter has another dtype than when it was noted, or is on another device."""
+        dtype, device = self._kinds[name]
+        return parameter.dtype is not dtype or parameter.device != device
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a parameter when it was noted."""
+        return self._kinds[name][0]
+
+    def regroup(self) -> None:
+        """Note all parameters as and where they are now, after a move to another device."""
+        for owner, names in self._owners.items():
+            self._regroup(owner, names)
+
+    def _regroup(self, owner: int, names: tuple[str, ...]) -> None:
+        self._owners[owner] = names
+        kinds: dict[tuple[torch.dtype, torch.device, bool], dict[str, Tensor]] = {}
+        for name in names:
+            parameter = self._parameters[name]
+            self._kinds[name] = parameter.dtype, parameter.device
+            kinds.setdefault((*self._kinds[name], name in self._exact), {})[name] = parameter
+        # Parameters of no optimizer are mostly frozen, and may be many more than those that are trained.
+        self._groups[owner] = [_Group(group, windows=exact and owner != 0) for (_, _, exact), group in kinds.items()]

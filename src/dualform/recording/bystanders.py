@@ -1,0 +1,42 @@
+"""Parameters that nobody says are trained: no recorded layer covers them, and no recorded optimizer holds them.
+
+They are no part of the memory, which is right as long as nothing trains them. Another optimizer that `record` was not
+given would; so a sample of each is compared at the end.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dualform.recording.sinks import sample
+from dualform.recording.watch import plain_name
+
+
+class Bystanders:
+    """Samples of a model's parameters that require a gradient and that nobody is known to train."""
+
+    def __init__(self, model: nn.Module, recorded: Mapping[str, nn.Parameter], held: Collection[int]) -> None:
+        known = {id(parameter) for parameter in recorded.values()} | set(held)
+        self._samples: list[tuple[str, nn.Parameter, Tensor]] = [
+            (plain_name(name), parameter, sample(parameter))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in known and not is_lazy(parameter)
+        ]
+
+    def warning(self, held: Collection[int]) -> str | None:
+        """Say which of them have changed, except those that a recorded optimizer holds by now; None if none has."""
+        changed = [
+            name
+            for name, parameter, before in self._samples
+            if id(parameter) not in held and not torch.equal(sample(parameter).to(before.device), before)
+        ]
+        if not changed:
+            return None
+        shown = ", ".join(map(repr, changed[:8])) + (f" and {len(changed) - 8} more" if len(changed) > 8 else "")
+        return (
+            f"{shown} changed while the model was recorded, though no optimizer that record() was given holds "
+            f"{'it' if len(changed) == 1 else 'them'}; what changed is no part of the memory. Give every "
+            "optimizer that trains the model: record(model, [first, second], ...)."
+        )

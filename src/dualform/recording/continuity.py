@@ -1,0 +1,150 @@
+"""Continuity: are the model's layers, and the optimizers' state, still those that the last recorded step left?
+
+Both are compared by identity, which reads no tensor.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.recording.steps import Owned
+from dualform.recording.watch import Watched
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a recorded module or parameter is kept in the model."""
+
+    holder: Mapping[str, object]  # a module's `_modules` or `_parameters`
+    key: str
+    held: object
+    layer: str
+    text: str  # what is kept here, for a message
+
+
+class Places:
+    """Where the recorded layers and their parameters stand in the model, to find what was exchanged."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[Watched]) -> None:
+        paths = {id(module): path for path, module in model.named_modules()}
+        found: dict[tuple[int, str], _Place] = {}
+        for layer in layers:
+            holder = model
+            path = paths.get(id(layer.module), "")
+            for key in path.split(".") if path else ():
+                held = holder._modules[key]
+                assert held is not None, "a module is on the path to another one"
+                text = f"the module of type {type(held).__name__}"
+                found.setdefault((id(holder._modules), key), _Place(holder._modules, key, held, layer.name, text))
+                holder = held
+            mine = {id(parameter): name for name, parameter in layer.parameters.values()}
+            for part in layer.module.modules():
+                for key, parameter in part._parameters.items():
+                    if id(parameter) in mine:
+                        place = _Place(
+                            part._parameters, key, parameter, layer.name, f"parameter {mine[id(parameter)]!r}"
+                        )
+                        found.setdefault((id(part._parameters), key), place)
+        self._places = tuple(found.values())
+
+    def exchanged(self) -> str | None:
+        """Return a sentence that names the first recorded layer of which something is no longer in the model."""
+        for place in self._places:
+            if place.holder.get(place.key) is not place.held:
+                what = "was taken out of the model" if place.key not in place.holder else "was exchanged for another"
+                return f"Layer {place.layer!r} is not the recorded one any more: {place.text} {what}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """The optimizer's state of one parameter: its tensors, and how often each was written to."""
+
+    size: int  # number of entries, those included that are no tensors
+    tensors: Mapping[str, tuple[Tensor, int]]
+
+    def is_same(self, state: Mapping[str, Any]) -> bool:
+        """Say whether a state consists of the very same tensors, none of which was written to."""
+        if len(state) != self.size:
+            return False
+        for entry, (tensor, writes) in self.tensors.items():
+            if state.get(entry) is not tensor or tensor._version != writes:
+                return False
+        return True
+
+
+class Continuity:
+    """The optimizers' state as the last step left it.
+
+    A replay goes on from the state that it has come to. So a state that was cleared, loaded or edited between two steps
+    ends an exact recording, unless the tensors that were put there are equal to those that the last step left.
+    """
+
+    def __init__(self, exact: Collection[str], *, updates: Mapping[str, int] | None = None) -> None:
+        """Take the names of exactly recorded parameters and, in a resumed run, the updates that each has had."""
+        self._exact = exact
+        self._updates = updates  # where there are some, the optimizer's checkpoint may be loaded until its first step
+        self._known: dict[int, dict[str, _State]] = {}
+        self._stepped: set[int] = set()
+
+    def note(self, owned: Owned, parameters: Mapping[str, nn.Parameter], *, stepped: bool = True) -> None:
+        """Keep the state of an optimizer as it is now: when the recording begins, and after every step."""
+        states = owned.optimizer.state
+        known = self._known[id(owned.optimizer)] = {}
+        for name, parameter in parameters.items():
+            if name in self._exact:
+                state = states.get(parameter, {})
+                tensors = {}
+                for entry, tensor in state.items():
+                    if isinstance(tensor, Tensor):
+                        tensors[entry] = tensor, tensor._version
+                known[name] = _State(len(state), tensors)
+        if stepped:
+            self._stepped.add(id(owned.optimizer))
+
+    def broken(self, owned: Owned, parameters: Mapping[str, nn.Parameter]) -> str | None:
+        """Return a sentence on the first parameter whose state is not the one that its last step left."""
+        states = owned.optimizer.state
+        for name, known in self._known.get(id(owned.optimizer), {}).items():
+            first = self._updates is not None and id(owned.optimizer) not in self._stepped
+            if first and name in parameters and (what := self._wrong_start(owned, name, states.get(parameters[name]))):
+                return f"The state of {owned.name} for parameter {name!r} {what}"
+            if name not in parameters or known.is_same(state := states.get(parameters[name], {})):
+                continue
+            if what := self._difference(owned, known, state):
+                return f"The state of {owned.name} for parameter {name!r} {what}"
+        return None
+
+    def _wrong_start(self, owned: Owned, name: str, state: Mapping[str, Any] | None) -> str | None:
+        """Say what is wrong with the state at the first step of a resumed run, judging by its count of updates."""
+        updates = 0 if self._updates is None else self._updates.get(name, 0)
+        if not updates or owned.logger is None or owned.logger.logs_restart:
+            return None
+        if not state:
+            return f"is empty, though the run holds {updates} updates of it: its checkpoint was not loaded"
+        if (count := state.get("step")) is not None and int(count) != updates:
+            return f"counts {int(count)} updates, though the run holds {updates}: it is another checkpoint's"
+        return None
+
+    def _difference(self, owned: Owned, known: _State, state: Mapping[str, Any]) -> str | None:
+        for entry, (tensor, writes) in known.tensors.items():
+            now = state.get(entry)
+            if now is None:
+                if owned.logger is not None and not owned.logger.logs_restart:
+                    return f"was cleared ({entry!r} is gone)"
+            elif now is tensor:
+                if tensor._version != writes:
+                    return f"was edited in place ({entry!r})"
+            elif tensor._version != writes or not isinstance(now, Tensor) or not _is_equal(tensor, now):
+                return f"was replaced or loaded from elsewhere ({entry!r})"
+        if self._updates is not None and id(owned.optimizer) not in self._stepped:
+            return None
+        new = [entry for entry, now in state.items() if isinstance(now, Tensor) and entry not in known.tensors]
+        return f"was loaded ({new[0]!r} was not there)" if new else None
+
+
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.dtype == other.dtype and torch.equal(tensor, other.to(tensor.device))

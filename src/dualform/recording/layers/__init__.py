@@ -1,0 +1,33 @@
+"""The layer kinds that can be recorded, one family a file.
+
+A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in a file of its own, imported here. A
+module that computes several layers in one call is a `Composite`, registered by `@composes(ModuleType)`.
+"""
+
+from dualform.recording.layers import attention, conv, embedding, linear, norms, recurrent  # noqa: F401 (these register)
+from dualform.recording.layers.composite import (
+    Composite,
+    Report,
+    base_type,
+    composes,
+    composites,
+    find_composite,
+    sums_in_own_order,
+)
+from dualform.recording.layers.kind import LayerKind, find_kind, kinds, present, records, registered
+
+__all__ = [
+    "Composite",
+    "LayerKind",
+    "Report",
+    "base_type",
+    "composes",
+    "composites",
+    "find_composite",
+    "find_kind",
+    "kinds",
+    "present",
+    "records",
+    "registered",
+    "sums_in_own_order",
+]

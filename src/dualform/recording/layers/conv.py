@@ -1,0 +1,76 @@
+"""Convolutions: the key is the unfolded patch under the kernel, the value the error at that output location.
+
+A convolution is a linear layer that is applied to every patch of its input: `z[o] = W · patch(o) + b` with the kernel
+as a (d_out, channels × kernel) matrix. A pattern's position is its output location.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+
+from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.layers.kind import LayerKind, present, records
+
+
+class Convolution(LayerKind):
+    """z = W · patch + b at every output location; stride, padding of any mode, dilation."""
+
+    batch_axis = 0
+    own_order = True
+
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
+        """The kernel takes value ⊗ patch, the bias takes the value."""
+        kernel = "outer" if cast("_ConvNd", module).groups == 1 else "grouped"
+        weight, bias = ParameterUse("weight", "weight", kernel), ParameterUse("bias", "bias", "bias")
+        return weight, *present(module, bias)
+
+    def widths(self, module: nn.Module) -> tuple[int, int]:
+        """Return (channels × kernel, out_channels)."""
+        conv = cast("_ConvNd", module)
+        return conv.groups * conv.weight[0].numel(), conv.out_channels
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the input, (B, channels, ...) or without the batch."""
+        return cast("Tensor", args[0] if args else kwargs["input"])
+
+    def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the patches, (B, *output locations, channels × kernel)."""
+        conv = cast("_ConvNd", module)
+        axes = len(conv.kernel_size)
+        if inputs.dim() == axes + 1:  # one image
+            inputs = inputs[None]
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        patches = functional.pad(inputs, conv._reversed_padding_repeated_twice, mode=mode)
+        for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
+            patches = patches.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        # (B, channels, *locations, *kernel) -> (B, *locations, channels, *kernel)
+        return patches.movedim(1, axes + 1).flatten(axes + 1)
+
+    def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
+        """Return the errors, (B, *output locations, out_channels)."""
+        axes = len(cast("_ConvNd", module).kernel_size)
+        return (error[None] if error.dim() == axes + 1 else error).movedim(1, -1)
+
+
+@records(nn.Conv1d)
+class Conv1d(Convolution):
+    """One axis."""
+
+    name = "Conv1d"
+
+
+@records(nn.Conv2d)
+class Conv2d(Convolution):
+    """Two axes."""
+
+    name = "Conv2d"
+
+
+@records(nn.Conv3d)
+class Conv3d(Convolution):
+    """Three axes."""
+
+    name = "Conv3d"

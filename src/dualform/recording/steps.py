@@ -1,0 +1,104 @@
+"""One step in the making: it ends when every optimizer has stepped, or when training goes on without some of them.
+
+With one optimizer a step of the recording is its step. Several optimizers share a step when they step one after the
+other with no backward between them, so that a layer whose parameters are divided among them keeps one row per pattern.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.errors import RefusedError
+from dualform.recording.optimizers import FactLogger, find_logger, known_type, require_logger
+from dualform.recording.sinks import CallRecord, ParameterFacts
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """What the optimizers that have stepped so far did."""
+
+    done: set[int] = field(default_factory=set)  # ids of optimizers
+    facts: list[ParameterFacts] = field(default_factory=list)
+    calls: Sequence[CallRecord] = ()
+
+    def add(self, optimizer: Optimizer, facts: Sequence[ParameterFacts], calls: Sequence[CallRecord]) -> None:
+        """Note an optimizer's step; the calls are those that reach any optimizer so far."""
+        self.done.add(id(optimizer))
+        self.facts.extend(facts)
+        self.calls = calls
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """One optimizer of a run: which covered parameters it trains, and how its facts are read."""
+
+    optimizer: Optimizer
+    names: Mapping[int, str]  # id of every covered parameter -> name
+    logger: FactLogger | None  # nothing where only keys are recorded and the optimizer is not known
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The covered parameters that it trains by now; groups may be added at any time."""
+        mine = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {self.names[id(parameter)]: parameter for parameter in mine if id(parameter) in self.names}
+
+    @property
+    def name(self) -> str:
+        """The optimizer's type, or the known one whose step it has."""
+        return (known_type(self.optimizer) or type(self.optimizer)).__name__
+
+
+def own(
+    optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], *, keys_only: bool
+) -> tuple[Owned, ...]:
+    """Divide the covered parameters among the optimizers, refusing what is not known or not clear."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    taken: dict[str, Optimizer] = {}
+    owned = []
+    for optimizer in optimizers:
+        logger = find_logger(optimizer) if keys_only else require_logger(optimizer)
+        owned.append(Owned(optimizer, names, logger))
+        for name in owned[-1].parameters:
+            if name in taken:
+                raise RefusedError(
+                    f"Parameter {name!r} is trained by {type(taken[name]).__name__} and by "
+                    f"{type(optimizer).__name__}. Give every parameter to one optimizer."
+                )
+            taken[name] = optimizer
+    return tuple(owned)
+
+
+def warm_states(optimizers: Sequence[Owned]) -> dict[str, dict[str, Tensor]]:
+    """Return copies of the optimizers' state that is warm already: parameter -> entry -> tensor."""
+    states = {}
+    for owned in optimizers:
+        for name, parameter in owned.parameters.items():
+            found = owned.logger.state(owned.optimizer.state.get(parameter, {})) if owned.logger else {}
+            if found:
+                states[name] = {entry: tensor.detach().cpu().clone() for entry, tensor in found.items()}
+    return states
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Prepare a step now, or after its closure where it has one: the gradients exist only then.
+
+    Takes and returns what an optimizer's step hook does; nothing where the arguments stay as they are.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        prepare()
+        return None
+
+    def measured_closure() -> Any:
+        result = closure()
+        prepare()
+        return result
+
+    if len(args) > 1:
+        return (args[0], measured_closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": measured_closure}

@@ -1,0 +1,100 @@
+"""`dualform.record`: a recorder over a disk writer."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dualform.errors import RunFactoryError
+from dualform.recording.recorder import OnFailure, Recorder
+from dualform.recording.watch import Dtype, Layers
+from dualform.store.writer import DiskWriter
+
+_DTYPES = (None, "float16")
+
+
+def record(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    path: str | os.PathLike[str],
+    *,
+    layers: Layers = None,
+    dtype: Dtype = None,
+    strict: bool = False,
+    batch_axis: int | None = None,
+    check_rows: bool = True,
+    resume: bool | int = False,
+    on_failure: OnFailure = "raise",
+    steps: int | None = None,
+    shard_bytes: int = 128 << 20,
+    queue_bytes: int = 512 << 20,
+    factory: str | None = None,
+    factory_arguments: Mapping[str, Any] | None = None,
+) -> Recorder:
+    """Record a training run while the returned context lasts.
+
+        with dualform.record(model, optimizer, "runs/mnist") as recorder:
+            for images, labels, ids in loader:
+                recorder.annotate(sample=ids, label=labels)
+                loss = F.cross_entropy(model(images), labels)
+                optimizer.zero_grad(); loss.backward(); optimizer.step()
+
+    The loop is otherwise untouched, and the trained parameters are the same to the bit with and without recording.
+
+    Args:
+        model: the model that is trained.
+        optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
+        path: the run folder to make.
+        layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
+            pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
+            `"keys"` (attention only), of which the first match decides.
+        dtype: store in the dtype that is trained, or in row-scaled `"float16"`; or a mapping from names or patterns of
+            layers to `"float16"`, of which the first match decides.
+        strict: raise, instead of warning, when trained parameters are not covered.
+        batch_axis: which leading axis of an input is the batch: 0 for (B, L, d), the default, 1 for (L, B, d).
+        check_rows: find out by a trial at the first annotated step which layers have the rows of the batch: a copy of
+            the model runs on the batch, and on the batch permuted. Without it annotations are matched by row number.
+        resume: continue the run in `path` at the step where the model's own checkpoint stands (found from its weights,
+            or given as a number); later patterns are dropped.
+        on_failure: `"raise"` at the next step, or `"detach"`: warn, stop recording and let training go on.
+        steps: the planned number of steps, if known: the first step then checks that the disk holds them all.
+        shard_bytes: how much is collected before it is published.
+        queue_bytes: how much may wait to be written before training has to wait.
+        factory: `"package.module:function"` that makes the model, so that the command line can.
+        factory_arguments: its keyword arguments, of JSON types.
+    """
+    unknown = [found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _DTYPES]
+    if unknown:
+        raise ValueError(f'dtype is {unknown[0]!r}; expected None (the dtype that is trained) or "float16".')
+    if on_failure not in ("raise", "detach"):
+        raise ValueError(f'on_failure is {on_failure!r}; expected "raise" or "detach".')
+    if factory is not None and (not isinstance(factory, str) or ":" not in factory):
+        raise RunFactoryError(f'factory is {factory!r}; expected the name of one, "package.module:function".')
+    try:
+        json.dumps(dict(factory_arguments or {}))
+    except TypeError as error:
+        raise RunFactoryError(f"factory_arguments are no JSON: {error}. Give numbers, strings, lists.") from error
+    sink = DiskWriter(
+        Path(path),
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        queue_bytes=queue_bytes,
+        resume=resume,
+        steps=steps,
+        factory=factory,
+        factory_arguments=factory_arguments or {},
+    )
+    return Recorder(
+        model,
+        optimizer,
+        sink,
+        layers=layers,
+        strict=strict,
+        batch_axis=batch_axis,
+        check_rows=check_rows,
+        on_failure=on_failure,
+    )
