@@ -41,6 +41,7 @@ from dualform.store.attach import attach
 from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
 from dualform.store.corpus_fit import check_fit
 from dualform.store.coverage import Coverage, coverage
+from dualform.store.documents import cut
 from dualform.store.format import CORPUS
 from dualform.store.manifest import LayerEntry, RowsEntry
 from dualform.store.pieces import Tokenizer
@@ -330,7 +331,7 @@ class Memory:
             why = self._run.manifest.no_final if self._horizon == self._run.steps else ""
             raise QueryError(
                 f"Nothing to compare with after {self._horizon} steps: "
-                f"{why or 'the recording was not closed there'}. "
+                f"{cut(why, 300) or 'the recording was not closed there'}. "
                 "Give the model or a checkpoint of that step: memory.at(step=...).verify(model)."
             )
         missing = [name for name in self._run.manifest.parameters if name not in live]
