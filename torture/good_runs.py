@@ -111,12 +111,17 @@ def _record(
     return GoodRun(path.name, path, model, queries)
 
 
-def make_good_runs(folder: Path) -> list[GoodRun]:
-    """Record the good runs below a folder."""
-    return [
+def make_good_runs(folder: Path, *, few: bool) -> list[GoodRun]:
+    """Record the good runs below a folder; `few` of them where time is short."""
+    found = [
         _record(folder / "sgd", _plain, _sgd, width=5, attached=True),
         _record(folder / "mixed", _Mixed, _sgd, width=WIDE, shard_bytes=2500),
         _record(folder / "adam", _plain, _adam, width=5, text=True),
+    ]
+    if few:
+        return found
+    return [
+        *found,
         _record(folder / "warm", _plain, _warm_adam, width=5),
         _record(folder / "float16", _plain, _sgd, width=5, dtype="float16"),
         _record(folder / "keys", _plain, _adam, width=5, layers={"*": "keys"}),

@@ -3,6 +3,8 @@
 import json
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from dualform.engine.facts_check import facts_problem
 from dualform.errors import CorruptError
 from dualform.store.checked_tables import read_checked_table
 from dualform.store.format import checksum
+from dualform.store.parquet_footer import read_footer
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
 
@@ -317,6 +320,61 @@ def test_a_codec_that_shrinks_without_bounds_is_refused(tmp_path: Path, codec: s
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"label": [1]}), path, compression=codec)
     with pytest.raises(CorruptError, match="a column is compressed by"):
+        read_checked_table(path, lambda _: "", budget=1 << 20)
+
+
+FLIP_BITS = """
+import sys
+from pathlib import Path
+from dualform.errors import CorruptError
+from dualform.store.checked_tables import read_checked_table
+
+path = Path(sys.argv[1])
+whole, read = path.read_bytes(), 0
+for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole)):
+    for bit in (0, 4, 6):
+        content = bytearray(whole)
+        content[at] ^= 1 << bit
+        path.write_bytes(content)
+        try:
+            read += read_checked_table(path, lambda _: "", budget=1 << 20).num_rows >= 0
+        except CorruptError:
+            pass
+print(read)
+"""
+
+
+def test_no_flipped_bit_of_a_footer_ends_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"n": [1, 2], "task": ["a", None]}), path)
+    done = subprocess.run([sys.executable, "-c", FLIP_BITS, path], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+def test_a_footer_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    lists = pa.array([[1.0], [], [2.0, 3.0]] * 50)
+    pq.write_table(pa.table({"n": list(range(150)), "factors": lists}), path, row_group_size=60)
+    rows, parts = read_footer(path)
+    footer = pq.read_metadata(path)
+    columns = [footer.row_group(i).column(j) for i in range(3) for j in range(2)]
+    assert rows == 150
+    assert [part.rows for part in parts] == [60, 60, 60, 60, 30, 30]
+    assert [part.values for part in parts] == [column.num_values for column in columns]
+    assert {part.codec for part in parts} == {1}
+    assert [part.nested for part in parts] == [False, True] * 3
+    pq.write_table(pa.table({"n": [1]}), path, compression="none")
+    assert [part.codec for part in read_footer(path)[1]] == [0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PAR1", b"PAR1" * 9, b"\xff" * 99 + b"\x20\0\0\0PAR1", b"\x1c" * 99 + b"\x50\0\0\0PAR1"]
+)
+def test_a_footer_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    path.write_bytes(content)
+    with pytest.raises(CorruptError, match="cannot be read"):
         read_checked_table(path, lambda _: "", budget=1 << 20)
 
 

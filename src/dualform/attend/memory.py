@@ -40,6 +40,7 @@ from dualform.engine.source import PatternSource
 from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, verify
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
+from dualform.printable import cut
 from dualform.recording.media import example_files, media_files
 from dualform.recording.saying import warn_user
 from dualform.recording.watch import plain_name
@@ -336,7 +337,7 @@ class Memory:
             why = self._run.description.no_final if self._horizon == self._run.steps else ""
             raise QueryError(
                 f"Nothing to compare with after {self._horizon} steps: "
-                f"{why or 'the recording was not closed there'}. "
+                f"{cut(why, 300) or 'the recording was not closed there'}. "
                 "Give the model or a checkpoint of that step: memory.at(step=...).verify(model)."
             )
         missing = [name for name in self._run.description.parameters if name not in live]

@@ -3,6 +3,7 @@
 A step with a decay of moments of 1 would divide by zero, and one without a learning rate could not be taken again.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ def facts_problem(optimizer: str, step: npt.NDArray[np.int64], settings: Mapping
     """
     if not len(step):
         return ""
-    if (np.diff(step) <= 0).any():
+    if (step[1:] <= step[:-1]).any():
         return "its steps do not ascend"
     for name, example in _examples(optimizer).items():
         column = settings.get(name)
@@ -77,18 +78,21 @@ def state_problem(kind: Kind[Any], state: Mapping[str, Tensor], row: Mapping[str
     return ""
 
 
+_SGD = dict.fromkeys(("lr", "momentum", "dampening", "weight_decay"), 0.0) | dict.fromkeys(
+    ("nesterov", "maximize", "buffer"), False
+)
+
+
+@functools.cache
 def _examples(optimizer: str) -> dict[str, Any]:
-    """Return settings as a known optimizer logs them, to compare names and types with."""
+    """Return settings as a known optimizer logs them, to compare names and types with.
+
+    Those of SGD are written down: making an optimizer, as a replay does, loads the whole compiler of torch.
+    """
     kind = kinds().get(optimizer)
-    if kind is None and optimizer != "SGD":
-        return {}
-    known = kind or Descent()
-    group = known.make(torch.zeros(1, 1)).param_groups[0]
-    found = dict(known.encode(group))
     if kind is None:
-        found = {name: value if isinstance(value, bool) else float(value) for name, value in found.items()}
-        found["buffer"] = False
-    return found
+        return _SGD if optimizer == "SGD" else {}
+    return dict(kind.encode(kind.make(torch.zeros(1, 1)).param_groups[0]))
 
 
 def _range_problem(name: str, column: npt.NDArray[Any]) -> str:

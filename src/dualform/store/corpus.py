@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from dualform.errors import CorruptError, MediaError, QueryError
+from dualform.printable import cut
 from dualform.store.attach import attach
 from dualform.store.corpus_fit import check_fit
-from dualform.store.documents import cut, parse_json
+from dualform.store.documents import parse_json
 from dualform.store.format import CORPUS, VOCABULARY, opened_tensors
 from dualform.store.pieces import Tokenizer, piece_texts, vocabulary_size
 from dualform.store.reader import Run

@@ -4,8 +4,7 @@ import json
 from collections import Counter
 from typing import Any
 
-MAX_SHOWN = 60
-"""Number of characters of a foreign text that a message shows."""
+from dualform.printable import cut
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -23,12 +22,6 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("it nests too deeply") from None
     return found
-
-
-def cut(text: str, most: int = MAX_SHOWN) -> str:
-    """Return a text on one line that is short enough for a message."""
-    line = " ".join(text[: most + 1].split())
-    return line if len(text) <= most else f"{line[:most]}..."
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

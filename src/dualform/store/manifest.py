@@ -16,9 +16,10 @@ import msgspec
 
 from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape
 from dualform.errors import FormatError, RunNotFoundError
+from dualform.printable import cut
 from dualform.recording.model_state import StateKind
 from dualform.store import version1
-from dualform.store.documents import cut, parse_json
+from dualform.store.documents import parse_json
 from dualform.store.format import MANIFEST, Checksum, FileEntry, publish
 from dualform.store.manifest_check import problems
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError, QueryError
+from dualform.printable import cut
 from dualform.recording.media import CORPUS, DESCRIPTION, IMAGES, TESTS
 from dualform.store.corpus import Corpus, fitting_corpus
-from dualform.store.documents import cut, parse_json
+from dualform.store.documents import parse_json
 from dualform.store.format import opened_tensors
 from dualform.store.reader import Run
 

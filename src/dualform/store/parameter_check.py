@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dualform.errors import CorruptError
-from dualform.store.documents import cut
+from dualform.printable import cut
 from dualform.store.format import STATE, opened_tensors
 from dualform.store.manifest import Manifest
 

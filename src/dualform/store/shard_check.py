@@ -17,7 +17,7 @@ import torch
 from dualform.engine.description import LayerEntry
 from dualform.identity.parameter_use import takes_ids
 from dualform.lazy import compute as pc
-from dualform.store.documents import cut
+from dualform.printable import cut
 from dualform.store.encoding import SCALE
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
@@ -134,7 +134,7 @@ def _address_problem(column: Mapping[str, Ints], shard: ShardEntry) -> str:
         return f"there are more than {MAX_CALL_PATTERNS} patterns"
     if (positions % np.maximum(inner, 1) != 0).any() or ((inner == 0) & (positions > 0)).any():
         return "the positions of a call are no multiple of its inner ones"
-    if len(step) and (step[0] < shard.start or (np.diff(step) < 0).any()):
+    if len(step) and (step[0] < shard.start or (step[1:] < step[:-1]).any()):
         return f"its steps do not ascend from {shard.start}"
     return ""
 
@@ -234,7 +234,7 @@ def steps_problem(table: pa.Table, shard: ShardEntry, manifest: Manifest, calls:
     if unknown := [name for name in optimizers if name not in manifest.optimizers]:
         return f"there are steps of the optimizer {cut(repr(unknown[0]))}, which the manifest does not know"
     step = np.asarray(table["step"], dtype=np.int64)
-    if len(step) and (step[0] < shard.start or (np.diff(step) < 0).any()):
+    if len(step) and (step[0] < shard.start or (step[1:] < step[:-1]).any()):
         return f"its steps do not ascend from {shard.start}"
     if shard.stop - shard.start > len(step) + calls + MAX_EMPTY_STEPS:
         return f"it has {len(step)} facts, for {shard.stop - shard.start} steps"

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from dualform.engine.description import Count
 from dualform.errors import CorruptError
-from dualform.store.documents import cut, parse_json
+from dualform.printable import cut
+from dualform.store.documents import parse_json
 
 ALIGNED = 64  # the first tensor begins at a multiple of so many bytes, as processors like it
 BLOCK = 1 << 20  # bytes that are summed and written while they are in the cache

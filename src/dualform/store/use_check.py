@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from dualform.identity.parameter_use import ParameterUse, Span
-from dualform.store.documents import cut
+from dualform.printable import cut
 
 
 def use_problem(use: ParameterUse, d_in: int, d_out: int, shape: Sequence[int]) -> str:
