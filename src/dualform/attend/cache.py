@@ -9,7 +9,6 @@ at any time, and nothing goes wrong where it cannot be written.
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -22,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from dualform._version import __version__
-from dualform.store.folder import PARTIAL
+from dualform.store.folder import PARTIAL, remove_folder
 from dualform.store.format import INITIAL, publish_tensors, tensor_bytes
 from dualform.store.reader import Run
 
@@ -128,7 +127,7 @@ def _prune(kept: Path, *, most: int) -> None:
             status = path.stat()
             if path.name.startswith(PARTIAL):
                 if time.time() - status.st_mtime > _STALE_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_folder(path)
             elif path.is_file():
                 found.append((path != kept, -status.st_mtime_ns, status.st_size, path))
     total = 0

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from dualform.errors import CorruptError, FormatError, RunNotFoundError
 from dualform.record.media import CORPUS as CORPUS
 from dualform.record.media import VOCABULARY as VOCABULARY
 from dualform.record.rowcheck import Outcome
-from dualform.store.folder import PARTIAL, check_no_link
+from dualform.store.folder import PARTIAL, check_no_link, remove_folder
 
 FORMAT = "dualform"
 VERSION = 1
@@ -256,7 +255,7 @@ class Partial:
 
     def discard(self) -> None:
         """Leave nothing of it behind."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
 
 def write_partial(path: Path, write: Callable[[Path], object], *, summed: bool = False) -> Partial:
@@ -277,7 +276,7 @@ def write_partial(path: Path, write: Callable[[Path], object], *, summed: bool =
         file.chmod(mode)
         return Partial(path, folder, str(written) if summed else checksum(file))
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         raise
 
 
