@@ -1,5 +1,6 @@
 """The run folder as something that others may write to: links, kills between two files, forked processes."""
 
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import torch
 
 import dualform
 from dualform.errors import StoreError
-from dualform.store.folder import own_files, remove_partial
+from dualform.store.folder import own_files, remove_folder, remove_partial
 from dualform.store.format import LOCK, locked
 from dualform.store.manifest import Manifest
 from helpers.small import batch, network, recorded, sgd, state, train
@@ -154,3 +155,22 @@ def test_a_forked_process_that_leaves_the_block_ends_nothing(run: Path) -> None:
     memory = dualform.open(run)
     assert memory.step == 4
     assert memory.verify(model).passed
+
+
+def test_a_folder_is_removed_with_its_files_though_an_interrupt_came_before(tmp_path: Path) -> None:
+    """`shutil.rmtree` would close a file descriptor twice where Ctrl-C comes as it closes it."""
+    real, interrupts = os.close, [KeyboardInterrupt()]
+
+    def close(descriptor: int) -> None:
+        real(descriptor)
+        if interrupts:
+            raise interrupts.pop()
+
+    folder = tmp_path / ".partial-0"
+    folder.mkdir()
+    (folder / "half").write_bytes(b"half")
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(os, "close", close)
+        remove_folder(folder)
+    assert not folder.exists()
+    remove_folder(folder)

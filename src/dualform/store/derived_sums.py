@@ -7,7 +7,6 @@ recently go first. It may be deleted at any time, and nothing goes wrong where i
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from dualform._version import __version__
-from dualform.store.folder import PARTIAL
+from dualform.store.folder import PARTIAL, remove_folder
 from dualform.store.format import publish_tensors, tensor_bytes
 
 MAX_FOLDER_BYTES = 2 << 30
@@ -85,7 +84,7 @@ def _prune(kept: Path, *, most: int) -> None:
             status = path.stat()
             if path.name.startswith(PARTIAL):
                 if time.time() - status.st_mtime > STALE_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_folder(path)
             elif path.is_file():
                 found.append((path != kept, -status.st_mtime_ns, status.st_size, path))
     total = 0

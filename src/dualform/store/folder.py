@@ -6,7 +6,6 @@ deleting, would reach files outside.
 
 import contextlib
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -43,6 +42,17 @@ def remove_unlisted(folder: Path, listed: Collection[str], kinds: Collection[str
             path.unlink(missing_ok=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and the files in it, as far as that can be done; folders inside it stay.
+
+    Not `shutil.rmtree`: where Ctrl-C comes as it closes a file descriptor, it closes that number once more.
+    """
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
 def remove_partial(folder: Path) -> None:
     """Remove what a killed writer may have left behind."""
     for place in (folder, *(folder / kind for kind in FOLDERS)):
@@ -51,7 +61,7 @@ def remove_partial(folder: Path) -> None:
         for path in place.iterdir():
             if PARTIAL_NAMES.fullmatch(path.name) and not path.is_symlink():
                 if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_folder(path)
                 else:
                     with contextlib.suppress(OSError):
                         path.unlink()

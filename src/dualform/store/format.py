@@ -7,7 +7,6 @@ write-fsync-rename that makes a file appear whole or not at all. The manifest is
 import contextlib
 import dataclasses
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from dualform.engine.description import Count
 from dualform.errors import CorruptError
 from dualform.recording.media import CORPUS as CORPUS
 from dualform.recording.media import VOCABULARY as VOCABULARY
-from dualform.store.folder import PARTIAL, check_no_link
+from dualform.store.folder import PARTIAL, check_no_link, remove_folder
 
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
@@ -84,7 +83,7 @@ class Partial:
 
     def discard(self) -> None:
         """Leave nothing of it behind."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
 
 def write_partial(path: Path, write: Callable[[Path], object], *, summed: bool = False) -> Partial:
@@ -105,7 +104,7 @@ def write_partial(path: Path, write: Callable[[Path], object], *, summed: bool =
         file.chmod(mode)
         return Partial(path, folder, str(written) if summed else checksum(file))
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         raise
 
 
