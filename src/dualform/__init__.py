@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dualform.errors import DualformError
     from dualform.opening import open
     from dualform.recording.estimate import estimate
+    from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
     from dualform.store.corpus import Corpus
     from dualform.store.record_to_folder import record
@@ -29,6 +30,7 @@ _HOME = {
     "estimate": "dualform.recording.estimate",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
+    "register_layer": "dualform.recording.layers",
 }
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "estimate",
     "open",
     "record",
+    "register_layer",
 ]
 
 

@@ -4,7 +4,15 @@ A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in
 module that computes several layers in one call is a `Composite`, registered by `@composes(ModuleType)`.
 """
 
-from dualform.recording.layers import attention, conv, embedding, linear, norms, recurrent  # noqa: F401 (these register)
+from dualform.recording.layers import (  # noqa: F401 (these register)
+    attention,
+    conv,
+    embedding,
+    linear,
+    norms,
+    recurrent,
+    rms_norms,
+)
 from dualform.recording.layers.composite import (
     Composite,
     Report,
@@ -14,7 +22,7 @@ from dualform.recording.layers.composite import (
     find_composite,
     sums_in_own_order,
 )
-from dualform.recording.layers.kind import LayerKind, find_kind, kinds, present, records, registered
+from dualform.recording.layers.kind import LayerKind, find_kind, kinds, present, records, register_layer, registered
 
 __all__ = [
     "Composite",
@@ -28,6 +36,7 @@ __all__ = [
     "kinds",
     "present",
     "records",
+    "register_layer",
     "registered",
     "sums_in_own_order",
 ]

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import torch  # noqa: F401 (for the example)
 from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
@@ -55,6 +56,7 @@ class LayerKind(ABC):
 K = TypeVar("K", bound=LayerKind)
 _KINDS: dict[type[nn.Module], LayerKind] = {}
 _ELSEWHERE: dict[tuple[str, str], LayerKind] = {}  # (package, class) -> kind
+_RECOGNISERS: list[Callable[[nn.Module], LayerKind | None]] = []
 
 
 def records(module_type: type[nn.Module]) -> Callable[[type[K]], type[K]]:
@@ -67,6 +69,38 @@ def records(module_type: type[nn.Module]) -> Callable[[type[K]], type[K]]:
     return register
 
 
+def register_layer(module_type: type[nn.Module], kind: type[LayerKind]) -> None:
+    """Let `dualform.record` record a module type of your own.
+
+    The layer's output must be linear in each of its parameters, for a key that the module's input determines: a
+    parameter map says how (`dualform.identity.parameter_maps`).
+
+    >>> class Scaled(nn.Module):
+    ...     def __init__(self, width):
+    ...         super().__init__()
+    ...         self.factor = nn.Parameter(torch.ones(width))
+    ...     def forward(self, x):
+    ...         return self.factor * x.tanh()
+    >>> class ScaledKind(LayerKind):
+    ...     name = "Scaled"
+    ...     own_order = True                          # torch sums an elementwise gradient in an order of its own
+    ...     def uses(self, module):
+    ...         return (ParameterUse("factor", "factor", "scale"),)
+    ...     def widths(self, module):
+    ...         return module.factor.numel(), module.factor.numel()
+    ...     def inputs(self, args, kwargs):
+    ...         return args[0]
+    ...     def keys(self, module, inputs):
+    ...         return inputs.tanh()                  # what the factor multiplies
+    >>> register_layer(Scaled, ScaledKind)  # doctest: +SKIP
+
+    Args:
+        module_type: the class of the module; subclasses with the same `forward` count too.
+        kind: a subclass of `dualform.recording.layers.LayerKind`.
+    """
+    records(module_type)(kind)
+
+
 def records_elsewhere(package: str, name: str) -> Callable[[type[K]], type[K]]:
     """Register a layer kind for a class of another package, which need not be installed."""
 
@@ -75,6 +109,12 @@ def records_elsewhere(package: str, name: str) -> Callable[[type[K]], type[K]]:
         return kind
 
     return register
+
+
+def recognises(recogniser: Callable[[nn.Module], LayerKind | None]) -> Callable[[nn.Module], LayerKind | None]:
+    """Register a function that returns the kind of a module of no registered type, or None."""
+    _RECOGNISERS.append(recogniser)
+    return recogniser
 
 
 def kinds() -> tuple[str, ...]:
@@ -105,6 +145,8 @@ def find_kind(module: nn.Module) -> LayerKind | None:
             same = isinstance(module, module_type) and type(module).forward is module_type.forward
             if same or type(module) is module_type:
                 kind = candidate
+    if kind is None:
+        kind = next((found for recognise in _RECOGNISERS if (found := recognise(module)) is not None), None)
     if kind is None or not kind.accepts(module):
         return None
     # A parametrized or otherwise computed weight is no parameter of the module itself.

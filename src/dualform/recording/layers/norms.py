@@ -17,7 +17,7 @@ from dualform.recording.layers.kind import LayerKind, present, records
 from dualform.torch_modes import without_gradients
 
 
-class _Norm(LayerKind):
+class Norm(LayerKind):
     """y = w ⊙ normalised(x) + b."""
 
     own_order = True
@@ -40,7 +40,7 @@ class _Norm(LayerKind):
         """Return the input as the factor meets it."""
 
 
-class _LastAxes(_Norm):
+class _LastAxes(Norm):
     """Normalises over the last axes; patterns are all the others."""
 
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class _LastAxes(_Norm):
         return error.reshape(inputs.shape).flatten(-len(shape))
 
 
-class _Channels(_Norm):
+class _Channels(Norm):
     """One factor per channel, the second axis; patterns are (batch, places)."""
 
     batch_axis = 0

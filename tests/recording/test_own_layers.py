@@ -1,0 +1,134 @@
+"""Layers that torch does not bring: RMSNorms of other packages, and a layer of one's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualform
+from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.layers import LayerKind, find_kind, kind
+
+
+class OtherRMSNorm(nn.Module):
+    """As language models write it: computed in float32, the epsilon under a name of its own."""
+
+    def __init__(self, width: int, epsilon: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class ShiftedRMSNorm(OtherRMSNorm):
+    """Multiplies by one plus the weight."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (1 + self.weight) / self.weight.clamp(min=1e-9) * super().forward(hidden)
+
+
+class CenteredRMSNorm(OtherRMSNorm):
+    """Takes the mean away first, whatever its name says."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden - hidden.mean(-1, keepdim=True))
+
+
+class OutsideRMSNorm(OtherRMSNorm):
+    """Adds its epsilon behind the root."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.weight * hidden / (hidden.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class FailingRMSNorm(OtherRMSNorm):
+    """Cannot be tried."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise RuntimeError("only on a GPU")
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -> dualform.Memory:
+    torch.manual_seed(0)
+    with dualform.record(model, optimizer, run, strict=True) as recorder:
+        for step in range(12):
+            recorder.annotate(sample=torch.arange(6) + 6 * step)
+            optimizer.zero_grad()
+            model(torch.randn(6, 4, 8)).sin().mean().backward()
+            optimizer.step()
+    return dualform.open(run)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_an_rms_norm_of_another_package_is_recorded(run: Path, name: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), OtherRMSNorm(8), nn.Linear(8, 3))
+    memory = train(model, getattr(torch.optim, name)(model.parameters(), lr=0.05), run)
+    assert memory.layers["1"].kind == "RMSNorm"
+    assert memory.verify(model).passed
+    assert not memory.coverage.uncovered
+    inputs = torch.randn(2, 4, 8)
+    output = memory.attend(model, inputs)["1"].output()
+    torch.testing.assert_close(output, model[:2](inputs).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", [ShiftedRMSNorm, CenteredRMSNorm, FailingRMSNorm])
+def test_a_module_that_computes_something_else_is_left_alone(other: type[OtherRMSNorm]) -> None:
+    assert find_kind(OtherRMSNorm(8)) is not None
+    assert find_kind(other(8)) is None
+
+
+def test_an_epsilon_elsewhere_is_noticed() -> None:
+    """At the size of ordinary inputs it would not be."""
+    assert find_kind(OutsideRMSNorm(8, epsilon=1e-3)) is None
+
+
+def test_the_trial_leaves_the_module_as_it_was() -> None:
+    norm = OtherRMSNorm(8).double().train()
+    before = norm.weight.detach().clone()
+    assert find_kind(norm) is not None
+    assert torch.equal(norm.weight, before)
+    assert norm.training
+    assert norm.weight.grad is None
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.factor * inputs.tanh()
+
+
+class ScaledKind(LayerKind):
+    name = "Scaled"
+    own_order = True
+
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
+        return (ParameterUse("factor", "factor", "scale"),)
+
+    def widths(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, Scaled)
+        return module.factor.numel(), module.factor.numel()
+
+    def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        return inputs.tanh()
+
+
+def test_a_layer_of_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "_KINDS", dict(kind._KINDS))
+    dualform.register_layer(Scaled, ScaledKind)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(8), nn.Linear(8, 3))
+    memory = train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), run)
+    assert memory.layers["1"].kind == "Scaled"
+    assert memory.verify(model).passed
+    inputs = torch.randn(2, 4, 8)
+    output = memory.attend(model, inputs)["1"].output()
+    torch.testing.assert_close(output, model[:2](inputs).detach(), rtol=1e-4, atol=1e-5)
