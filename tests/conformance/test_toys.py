@@ -27,7 +27,7 @@ from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.engine.sweep import run_sweep
 from dualform.identity.parameter_use import ParameterUse
 from dualform.store.reader import Run
-from dualform.store.rows import Rows
+from dualform.store.rows import MemoryRows
 
 __all__ = ["executed_run"]  # a fixture
 USES = (ParameterUse("weight", "weight", "outer"), ParameterUse("bias", "bias", "bias"))
@@ -41,7 +41,7 @@ class ListPart(PatternPart):
 
     def __init__(self, step: int, keys: Tensor, values: Tensor, labels: Tensor) -> None:
         self.index, self.start, self.stop = step, step, step + 1
-        self._rows, self._labels = {"keys": Rows(keys, None), "values": Rows(values, None)}, labels
+        self._rows, self._labels = {"keys": MemoryRows(keys, None), "values": MemoryRows(values, None)}, labels
 
     def calls(self, layer: str) -> Calls:
         count = len(self._labels)
@@ -50,7 +50,7 @@ class ListPart(PatternPart):
         numbers = one | dict.fromkeys(zeros, 0)
         return {**{name: np.array([number]) for name, number in numbers.items()}, "layout": np.array([None])}
 
-    def rows(self, layer: str, what: str) -> Rows:
+    def rows(self, layer: str, what: str) -> MemoryRows:
         return self._rows[what]
 
     def annotation(self, name: str, *, keep: bool = True) -> pa.ChunkedArray:

@@ -12,7 +12,7 @@ import dualform
 from dualform.store import writer
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
-from dualform.store.rows import PooledRows, Rows
+from dualform.store.rows import MemoryRows, PooledRows
 from helpers.loops import assert_exact, loss_of, sgd
 
 SAMPLES = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
@@ -127,7 +127,7 @@ def test_rows_come_back_as_they_went_in(numbers: list[int], cuts: list[int]) -> 
         bases.append(pool.size)
         found, new, digests = pool.place(part)
         assert digests.shape == (len(new), 2)
-        sources.append(Rows(part[new], None))
+        sources.append(MemoryRows(part[new], None))
         references.append(found)
         start += size
     pooled = PooledRows(torch.cat(references), bases, sources)

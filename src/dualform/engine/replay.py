@@ -170,13 +170,18 @@ def replay(
     names = replayed_parameters(run, layers)
     parameters = {name: _Parameter(run, name, groups) for name in names}
     reader = _Reader(run, names, codes, contributing)
-    with bar("replaying", total=min(horizon, run.steps)) as advance:
-        for step in range(min(horizon, run.steps)):
+    _take_steps(parameters.values(), reader, min(horizon, run.steps))
+    return {name: parameter.result() for name, parameter in parameters.items()}
+
+
+def _take_steps(parameters: Collection["_Parameter"], reader: "_Reader", steps: int) -> None:
+    """Let parameters take the first steps again, from the patterns of each step."""
+    with bar("replaying", total=steps) as advance:
+        for step in range(steps):
             calls = reader.calls(step)
-            for parameter in parameters.values():
+            for parameter in parameters:
                 parameter.step(step, calls)
             advance(1)
-    return {name: parameter.result() for name, parameter in parameters.items()}
 
 
 def multipliers(
@@ -273,12 +278,7 @@ def doubts(run: PatternSource, names: Collection[str], *, horizon: int) -> dict[
     parameters = {name: _Parameter(run, name, doubted=True) for name in wanted}
     if parameters:
         reader = _Reader(run, list(parameters), kept(keep_all), None)
-        with bar("replaying", total=min(horizon, run.steps)) as advance:
-            for step in range(min(horizon, run.steps)):
-                calls = reader.calls(step)
-                for parameter in parameters.values():
-                    parameter.step(step, calls)
-                advance(1)
+        _take_steps(parameters.values(), reader, min(horizon, run.steps))
     return {name: parameter.doubt() for name, parameter in parameters.items()}
 
 

@@ -7,6 +7,8 @@ element into [0.5, 1): the division is exact, and the stored exponent brings it 
 import torch
 from torch import Tensor
 
+from dualform.engine.reading import decode as decode
+
 SCALE = ".scale"  # suffix of the name of a row-scaled tensor's scales
 
 
@@ -27,9 +29,3 @@ def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     # 2^-126 is float32's smallest normal number; what is far below it is as good as zero.
     scales = scales.clamp(min=2.0**-126, max=2.0**127)
     return (rows / scales[:, None].to(rows.dtype)).to(torch.float16), scales.float()
-
-
-def decode(stored: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return stored rows, (T, d), in the dtype to compute in."""
-    rows = stored.to(dtype) if stored.is_floating_point() else stored
-    return rows if scales is None else rows * scales.to(dtype)[:, None]

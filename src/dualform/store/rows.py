@@ -6,7 +6,6 @@ no more than its chunks, and only scattered rows are taken from a map.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,26 +19,8 @@ DENSE = 4  # rows that are at most so far apart on average are read with what li
 LARGEST_MAP = 512 << 20  # bytes of a pool that may stay mapped
 
 
-class Source(Protocol):
-    """Stored rows, (n, d)."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What they are stored in."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return some rows as they are stored, and their scales where they are row-scaled.
-
-        Args:
-            index: consecutive rows, or numbers of rows.
-            into: a buffer (uint8) that may be used; what is returned is then valid until it is used again.
-        """
-
-
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MemoryRows:
     """Rows in memory, with their scales where they are row-scaled."""
 
     stored: Tensor
@@ -131,7 +112,7 @@ class PooledRows:
 
     references: Tensor  # (n,)
     bases: Sequence[int]  # the number of each source's first row, ascending
-    sources: Sequence[Rows | FileRows]
+    sources: Sequence[MemoryRows | FileRows]
 
     @property
     def dtype(self) -> torch.dtype:
