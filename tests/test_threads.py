@@ -6,7 +6,16 @@ import time
 import pytest
 import torch
 
-from dualform.threads import SMALL, Broken, InTurn, one_thread, restore_threads, side_by_side, start_alone
+from dualform.threads import (
+    SMALL,
+    Broken,
+    InTurn,
+    keeping_modes,
+    one_thread,
+    restore_threads,
+    side_by_side,
+    start_alone,
+)
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -141,3 +150,23 @@ def test_an_interrupt_while_waiting_for_a_turn_leaves_nobody_waiting() -> None:
     assert not waiting.is_alive()
     with pytest.raises(Broken), order.turn(1):
         pass
+
+
+def test_a_function_that_keeps_modes_gives_threads_back() -> None:
+    @keeping_modes
+    def interrupted() -> None:
+        one_thread().__enter__()
+        raise KeyboardInterrupt
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert torch.get_num_threads() == 3
+        with one_thread():
+            keeping_modes(lambda: None)()
+            assert torch.get_num_threads() == 1, "the block around it goes on"
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

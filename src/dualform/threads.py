@@ -72,6 +72,22 @@ def start_alone(work: Callable[[], object], *, name: str) -> threading.Thread:
     return thread
 
 
+def keeping_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function leave grad mode and the calling thread's threads as they were, whatever was interrupted in it."""
+
+    @keeping_grad_mode
+    @functools.wraps(function)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+        within = getattr(_reduced, "count", 0)  # not 0 in a `one_thread` block of the caller, which ends it
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if not within:
+                restore_threads()
+
+    return kept
+
+
 class Background:
     """Something that is being done on a thread of its own; or was, where no thread can be had any more."""
 
@@ -130,6 +146,7 @@ class Broken(Exception):
     """Another thread has failed, and reports it."""
 
 
+@keeping_modes
 def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R], object]) -> None:
     """Do some work for every item, on as many threads as torch uses; then take the results, one at a time, in order.
 
@@ -182,9 +199,9 @@ def side_by_side(items: Sequence[T], work: Callable[[T], R], then: Callable[[R],
 
 
 def in_own_dtype(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function compute in its tensors' own dtype, whatever autocast is on around it, and keep grad mode."""
+    """Let a function compute in its tensors' own dtype, whatever autocast is on around it, and keep every mode."""
 
-    @keeping_grad_mode
+    @keeping_modes
     @functools.wraps(function)
     def computed(*args: P.args, **kwargs: P.kwargs) -> R:
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

@@ -48,8 +48,8 @@ from dualform.store.corpus import Corpus
 from dualform.store.kept_state import KnownState, lossy_text
 from dualform.store.media import Media
 from dualform.store.pieces import Tokenizer
-from dualform.threads import in_own_dtype
-from dualform.torch_modes import keeping_grad_mode, without_gradients
+from dualform.threads import in_own_dtype, keeping_modes
+from dualform.torch_modes import without_gradients
 
 
 class Memory:
@@ -299,7 +299,7 @@ class Memory:
             )
         return trained
 
-    @keeping_grad_mode
+    @keeping_modes
     def restored(self, model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
         """Return a copy of the model as the recording left it, and the parts of its state that are not, with reasons.
 
@@ -362,7 +362,7 @@ class Memory:
 
     # Attention ----------------------------------------------------------------------------------------------------
 
-    @keeping_grad_mode
+    @keeping_modes
     def attend(
         self,
         model: nn.Module | None = None,

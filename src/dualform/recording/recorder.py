@@ -42,7 +42,7 @@ from dualform.recording.trails import Accumulation, Trail, fetched, resolve_all
 from dualform.recording.transfer import Transfer
 from dualform.recording.unwrap import unwrap_all
 from dualform.recording.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
-from dualform.threads import one_thread, restore_threads
+from dualform.threads import keeping_modes, one_thread, restore_threads
 from dualform.torch_modes import keeping_grad_mode, without_gradients
 
 OnFailure = Literal["raise", "detach"]
@@ -121,7 +121,7 @@ class Recorder:
     def __enter__(self) -> Self:
         return self.start()
 
-    @keeping_grad_mode
+    @keeping_modes
     def start(self) -> Self:
         """Begin to record, as entering a with statement does; end with `close`.
 
@@ -184,7 +184,7 @@ class Recorder:
         """End the recording, as leaving the with statement does. A recorder may be closed more than once."""
         self._close(None)
 
-    @keeping_grad_mode
+    @keeping_modes
     def _close(self, error: BaseException | None) -> None:
         """End the recording; failures are only warned of while another error is on its way."""
         restore_threads()
