@@ -15,7 +15,6 @@ from dualform.show.report.build import build_report
 from dualform.show.session import Session
 from torture.good_runs import GoodRun
 
-ROUNDING = 3e-5  # relative to the largest number of an answer
 Question = Callable[[Memory, GoodRun], Any]
 
 
@@ -118,19 +117,19 @@ def comparable(answer: Any) -> Any:
     return {name: comparable(getattr(answer, name)) for name in fields} or repr(answer)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Say whether two comparable answers are equal; numbers may differ by rounding, which depends on the way taken."""
+def same(one: Any, other: Any, rounding: float) -> bool:
+    """Say whether two comparable answers are equal; numbers may differ by rounding, relative to the largest."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         if one.dtype.kind != "f":
             return bool((one == other).all())
         size = float(np.abs(other).max(initial=0.0))
-        return np.allclose(one, other, rtol=0.0, atol=ROUNDING * size, equal_nan=True)
+        return np.allclose(one, other, rtol=0.0, atol=rounding * size, equal_nan=True)
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key], rounding) for key in one)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(same(a, b, rounding) for a, b in zip(one, other, strict=True))
     return type(one) is type(other) and not isinstance(one, np.ndarray) and bool(one == other)
 
 
