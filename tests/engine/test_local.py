@@ -1,5 +1,6 @@
 """Bounded memory: no pass ever holds more than a chunk, whatever is asked."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,20 @@ def test_sums_of_many_scores_are_taken_in_parts(groups: int, monkeypatch: pytest
         of_keys = reducers.KeySums(groups, 3)
         found = of_keys.add(of_keys.new(scores), chunk, scores[:0], codes)
         torch.testing.assert_close(found, keys, rtol=1e-5, atol=1e-5)
+
+
+def test_several_threads_ask_one_executor(wide: tuple[Path, nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the viewer does: what is remembered for one thread is not torn by another."""
+    monkeypatch.setattr(local, "MAX_REMEMBERED_BYTES", 40_000)  # of which each answer takes 24,000
+    path, _ = wide
+    memory = dualform.open(path)
+
+    def ask(seed: int) -> bool:
+        queries = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+        layer = memory.attend(queries={"": queries})[""]
+        keys = torch.cat([part.rows("", "keys").take(slice(None))[0] for part in Run(path).parts()])
+        best = layer.top(3).values[:, 0]
+        return torch.allclose(best, (queries @ keys.T).topk(3, dim=1).values, rtol=1e-5, atol=1e-5)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(40)))

@@ -71,6 +71,7 @@ class LocalExecutor:
         self._device_keys: dict[Hashable, Tensor] = {}
         self._distinct: dict[Hashable, DistinctKeys | None] = {}
         self._remembered: OrderedDict[Hashable, tuple[weakref.ref[Tensor], Tensor]] = OrderedDict()
+        self._lock = threading.Lock()  # of all three, which several threads may ask for; held for no work
 
     def run(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
         """Return the result of each job."""
@@ -186,16 +187,18 @@ class LocalExecutor:
 
     def _recall(self, place: Hashable, job: Pass[Any]) -> Tensor | None:
         """Return remembered measures, if they are of these very queries."""
-        known = self._remembered.get(place)
+        with self._lock:
+            known = self._remembered.get(place)
         return known[1] if known is not None and known[0]() is job.queries else None
 
     def _remember(self, place: Hashable, job: Pass[Any], measures: Tensor) -> None:
         assert job.queries is not None, "measures are of queries"
-        self._remembered[place] = (weakref.ref(job.queries), measures)
-        for at in [at for at, (of, _) in self._remembered.items() if of() is None]:
-            del self._remembered[at]
-        while sum(kept.nbytes for _, kept in self._remembered.values()) > MAX_REMEMBERED_BYTES:
-            self._remembered.popitem(last=False)
+        with self._lock:
+            self._remembered[place] = (weakref.ref(job.queries), measures)
+            for at in [at for at, (of, _) in self._remembered.items() if of() is None]:
+                del self._remembered[at]
+            while sum(kept.nbytes for _, kept in self._remembered.values()) > MAX_REMEMBERED_BYTES:
+                self._remembered.popitem(last=False)
 
     def _keys_on_device(
         self, source: PatternSource, layer: str, device: torch.device, dtype: torch.dtype | None
@@ -219,11 +222,15 @@ class LocalExecutor:
             return None
         job = passes[0]
         place = (source.digest, job.layer, job.view.key)
-        if place not in self._distinct:
+        with self._lock:
+            if place in self._distinct:
+                return self._distinct[place]
+        found = find_distinct(source, job.layer, job.view)
+        with self._lock:
             while len(self._distinct) >= MAX_REMEMBERED_DISTINCT:
-                self._distinct.pop(next(iter(self._distinct)), None)
-            self._distinct[place] = find_distinct(source, job.layer, job.view)
-        return self._distinct[place]
+                self._distinct.pop(next(iter(self._distinct)))
+            self._distinct[place] = found
+        return found
 
 
 def _reduce_known(job: Pass[Any], measures: Tensor) -> Any:
