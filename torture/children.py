@@ -112,17 +112,17 @@ def attach(connection: Connection, errors: Path, path: Path, first: int) -> None
 
 def ask(connection: Connection, errors: Path, name: str, path: Path) -> None:
     """Ask what is cached on the disk, again and again from an empty cache; a mark comes as each file is written."""
-    from dualform.attend import cache
+    from dualform.store import derived_sums
     from dualform.store.folder import own_files
 
-    publish = cache.publish_tensors
+    publish = derived_sums.publish_tensors
 
     def publish_and_tell(*args: Any, **kwargs: Any) -> Any:
         connection.send(WRITING)
         return publish(*args, **kwargs)
 
     with told(connection, errors) as tell:
-        cache.publish_tensors = publish_and_tell
+        derived_sums.publish_tensors = publish_and_tell
         tell(BEGINS)
         for _ in range(50):
             for file in own_files(path, ["cache"]):

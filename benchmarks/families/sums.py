@@ -42,7 +42,8 @@ def sums(bench: Bench, what_is_built: str) -> Measured:
         shutil.rmtree(folder / "cache", ignore_errors=True)
         spotlight = dualform.open(folder).attend(queries={"layers.0": torch.zeros(1, WIDTH)})["layers.0"]
         built: LayerSums = spotlight._sums
-        return getattr(built, what_is_built)(spotlight._group("label"))
+        grouping = spotlight._group("label")
+        return built.shares(grouping) if shares else spotlight._answer(built.plan_keys(grouping))
 
     files = sorted(folder.glob("shards/*.safetensors"))
     product = _outer_products(bench, folder, patterns) if shares else _member_products(bench, folder, patterns)

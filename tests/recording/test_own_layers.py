@@ -88,6 +88,25 @@ def test_an_epsilon_elsewhere_is_noticed() -> None:
     assert find_kind(OutsideRMSNorm(8, epsilon=1e-3)) is None
 
 
+class GatedRMSNorm(OtherRMSNorm):
+    """Takes a gate too, without which it is an RMSNorm."""
+
+    def forward(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden if gate is None else hidden * gate.sigmoid())
+
+
+def test_a_norm_of_two_arguments_or_of_one_factor_is_left_alone() -> None:
+    assert find_kind(GatedRMSNorm(8)) is None
+    assert find_kind(OtherRMSNorm(1)) is None, "its one factor would fit inputs of any width"
+
+
+def test_the_trial_calls_no_hooks() -> None:
+    norm, seen = OtherRMSNorm(8), []
+    norm.register_forward_hook(lambda module, args, output: seen.append(args))
+    assert find_kind(norm) is not None
+    assert not seen
+
+
 def test_the_trial_leaves_the_module_as_it_was() -> None:
     norm = OtherRMSNorm(8).double().train()
     before = norm.weight.detach().clone()

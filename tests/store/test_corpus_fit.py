@@ -124,7 +124,7 @@ def test_an_outcome_is_remembered(run, monkeypatch):
     memory.place_counts("1")
     read = []
     plain = Shard.annotation
-    monkeypatch.setattr(Shard, "annotation", lambda shard, name: read.append(name) or plain(shard, name))
+    monkeypatch.setattr(Shard, "annotation", lambda shard, name, **how: read.append(name) or plain(shard, name, **how))
     dualform.open(run).place_counts("1")
     assert read == ["place"] * 3  # to count, and not to compare again
     with pytest.raises(QueryError, match="annotated places are wrong"):

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from small import recorded
 from torch import nn
 from torch.nn import functional
 
@@ -27,6 +26,7 @@ from dualform.store.format import checksum
 from dualform.store.parquet_footer import read_footer
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
+from helpers.small import recorded
 
 WIDE = 40  # keys that are wide enough for a pool
 Edit = Callable[[Any], Any]

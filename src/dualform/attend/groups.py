@@ -162,8 +162,8 @@ class Table:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Names the view by its conditions and its horizon."""
-        return (self.conditions, self.horizon)
+        """Names the view by its conditions, as text since 1 == True in Python, and its horizon."""
+        return (repr(self.conditions), self.horizon)
 
     def narrowed(self, conditions: Iterable[Condition]) -> "Table":
         """Return the view of those of these patterns for which more conditions hold."""

@@ -91,9 +91,10 @@ class Pass(Generic[R]):
         measure: gives each pattern a measure per query; None where the reducer looks at keys and values alone.
         rows: how many rows of measures there are; by default one per query.
         groups: each pattern's group; None for one group.
-        values: whether the reducer looks at values and coefficients.
+        values: whether the reducer looks at keys, values or coefficients beside the measures.
         coefficients_of: whether coefficients are those of the parameter or of its momentum buffer.
         block_patterns: how many patterns to measure at once; by default the executor's choice.
+        again: whether more questions about the very same queries may follow, so that measures are worth remembering.
     """
 
     layer: str
@@ -107,6 +108,7 @@ class Pass(Generic[R]):
     values: bool = False
     coefficients_of: Of = "parameter"
     block_patterns: int | None = None
+    again: bool = True
 
     @property
     def needs_values(self) -> bool:

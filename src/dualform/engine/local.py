@@ -171,7 +171,9 @@ class LocalExecutor:
         measure, queries = job.measure, job.queries
         if job.block_patterns is not None or not isinstance(measure, PatternMeasure) or queries is None:
             return None
-        if job.rows is not None or (job.groups is not None and job.groups.known_by_part):
+        if not job.again:
+            return None
+        if job.values or job.rows is not None or (job.groups is not None and job.groups.known_by_part):
             return None
         if measure.needs_values and measure.units is None:
             return None

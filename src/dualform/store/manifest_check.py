@@ -50,7 +50,7 @@ def problems(manifest: "Manifest") -> Iterator[str]:
 
 
 def _parameter_problems(manifest: "Manifest") -> Iterator[str]:
-    used = {parameter for layer in manifest.layers.values() for parameter in layer.parameters.values()}
+    used = {use.parameter for layer in manifest.layers.values() for use in layer.uses}
     for name, entry in manifest.parameters.items():
         if name not in used:
             yield f"no layer has the parameter {name!r}"

@@ -135,7 +135,7 @@ def test_samples_may_be_named_by_texts(tmp_path, served):
     model = pictures()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(9, 1, 6, 6)
-    with dualform.record(model, optimizer, tmp_path / "run", factory="small_models:pictures") as recorder:
+    with dualform.record(model, optimizer, tmp_path / "run", factory="helpers.small_models:pictures") as recorder:
         recorder.tests(inputs, torch.arange(9) % 3)
         for step in range(7):
             rows = (torch.arange(3) + 3 * step) % 9
