@@ -1,35 +1,13 @@
 """Modes of torch are put back wherever an interrupt comes: where a Python function begins, CPython looks for them."""
 
-import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 
 from dualform.threads import in_own_dtype, side_by_side
 from dualform.torch_modes import call_without_autocast, finish, keeping_grad_mode, with_gradients, without_gradients
-
-
-def interrupted(action: Callable[[], object], at: int) -> bool:
-    """Run an action and interrupt it as its `at`-th Python function begins; say whether it got that far."""
-    begun = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        if begun == at:
-            raise KeyboardInterrupt
-
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
+from helpers.interruptions import interrupted
 
 
 def count_lost(action: Callable[[], object], *, most: int = 200) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -75,6 +76,17 @@ def call_without_autocast(kinds: Sequence[str], call: Callable[[], R]) -> R:
         return call_without_autocast(kinds[1:], call)
     finally:
         torch.set_autocast_enabled(kinds[0], before)
+
+
+def function_modes() -> int:
+    """Return how many modes of the calling thread (`TorchFunctionMode`) torch's functions go through."""
+    return len(_get_current_function_mode_stack())
+
+
+def end_function_modes(count: int) -> None:
+    """End the modes beyond the first `count`, which an interrupt kept from their end."""
+    while function_modes() > count:
+        torch._C._pop_torch_function_stack()
 
 
 def finish(*steps: Callable[[], object]) -> None:

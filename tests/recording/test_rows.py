@@ -1,6 +1,7 @@
 """Rows: annotations reach the patterns that they belong to, whatever a model does to its rows, or none at all."""
 
 import contextlib
+import gc
 import random
 import sys
 import warnings
@@ -12,10 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+from torch.overrides import _get_current_function_mode_stack
 
 import dualform
 from dualform.errors import AnnotationError
 from dualform.recording.rows import _order
+from dualform.torch_modes import end_function_modes
+from helpers.interruptions import interrupted
 from helpers.loops import loss_of, sgd, state
 
 B, D = 6, 5
@@ -603,3 +608,22 @@ def test_a_resumed_run_keeps_the_worst_that_was_found(run: Path) -> None:
     model.change = torch.tanh
     samples(run, model, batch(), resume=True)
     assert dualform.open(run).rows["head"].outcome == "not aligned"
+
+
+def test_an_interrupt_anywhere_in_a_trial_leaves_the_model_and_torch_as_they_were(run: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    recorder = dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
+    files = ("record/rows.py", "contextlib.py", "overrides.py")
+    random_state = torch.get_rng_state()
+    for at in range(1, 10_000, 5):
+        reached = interrupted(lambda: recorder.check_rows(torch.randn(4, 5, generator=torch.Generator())), at, files)
+        gc.collect()
+        assert all(parameter.requires_grad for parameter in model.parameters()), at
+        assert all(mode.ended for mode in _get_current_function_mode_stack()), at
+        end_function_modes(0)
+        assert not every_module._global_forward_pre_hooks, at
+        assert torch.equal(torch.get_rng_state(), random_state), at
+        assert torch.is_grad_enabled(), at
+        if not reached:
+            break
+    assert at > 50

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from dualform.recording.listening import ListenedCall, listen
 from dualform.recording.rowcheck import Placement, RowCheck
 from dualform.recording.watch import Watched, find_candidates
-from dualform.torch_modes import call_without_autocast, with_gradients
+from dualform.torch_modes import call_without_autocast, end_function_modes, finish, function_modes, with_gradients
 
 MAX_COPY_BYTES = 2 << 30  # parameters and buffers of a model that is copied for a trial
 FEW_ROWS = 3  # batches in which a permutation without fixed points may commute with what the model does to its rows
@@ -256,14 +256,19 @@ class _Trial:
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         listen(watched, calls)
 
+        mode, depth = _NoDropout(), function_modes()
+
         @with_gradients
         def compute() -> None:
-            with _NoDropout(), _not_called(self._model), _frozen(self._model):
-                args, kwargs = batch
-                outputs = model(*args, **kwargs)
-                # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and
-                # frozen.
-                _summed(outputs).backward()
+            try:
+                with mode, _not_called(self._model), _frozen(self._model):
+                    args, kwargs = batch
+                    outputs = model(*args, **kwargs)
+                    # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and
+                    # frozen.
+                    _summed(outputs).backward()
+            finally:
+                finish(lambda: end_function_modes(depth), mode.put_back)
 
         call_without_autocast([device], compute)
         return {
@@ -300,10 +305,16 @@ class _NoDropout(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ended = False
         self._generators: list[tuple[torch.Generator, Tensor]] = []  # each with its state before the trial
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def put_back(self) -> None:
+        """Give the model's own generators the state that they had, and do nothing any more.
+
+        torch takes a mode off while it handles a function, and where an interrupt comes then puts it back when the
+        exception is dropped: after the trial.
+        """
+        self.ended = True
         for generator, state in self._generators:
             generator.set_state(state)
 
@@ -312,6 +323,8 @@ class _NoDropout(TorchFunctionMode):
     ) -> Any:
         """Call a function without its dropout."""
         kwargs = kwargs or {}
+        if self.ended:
+            return func(*args, **kwargs)
         generator = kwargs.get("generator")
         if generator is not None and all(generator is not known for known, _ in self._generators):
             self._generators.append((generator, generator.get_state()))
@@ -456,13 +469,12 @@ def _order(rows: int) -> Tensor:
 def _frozen(model: nn.Module) -> Iterator[None]:
     """Let no gradient reach the model's own parameters, which a copy of it may refer to through a closure."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
     try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        finish(lambda: [parameter.requires_grad_(True) for parameter in trained])
 
 
 def _check_permutable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -524,12 +536,13 @@ def _not_called(model: nn.Module) -> Iterator[None]:
             raise Untried("a copy of the model calls layers of the model itself, which a function refers to")
 
     compiling = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    handle = every_module.register_module_forward_pre_hook(refuse)
+    hooks = every_module._global_forward_pre_hooks
     try:
+        every_module.register_module_forward_pre_hook(refuse)
         with compiling:
             yield
     finally:
-        handle.remove()
+        finish(lambda: [hooks.pop(number) for number, hook in list(hooks.items()) if hook is refuse])
 
 
 @contextmanager
@@ -551,11 +564,12 @@ def _untouched_generators() -> Iterator[Callable[[], bool]]:
     try:
         yield moved
     finally:
-        random.setstate(before[0])
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(before[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(before[3:])
+        finish(
+            lambda: random.setstate(before[0]),
+            lambda: np.random.set_state(of_numpy),
+            lambda: torch.set_rng_state(before[2]),
+            lambda: torch.cuda.set_rng_state_all(before[3:]) if cuda else None,
+        )
 
 
 def _summed(outputs: Any) -> Tensor:

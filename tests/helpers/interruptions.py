@@ -1,0 +1,37 @@
+"""Interrupts at every place where CPython looks for them, one after the other."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SPARED = ("finish", "<genexpr>")
+"""Functions that are not interrupted as they begin: in `finish` that would be the one place that nothing mends, and an
+exception in a generator that is being closed is dropped by the interpreter."""
+
+
+def interrupted(action: Callable[[], object], at: int, files: tuple[str, ...] = ("",)) -> bool:
+    """Run an action and interrupt it as its `at`-th Python function begins; say whether it got that far.
+
+    Args:
+        action: the action.
+        at: which function, counted from 1.
+        files: the ends of the names of the files whose functions count.
+    """
+    begun = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal begun
+        if frame.f_code.co_filename.endswith(files) and frame.f_code.co_name not in SPARED:
+            begun += 1
+            if begun == at:
+                raise KeyboardInterrupt
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
