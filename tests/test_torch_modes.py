@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dualform.threads import in_own_dtype, side_by_side
-from dualform.torch_modes import call_without_autocast, finish, keeping_grad_mode, with_gradients, without_gradients
+from dualform.torch_modes import call_without_autocast, keeping_grad_mode, with_gradients, without_gradients
 from helpers.interruptions import interrupted
 
 
@@ -67,17 +67,3 @@ def test_the_modes_inside() -> None:
     with torch.autocast("cpu"):
         assert call_without_autocast(["cpu"], lambda: torch.is_autocast_enabled("cpu")) is False
         assert torch.is_autocast_enabled("cpu")
-
-
-def test_every_step_of_a_clean_up_is_done_when_one_is_interrupted() -> None:
-    done: list[str] = []
-    interrupts = [KeyboardInterrupt()]
-
-    def first() -> None:
-        if interrupts:
-            raise interrupts.pop()
-        done.append("first")
-
-    with pytest.raises(KeyboardInterrupt):
-        finish(first, lambda: done.append("second"))
-    assert set(done) == {"first", "second"}

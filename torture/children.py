@@ -11,12 +11,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 import dualform
 import dualform.store.format
 import dualform.store.writer
 from dualform.lazy import compute, parquet
+from dualform.store.folder import own_files
 from torture.trainings import TRAININGS, Checkpoint, Training, answers
 
 with contextlib.suppress(ImportError):
@@ -112,17 +114,17 @@ def attach(connection: Connection, errors: Path, path: Path, first: int) -> None
 
 def ask(connection: Connection, errors: Path, name: str, path: Path) -> None:
     """Ask what is cached on the disk, again and again from an empty cache; a mark comes as each file is written."""
-    from dualform.store import derived_sums
-    from dualform.store.folder import own_files
 
-    publish = derived_sums.publish_tensors
+    def telling(write: Callable[..., Any]) -> Callable[..., Any]:
+        def write_and_tell(*args: Any, **kwargs: Any) -> Any:
+            connection.send(WRITING)
+            return write(*args, **kwargs)
 
-    def publish_and_tell(*args: Any, **kwargs: Any) -> Any:
-        connection.send(WRITING)
-        return publish(*args, **kwargs)
+        return write_and_tell
 
     with told(connection, errors) as tell:
-        derived_sums.publish_tensors = publish_and_tell
+        for name_of_writer in ("save_file", "save"):
+            setattr(safetensors.torch, name_of_writer, telling(getattr(safetensors.torch, name_of_writer)))
         tell(BEGINS)
         for _ in range(50):
             for file in own_files(path, ["cache"]):

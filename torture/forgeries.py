@@ -53,7 +53,10 @@ UNKNOWABLE: dict[str, tuple[str, str]] = {
     ),
     r".*: steps/.* fingerprint\b.*": ("marks", "by which a step is recognised in resuming"),
     r".*: shards/\d+/(parameters|state_after|stale)\b.*": ("marks", "for resuming, and of state that no layer covers"),
-    r".*: (files/)?(uncovered|frozen|no_final).*": ("uncovered state", "state that no layer covers is in no sum of patterns"),
+    r".*: (files/)?(uncovered|frozen|no_final).*": (
+        "uncovered state",
+        "state that no layer covers is in no sum of patterns",
+    ),
     r".*: (created|versions|factory|factory_arguments|optimizers)\b.*": ("descriptions", "words of the run on itself"),
     r".*: layers/[^/]*/(kind|optional)\b.*": ("descriptions", "the name of a layer's kind; whether it may be unused"),
     r".*: layers/[^/]* twice": ("descriptions", "a layer that was never used adds nothing"),

@@ -19,6 +19,8 @@ from torture.outcome import Outcome
 
 FULL, SHORT = 1000, 16  # interrupts
 HANG_SECONDS = 120.0  # without a word, after which the process counts as hung
+TORCHS_OWN = "grad mode left off by torch's own code"
+TURNED = "turned into another exception by safetensors"
 BATCH = 125  # interrupts of one process
 
 
@@ -31,7 +33,7 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
     outcome.counts = dict.fromkeys(stages.values(), 0)
     kinds = {"by timer": "by timer", "by SIGINT": "by SIGINT of another process", "twice": "two, the second in closing"}
     outcome.counts |= dict.fromkeys(kinds.values(), 0)
-    outcome.counts["grad mode left off by torch's own code"] = 0
+    outcome.counts |= {TORCHS_OWN: 0, TURNED: 0}
     done = hangs = 0
     with fork_server("torture.lives") as server:
         while done < total and hangs < 3:
@@ -39,10 +41,11 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
             watch = _Watch(server, folder / f"batch{done}", seed + done, min(BATCH, total - done), cores)
             for stage, kind, failures in watch.interrupts():
                 done += 1
-                plain, _, torchs = kind.partition(", ")
+                plain, _, others = kind.partition(", ")
                 outcome.counts[stages[stage]] += 1
                 outcome.counts[kinds[plain]] += 1
-                outcome.counts["grad mode left off by torch's own code"] += bool(torchs)
+                outcome.counts[TORCHS_OWN] += "grad mode" in others
+                outcome.counts[TURNED] += "turned" in others
                 outcome.failures.extend(failures)
                 for failure in failures:
                     print(f"interrupts: FAILED: {failure}", file=sys.stderr, flush=True)

@@ -213,7 +213,11 @@ class _Life:
         except KeyboardInterrupt as error:
             owner, where = raised_in(error.__traceback__)
         except Exception as error:
-            wrong.append(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            if trigger.raised and "get_tensor(" in (last.line or ""):
+                kind += ", turned into another exception by safetensors"
+            else:
+                wrong.append(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         if aim.sender is not None:
             aim.sender.send(("landed",))
         stage = trigger.stage or stage
@@ -221,7 +225,7 @@ class _Life:
         if not trigger.raised:
             shutil.rmtree(path, ignore_errors=True)
             return None
-        kind = kind if trigger.raised > 1 or kind != "twice" else "by timer"
+        kind = kind if trigger.raised > 1 else kind.replace("twice", "by timer")
         wrong += self._wrong(training, model, optimizers, path, before, owner)
         shutil.rmtree(path, ignore_errors=True)
         if self.torchs_own:

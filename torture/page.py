@@ -47,7 +47,8 @@ PROMISES = {
         "at once: what was taken is published in the background, and the folder stays locked until that is done.",
         "**Not promised.** `torch.no_grad` and every optimizer's `step` of torch itself leave grad mode off where an "
         "interrupt comes in the instant in which they put it back, recorded or not. Such interrupts are told apart by "
-        "their traceback, which has no function of dualform in it, and counted below.",
+        "their traceback, which has no function of dualform in it, and counted below. `safetensors` may turn an "
+        "interrupt that comes while it makes a tensor into an exception of another kind; that is counted too.",
         "**Done.** Interrupts are raised in the main thread by a timer, aimed into each stage of a recording's or a "
         "reader's life, or sent as SIGINT by another process; some are followed by a second one while the recording is "
         "being closed. After each, everything above is checked, the run is resumed and brought to its end, and its "

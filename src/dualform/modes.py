@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dualform.torch_modes import finish
-
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
@@ -21,7 +19,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         set_evaluation(model)
         yield
     finally:
-        finish(lambda: _set_modes(modes))
+        try:
+            _set_modes(modes)
+        finally:
+            _set_modes(modes)  # once more: an interrupt may have cut the first short
 
 
 def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -3,7 +3,8 @@
 `with torch.no_grad():` is left by a Python function, and an interrupt at the first instruction of that function leaves
 gradients off for the rest of the program. CPython looks for interrupts when a Python function begins, when a loop jumps
 back and after a call; it does not between the beginning of a `finally` block and the end of its first call of a C
-function. So each mode is put back here by one C function, called first in a `finally` block.
+function. So each mode is put back here by one C function, called first in a `finally` block. A clean-up that takes a
+Python function is written twice, `try: clean_up() finally: clean_up()`, and may be done twice.
 """
 
 import functools
@@ -87,13 +88,3 @@ def end_function_modes(count: int) -> None:
     """End the modes beyond the first `count`, which an interrupt kept from their end."""
     while function_modes() > count:
         torch._C._pop_torch_function_stack()
-
-
-def finish(*steps: Callable[[], object]) -> None:
-    """Do every step of a clean-up, each of which may be done twice, even where an interrupt comes in one of them."""
-    try:
-        for step in steps:
-            step()
-    finally:
-        for step in steps:
-            step()

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SPARED = ("finish", "<genexpr>")
-"""Functions that are not interrupted as they begin: in `finish` that would be the one place that nothing mends, and an
-exception in a generator that is being closed is dropped by the interpreter."""
+SPARED = ("<genexpr>",)  # an exception in a generator that is being closed is dropped by the interpreter
 
 
 def interrupted(action: Callable[[], object], at: int, files: tuple[str, ...] = ("",)) -> bool:

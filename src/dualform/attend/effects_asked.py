@@ -21,7 +21,7 @@ from dualform.errors import QueryError
 from dualform.modes import evaluating
 from dualform.recording.listening import ListenedCall, listen
 from dualform.recording.watch import Watched
-from dualform.torch_modes import finish, with_gradients
+from dualform.torch_modes import with_gradients
 
 Named = Literal["margin", "loss"]
 Quantity = Named | Callable[[Any, Any], Tensor]
@@ -197,7 +197,10 @@ def _backward(
                 raise QueryError("The quantity does not depend on the model's parameters, so it has no effects.")
             torch.autograd.grad(found.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     finally:
-        finish(put_back)
+        try:
+            put_back()
+        finally:
+            put_back()  # once more: an interrupt may have cut the first short
     return calls, len(found)
 
 

@@ -4,7 +4,7 @@ What a group adds to a layer's output, projected on this, is what it adds to the
 layer, and in the others as far as the network is linear there (between ReLUs: while no unit switches).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,19 @@ from dualform.attend.outputs import logits_of
 from dualform.modes import evaluating
 from dualform.recording.layers import find_kind
 from dualform.recording.watch import plain_name
-from dualform.torch_modes import finish, with_gradients
+from dualform.torch_modes import with_gradients
 
 
 def output_rows(output: Any) -> Tensor:
     """Return what a model gave as rows of outputs, (rows, classes), where the last axis holds the classes."""
     first = logits_of(output)
     return first.reshape(-1, first.shape[-1]) if first.dim() else first.reshape(1, 1)
+
+
+def remove_all(handles: Sequence[Any]) -> None:
+    """Take hooks off."""
+    for handle in handles:
+        handle.remove()
 
 
 @with_gradients
@@ -50,7 +56,10 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
             kept = [output for found in calls.values() for _, _, output in found if output.requires_grad]
             gradients = torch.autograd.grad(target, kept, allow_unused=True) if kept else ()
     finally:
-        finish(lambda: [handle.remove() for handle in handles])
+        try:
+            remove_all(handles)
+        finally:
+            remove_all(handles)  # once more: an interrupt may have cut the first short
     by_output = {id(output): gradient for output, gradient in zip(kept, gradients, strict=True)}
     found = {}
     for name, rows in calls.items():

@@ -28,7 +28,7 @@ from dualform.recording.probes import Prediction
 from dualform.recording.spares import Spares
 from dualform.recording.watch import Watched, covered, plain_name
 from dualform.threads import one_thread
-from dualform.torch_modes import finish, set_grad_enabled, without_gradients
+from dualform.torch_modes import set_grad_enabled, without_gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -519,7 +519,10 @@ def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]
         torch.backends.mha.set_fastpath_enabled(False)  # it would hand nested tensors to the layers, or none
         yield captured
     finally:
-        finish(remove_all)
+        try:
+            remove_all()
+        finally:
+            remove_all()  # once more: an interrupt may have cut the first short
 
 
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from dualform.recording.listening import ListenedCall, listen
 from dualform.recording.rowcheck import Placement, RowCheck
 from dualform.recording.watch import Watched, find_candidates
-from dualform.torch_modes import call_without_autocast, end_function_modes, finish, function_modes, with_gradients
+from dualform.torch_modes import call_without_autocast, end_function_modes, function_modes, with_gradients
 
 MAX_COPY_BYTES = 2 << 30  # parameters and buffers of a model that is copied for a trial
 FEW_ROWS = 3  # batches in which a permutation without fixed points may commute with what the model does to its rows
@@ -268,7 +268,12 @@ class _Trial:
                     # frozen.
                     _summed(outputs).backward()
             finally:
-                finish(lambda: end_function_modes(depth), mode.put_back)
+                try:
+                    mode.put_back()
+                    end_function_modes(depth)
+                finally:
+                    mode.put_back()
+                    end_function_modes(depth)
 
         call_without_autocast([device], compute)
         return {
@@ -465,6 +470,11 @@ def _order(rows: int) -> Tensor:
             return torch.tensor(cycle)
 
 
+def _unfreeze(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+
+
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     """Let no gradient reach the model's own parameters, which a copy of it may refer to through a closure."""
@@ -474,7 +484,10 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
         yield
     finally:
-        finish(lambda: [parameter.requires_grad_(True) for parameter in trained])
+        try:
+            _unfreeze(trained)
+        finally:
+            _unfreeze(trained)  # once more: an interrupt may have cut the first short
 
 
 def _check_permutable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -537,12 +550,20 @@ def _not_called(model: nn.Module) -> Iterator[None]:
 
     compiling = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     hooks = every_module._global_forward_pre_hooks
+
+    def remove_all() -> None:
+        for number in [number for number, hook in hooks.items() if hook is refuse]:
+            del hooks[number]
+
     try:
         every_module.register_module_forward_pre_hook(refuse)
         with compiling:
             yield
     finally:
-        finish(lambda: [hooks.pop(number) for number, hook in list(hooks.items()) if hook is refuse])
+        try:
+            remove_all()
+        finally:
+            remove_all()  # once more: an interrupt may have cut the first short
 
 
 @contextmanager
@@ -561,15 +582,20 @@ def _untouched_generators() -> Iterator[Callable[[], bool]]:
         pairs = zip(before, state(), strict=True)
         return not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
+    def put_back() -> None:
+        random.setstate(before[0])
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(before[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(before[3:])
+
     try:
         yield moved
     finally:
-        finish(
-            lambda: random.setstate(before[0]),
-            lambda: np.random.set_state(of_numpy),
-            lambda: torch.set_rng_state(before[2]),
-            lambda: torch.cuda.set_rng_state_all(before[3:]) if cuda else None,
-        )
+        try:
+            put_back()
+        finally:
+            put_back()  # once more: an interrupt may have cut the first short
 
 
 def _summed(outputs: Any) -> Tensor:

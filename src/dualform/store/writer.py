@@ -63,7 +63,6 @@ from dualform.store.resume import count_updates, find_step, read_pools, resume_a
 from dualform.store.tables import call_tables, check_columns, merge_columns, steps_table
 from dualform.store.tensors import write_parts
 from dualform.threads import Background, start_alone
-from dualform.torch_modes import finish
 
 Snapshot = dict[str, Tensor]
 
@@ -176,7 +175,10 @@ class DiskWriter:
             if not self._over:  # the thread may run by now; it ends, and has nothing to publish
                 self._ended = True
                 self._queue.close()
-            finish(self._remove_unborn, self._unlock)
+            try:
+                self._remove_unborn()
+            finally:
+                self._unlock()
             if isinstance(error, OSError) and not isinstance(error, StoreError | RunExistsError):
                 raise StoreError(f"{self.path} cannot be written: {error}. Choose another folder.") from error
             raise
