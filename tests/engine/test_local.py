@@ -16,7 +16,7 @@ from dualform import threads as threads_module
 from dualform.algebra import attend
 from dualform.attend import layer_plans
 from dualform.attend.groups import Condition, Table
-from dualform.engine import local, measures, reading, reducers, sweep
+from dualform.engine import local, measures, reading, reducers
 from dualform.engine.block import Block
 from dualform.engine.jobs import Pass, WholeView
 from dualform.engine.plain import PlainExecutor
@@ -410,22 +410,3 @@ def test_a_reducer_that_looks_at_values_gets_them_beside_a_measure(wide: tuple[P
     job = Pass("", WholeView(source, 3), reducers.Outputs(1, WIDTH), queries, queries, measure, values=True)
     found, plain = (executor.run(source, [job])[0] for executor in (local.LocalExecutor(), PlainExecutor()))
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
-
-
-def test_contributions_replay_the_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 5)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with dualform.record(model, optimizer, tmp_path / "run"):
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(3, 4)).square().mean().backward()
-            optimizer.step()
-    calls: list[str] = []
-    real = sweep.multipliers
-    monkeypatch.setattr(sweep, "multipliers", lambda *a, **k: calls.append("") or real(*a, **k))
-    layer = dualform.open(tmp_path / "run").attend(queries={"": torch.randn(2, 4)})[""]
-    every = layer.contributions()
-    assert every.shape == (2, 12, 5)
-    assert len(calls) == 1
-    torch.testing.assert_close(every.sum(dim=1) + layer.start(), layer.output(), rtol=1e-4, atol=1e-5)

@@ -82,7 +82,11 @@ class LayerSpotlight:
         """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
         size = self._dtype.itemsize * len(self) * self.count() * self._entry.d_out
         self._plans.check_affordable(size, "contributions()")
-        return self._answer(self._plans.contributions())
+        parts = []
+        for unit in range(self._entry.d_out):
+            units = torch.full((len(self),), unit, device=self.queries.device)
+            parts.append(self._answer(self._plans.everything(self._plans.contribution(units))))
+        return torch.stack(parts, dim=2)
 
     @in_own_dtype
     def compute(self, *questions: Question) -> list[Any]:

@@ -109,26 +109,6 @@ class LayerPlans:
         """Plan the measures of all patterns, (Q, T)."""
         return (yield from self.reduce(measure, None, Everything()))
 
-    def contributions(self) -> Plan[Tensor]:
-        """Plan what every pattern adds to every output unit, (Q, T, d_out)."""
-        self.require_patterns()
-        count, d_out = len(self.queries), self._entry.d_out
-        units = torch.arange(d_out, device=self._device).repeat_interleave(count)
-        kind = Sweep if self.sums.replayed else Pass
-        job = kind(
-            layer=self.name,
-            view=self.table,
-            reducer=Everything(),
-            like=self.sums.like,
-            queries=self.queries.repeat(d_out, 1),  # each query once per unit, so that the steps are replayed once
-            measure=self.contribution(units),
-            block_patterns=self.block_patterns,
-            again=False,
-        )
-        (found,) = yield [job]  # (d_out · Q, T)
-        whole: Tensor = found.reshape(d_out, count, -1).permute(1, 2, 0)
-        return whole
-
     def output(self) -> Plan[Tensor]:
         """Plan the layer's output: start plus the sum of contributions, (Q, d_out), in float64."""
         total = apply_uses(self.sums.starts(), self.queries)
