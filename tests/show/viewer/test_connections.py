@@ -121,7 +121,7 @@ def test_an_answer_that_is_read_slowly_arrives(quick):
     ) as found:
         got = b""
         began = time.monotonic()
-        while part := found.recv(1 << 14):
+        while part := found.recv(1 << 13):  # half a megabyte at 160 KB a second takes longer than a stalled one may
             got += part
             time.sleep(0.05)
     assert time.monotonic() - began > 2 * STALLED
