@@ -27,6 +27,7 @@ from dualform.store.reader import Run
 from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
 from helpers.loops import state
+from helpers.manifests import write_manifest
 
 WIDE, SQUARE, TALL = "0", "2", "4"
 LAYERS = (WIDE, SQUARE, TALL)
@@ -313,9 +314,7 @@ def tamper(folder: Path, layer: str, factor: float) -> None:
     tensors[f"{layer}/values"][3] *= factor
     before = checksum(path)
     write_parts(path, {name: [tensor] for name, tensor in tensors.items()})
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(before, checksum(path)))
-    json.loads(manifest.read_text())
+    write_manifest(folder, json.loads((folder / "manifest.json").read_text().replace(before, checksum(path))))
 
 
 @pytest.mark.mostly_slow(fast=3)

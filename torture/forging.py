@@ -1,7 +1,8 @@
 """Ways to break or forge a run folder, as cases: each changes a copy of a good run in one place.
 
 Three kinds: plain corruption, after which checksums no longer agree; one field of the manifest that is hostile or gone;
-and files that were changed while the manifest gives their new sizes and checksums, as a forger would.
+and files that were changed while the manifest gives their new sizes and checksums, as a forger would. The last two also
+give the manifest the checksum that fits.
 """
 
 import json
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dualform.store.format import checksum
+from dualform.store.manifest import sealed
 from torture.good_runs import GoodRun
 
 Apply = Callable[[Path, random.Random], None]
@@ -195,7 +197,7 @@ def _edited(change: Callable[..., object], path: tuple[Any, ...]) -> Apply:
             at = at[key]
         change(at, path[-1])
         _own(file)
-        file.write_text(json.dumps(raw))
+        file.write_text(sealed(raw))
 
     return apply
 
@@ -305,7 +307,7 @@ def _forged(name: str, change: Callable[..., object]) -> Apply:
                         entry["at"] = f"{stem}-{entry['xxh3']}.{ending}"
                         path.rename(folder / entry["at"])
         _own(file)
-        file.write_text(json.dumps(raw))
+        file.write_text(sealed(raw))
 
     return apply
 

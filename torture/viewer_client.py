@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torture.viewer_faults import Timeline
-from torture.viewer_questions import FORBIDDEN, Question, differs, essence, fuzzed
+from torture.viewer_questions import FORBIDDEN, UNREADABLE, Question, differs, essence, fuzzed
 
 PATIENCE = 60.0  # seconds after which a request that is not answered counts as hung
 MOST_STALLED = 3  # connections that each client leaves open without doing its part
@@ -141,6 +141,8 @@ class Client:
         self._tally.took(end - begin)
         states, statuses = self._timeline.during(begin, end)
         status, kind, body = answer
+        if question.path == "/api/badge" and b'"state":"failed"' in body:
+            status = UNREADABLE  # the badge's way to say that a file is missing
         if status in statuses and kind == "application/json" and b'"error"' in body:
             self._tally.count("answers that a file is missing, during such a fault")
             return

@@ -20,12 +20,13 @@ from pathlib import Path
 
 import dualform
 from torture.viewer_child import ViewerChild
+from torture.viewer_questions import UNREADABLE
 from torture.viewer_run import GROWN, OTHER_TESTS, STEPS, TESTS, test_examples
 
 FIRST, GROWN_RUN, OTHER = "first", "grown", "other tests"
 OPEN = tuple(f"open at {step}" for step in range(STEPS, STEPS + GROWN + 1))
 STATES = (FIRST, GROWN_RUN, OTHER, *OPEN)
-NO_RUN, UNREADABLE = 404, 503  # statuses of a viewer whose run is gone, or lacks a file
+NO_RUN = 404  # status of a viewer whose run is gone
 MANIFEST = "manifest.json"
 
 

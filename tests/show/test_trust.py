@@ -14,6 +14,7 @@ from dualform import cli
 from dualform.errors import QueryError
 from dualform.show.model_loading import load_model
 from dualform.show.viewer.opened import Opened
+from helpers.manifests import write_manifest
 from helpers.small import recorded
 
 
@@ -26,9 +27,8 @@ def foreign(run: Path) -> Path:
 
 
 def forge(run: Path, factory: str, **arguments: Any) -> None:
-    path = run / "manifest.json"
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "factory": factory, "factory_arguments": arguments}))
+    manifest = json.loads((run / "manifest.json").read_text())
+    write_manifest(run, {**manifest, "factory": factory, "factory_arguments": arguments})
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:

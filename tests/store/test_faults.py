@@ -24,6 +24,7 @@ from dualform.errors import (
     StoreError,
     UnknownLayerError,
 )
+from helpers.manifests import write_manifest
 from helpers.small import batch, files, listed, network, recorded, sgd, state, train
 
 
@@ -91,7 +92,7 @@ def test_a_manifest_of_something_else(tmp_path: Path) -> None:
 def test_a_newer_format_version(whole: Path) -> None:
     manifest = whole / "manifest.json"
     before = manifest.read_text()
-    manifest.write_text(json.dumps(json.loads(before) | {"version": 3}))
+    write_manifest(whole, json.loads(before) | {"version": 3})
     with pytest.raises(FormatError) as caught:
         dualform.open(whole)
     assert "format version 3; this dualform reads versions 1 to 2" in line(caught)
@@ -114,7 +115,7 @@ def test_a_use_of_a_parameter_that_cannot_be(whole: Path, change: dict[str, Any]
     before = manifest.read_text()
     document = json.loads(before)
     document["layers"]["0"]["uses"][0] |= change
-    manifest.write_text(json.dumps(document))
+    write_manifest(whole, document)
     with pytest.raises(FormatError) as caught:
         dualform.open(whole)
     assert expected in line(caught)

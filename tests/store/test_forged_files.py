@@ -26,6 +26,7 @@ from dualform.store.format import checksum
 from dualform.store.parquet_footer import read_footer
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
+from helpers.manifests import write_manifest
 from helpers.small import recorded
 
 WIDE = 40  # keys that are wide enough for a pool
@@ -85,7 +86,7 @@ def sign(folder: Path, name: str) -> None:
     for listed in (raw["files"], *(shard["files"] for shard in raw["shards"])):
         if name in listed:
             listed[name] |= {"bytes": (folder / name).stat().st_size, "xxh3": checksum(folder / name)}
-    (folder / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(folder, raw)
 
 
 def edit_table(folder: Path, name: str, edit: Edit, **options: Any) -> None:
@@ -226,7 +227,7 @@ def test_of_an_unknown_optimizer_nothing_is_expected() -> None:
 def test_a_run_of_steps_of_which_nothing_is_recorded_is_refused(run: Path) -> None:
     raw = json.loads((run / "manifest.json").read_text())
     raw["steps"] = raw["shards"][-1]["stop"] = 10**9
-    (run / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(run, raw)
     with pytest.raises(CorruptError, match="4 facts, for 999999994 steps"):
         dualform.open(run).weights()
 
@@ -235,7 +236,7 @@ def test_factors_that_would_take_gigabytes_are_refused(run: Path) -> None:
     edit_table(run, "steps/000002.parquet", cell("factors", 0, [1.0] * 1_000_000))
     raw = json.loads((run / "manifest.json").read_text())
     raw["steps"] = raw["shards"][-1]["stop"] = 100_000  # a matrix of steps × factors takes 800 GB
-    (run / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(run, raw)
     with pytest.raises(CorruptError, match="one step has 1000000 factors"):
         dualform.open(run).weights()
 
@@ -246,7 +247,7 @@ def test_factors_that_would_take_gigabytes_are_refused(run: Path) -> None:
 def test_a_column_that_the_manifest_does_not_list_is_refused(run: Path) -> None:
     raw = json.loads((run / "manifest.json").read_text())
     del raw["columns"]["label"]
-    (run / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(run, raw)
     with pytest.raises(CorruptError, match="'label' holds int64, but the manifest says nothing"):
         dualform.open(run).patterns("0", columns=["sample"])
 
@@ -264,7 +265,7 @@ def test_a_column_of_another_type_is_refused(run: Path) -> None:
 def test_whole_numbers_beyond_floating_point_are_rounded(run: Path) -> None:
     raw = json.loads((run / "manifest.json").read_text())
     raw["columns"]["label"] = "double"
-    (run / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(run, raw)
     edit_table(run, "annotations/000000.parquet", cell("label", 0, 2**60 + 1))
     assert dualform.open(run).patterns("0")["label"][0].as_py() == 2.0**60
 
@@ -479,7 +480,7 @@ def test_a_manifest_without_its_pools_is_refused(run: Path) -> None:
     raw = json.loads((run / "manifest.json").read_text())
     for shard in raw["shards"]:
         shard["pools"] = {}
-    (run / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(run, raw)
     with pytest.raises(CorruptError, match="first/"):
         dualform.open(run).weights()
 
@@ -487,11 +488,11 @@ def test_a_manifest_without_its_pools_is_refused(run: Path) -> None:
 def test_a_range_that_keys_do_not_keep_fails_verify(run: Path) -> None:
     raw = json.loads((run / "manifest.json").read_text())
     raw["shards"][0]["key_range"]["0"][0] = 0.0  # some are negative
-    (run / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(run, raw)
     with pytest.raises(CorruptError, match=r"but the manifest says 0.0 to"):
         dualform.open(run).verify()
     del raw["shards"][0]["key_range"]["0"]
-    (run / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(run, raw)
     with pytest.raises(CorruptError, match="no range of the keys of layer '0'"):
         dualform.open(run).verify()
 

@@ -14,7 +14,7 @@ import torch
 import dualform
 from dualform.errors import CorruptError, FormatError, RunNotFoundError
 from dualform.store.format import LOCK, PARTIAL, FileEntry, checksum, locked, opened_tensors, publish, publish_tensors
-from dualform.store.manifest import Manifest
+from dualform.store.manifest import Manifest, sealed
 from helpers.small import files, listed, network, recorded, sgd, train
 
 
@@ -39,9 +39,10 @@ def test_a_run_holds_these_files_and_no_others(whole: Path) -> None:
 def test_the_manifest_has_these_entries(whole: Path) -> None:
     manifest = json.loads((whole / "manifest.json").read_text(encoding="utf-8"))
     assert list(manifest)[:3] == ["format", "version", "steps"]
+    assert list(manifest)[-1] == "xxh3"
     assert (manifest["format"], manifest["version"], manifest["steps"], manifest["closed"]) == ("dualform", 2, 7, True)
     assert set(manifest) == {
-        *("format", "version", "steps", "closed", "created", "versions", "layers", "parameters", "uncovered"),
+        *("format", "version", "steps", "xxh3", "closed", "created", "versions", "layers", "parameters", "uncovered"),
         *("optimizers", "batch_axis", "columns", "files", "shards", "factory", "factory_arguments", "no_final", "rows"),
         "uncovered_state",
     }
@@ -156,7 +157,7 @@ OPTIONAL = {"no_final", "rows", "uncovered_state"}  # entries that runs of earli
 
 def test_entries_that_earlier_versions_did_not_write_may_be_missing(whole: Path) -> None:
     raw = json.loads((whole / "manifest.json").read_text())
-    older = Manifest.from_json(json.dumps({k: v for k, v in raw.items() if k not in OPTIONAL}), path=whole)
+    older = Manifest.from_json(sealed({k: v for k, v in raw.items() if k not in OPTIONAL}), path=whole)
     assert older == dataclasses.replace(Manifest.read(whole), rows={}, uncovered_state=None)
 
 
@@ -164,7 +165,7 @@ def test_a_manifest_without_any_one_entry_is_refused(whole: Path) -> None:
     raw = json.loads((whole / "manifest.json").read_text())
     for name in [field.name for field in dataclasses.fields(Manifest) if field.name not in OPTIONAL]:
         with pytest.raises(FormatError, match=name):
-            Manifest.from_json(json.dumps({k: v for k, v in raw.items() if k != name}), path=whole)
+            Manifest.from_json(sealed({k: v for k, v in raw.items() if k != name}), path=whole)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +182,14 @@ def test_a_manifest_without_any_one_entry_is_refused(whole: Path) -> None:
 def test_a_mangled_entry_is_refused(whole: Path, name: str, value: object) -> None:
     raw = json.loads((whole / "manifest.json").read_text())
     with pytest.raises(FormatError, match="lacks or mangles"):
-        Manifest.from_json(json.dumps(raw | {name: value}), path=whole)
+        Manifest.from_json(sealed(raw | {name: value}), path=whole)
 
 
 def test_a_mangled_key_range_is_refused(whole: Path) -> None:
     raw = json.loads((whole / "manifest.json").read_text())
     raw["shards"][0]["key_range"]["0"] = [1.0]
     with pytest.raises(FormatError, match="lacks or mangles"):
-        Manifest.from_json(json.dumps(raw), path=whole)
+        Manifest.from_json(sealed(raw), path=whole)
 
 
 def test_json_of_something_else_is_no_run(whole: Path) -> None:

@@ -15,6 +15,7 @@ import dualform
 from dualform.errors import CorruptError, QueryError
 from dualform.store import kept_state
 from dualform.store.manifest import Manifest
+from helpers.manifests import write_manifest
 from helpers.small import files, listed, network, recorded
 
 
@@ -197,7 +198,7 @@ def old(run: Path) -> None:
     for shard in raw["shards"]:
         del shard["state_after"], shard["stale"]
         shard["files"] = {name: entry for name, entry in shard["files"].items() if "uncovered" not in name}
-    (run / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(run, raw)
 
 
 def test_an_old_run_opens_and_says_that_nothing_is_known(run: Path) -> None:

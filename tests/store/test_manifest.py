@@ -1,6 +1,7 @@
 """A manifest is believed only when all of it can be true: one named malformation after the other is refused."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn import functional
 import dualform
 from dualform.errors import FormatError, RunNotFoundError
 from dualform.identity.parameter_use import ParameterUse
-from dualform.store.manifest import MAX_DEPTH, Manifest
+from dualform.store.manifest import MAX_DEPTH, Manifest, sealed
 from dualform.store.use_check import use_problem
 from helpers.small import recorded
 
@@ -69,7 +70,7 @@ def document(folder: Path) -> Any:
 
 def refused(raw: Any, match: str) -> None:
     with pytest.raises(FormatError, match=match) as caught:
-        Manifest.from_json(json.dumps(raw), path=Path("manifest.json"))
+        Manifest.from_json(sealed(raw), path=Path("manifest.json"))
     assert "Restore it from a copy" in str(caught.value)
 
 
@@ -78,6 +79,30 @@ def test_good_manifests_are_accepted_and_written_as_they_were_read(plain: Path, 
         text = (folder / "manifest.json").read_text()
         assert Manifest.from_json(text, path=folder).to_json() == text
     assert document(pooled)["shards"][0]["pools"] == {"first": [0, 4]}
+
+
+def test_any_changed_byte_is_noticed(pooled: Path) -> None:
+    content = (pooled / "manifest.json").read_bytes()
+    chance = random.Random(0)
+    places = [chance.randrange(len(content)) for _ in range(400)] + list(range(len(content) - 40, len(content)))
+    for at in places:
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[at] ^= 1 << bit
+            with pytest.raises((FormatError, RunNotFoundError)):
+                Manifest.from_json(bytes(damaged), path=pooled)
+
+
+def test_a_manifest_without_its_checksum_is_refused(plain: Path) -> None:
+    raw = {name: entry for name, entry in document(plain).items() if name != "xxh3"}
+    with pytest.raises(FormatError, match="its checksum does not fit"):
+        Manifest.from_json(json.dumps(raw), path=plain)
+
+
+def test_uncovered_state_that_was_kept_must_be_listed(pooled: Path) -> None:
+    raw = document(pooled)
+    del raw["files"]["uncovered.safetensors"]
+    refused(raw, r"was kept when the run was closed, but 'files' does not list 'uncovered\.safetensors'")
 
 
 Change = Callable[[Any], object]
@@ -262,19 +287,19 @@ def test_entries_of_the_future_are_ignored(plain: Path) -> None:
     raw["dreams"] = [[[]]]
     raw["layers"]["0"]["colour"] = "blue"
     raw["shards"][0]["weather"] = None
-    assert Manifest.from_json(json.dumps(raw), path=plain) == Manifest.read(plain)
+    assert Manifest.from_json(sealed(raw), path=plain) == Manifest.read(plain)
 
 
 def test_a_name_beyond_ascii_survives(plain: Path) -> None:
     raw = document(plain)
     raw["factory_arguments"] = {"näme": "\N{SNOWMAN} \N{GRINNING FACE}"}
-    assert Manifest.from_json(json.dumps(raw), path=plain).factory_arguments == raw["factory_arguments"]
+    assert Manifest.from_json(sealed(raw), path=plain).factory_arguments == raw["factory_arguments"]
 
 
 def test_ranges_of_keys_that_were_not_finite_are_read(plain: Path) -> None:
     raw = document(plain)
     raw["shards"][0]["key_range"]["0"] = [float("-inf"), float("nan")]
-    assert Manifest.from_json(json.dumps(raw), path=plain).shards[0].key_range["0"][0] == float("-inf")
+    assert Manifest.from_json(sealed(raw), path=plain).shards[0].key_range["0"][0] == float("-inf")
 
 
 # Uses of parameters ------------------------------------------------------------------------------------------------
@@ -335,7 +360,7 @@ def test_a_role_of_version_1_that_is_none(plain: Path, role: str) -> None:
     raw["version"] = 1
     for name, entry in raw["layers"].items():
         entry["parameters"] = {each["name"]: each["parameter"] for each in entry.pop("uses")}
-        assert Manifest.from_json(json.dumps(raw), path=plain) if name == list(raw["layers"])[-1] else True
+        assert Manifest.from_json(sealed(raw), path=plain) if name == list(raw["layers"])[-1] else True
     rename(raw["layers"]["0"]["parameters"], "weight", role)
     with pytest.raises(FormatError, match="lacks or mangles"):
-        Manifest.from_json(json.dumps(raw), path=plain)
+        Manifest.from_json(sealed(raw), path=plain)

@@ -42,6 +42,12 @@ class LruCache(Generic[V]):
                         self._dropped(gone)
             return value
 
+    def drop(self, key: Hashable, value: V) -> None:
+        """Forget the value of a key, if it is still this one; `dropped` is not called."""
+        with self._lock:
+            if self._values.get(key) is value:
+                del self._values[key]
+
     def values(self) -> list[V]:
         """Return the values that are in the cache now."""
         with self._lock:

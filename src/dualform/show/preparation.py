@@ -1,6 +1,7 @@
 """Prepare the group weights of a run in a thread of its own, which goes on when the request that began it ends."""
 
 import threading
+import time
 from collections.abc import Mapping
 
 from dualform.attend.memory import Memory
@@ -8,6 +9,9 @@ from dualform.attend.weights import GroupWeights
 from dualform.engine.verification import LayerCheck
 from dualform.progress import watching
 from dualform.show.job import Cancelled, Job
+
+QUICK_SECONDS = 2.0
+"""A preparation that failed within this time is begun again at the next question."""
 
 
 class Preparation:
@@ -17,6 +21,8 @@ class Preparation:
         self.job = Job()
         self.error: str | None = None
         self.checks: Mapping[str, LayerCheck] = {}
+        self._began = time.monotonic()
+        self._failed_at: float | None = None
         self._memory = memory
         self._weights = weights
         self.thread = threading.Thread(target=self._work, name="dualform-prepare", daemon=True)
@@ -25,6 +31,17 @@ class Preparation:
     def cancel(self) -> None:
         """Stop at the next step of the work."""
         self.job.cancelled = True
+
+    def may_be_repeated(self) -> bool:
+        """Say whether this preparation failed and may be begun again.
+
+        A file that was missing may be back. A long preparation is repeated only after as much time as it took, so
+        that its error can be read meanwhile.
+        """
+        if self._failed_at is None:
+            return False
+        took, since = self._failed_at - self._began, time.monotonic() - self._failed_at
+        return took < QUICK_SECONDS or since > took
 
     def _work(self) -> None:
         try:
@@ -36,3 +53,4 @@ class Preparation:
             self.error = "stopped"
         except Exception as error:  # shown in the badge; masks take a pass each then
             self.error = f"{type(error).__name__}: {error}"
+            self._failed_at = time.monotonic()

@@ -27,7 +27,7 @@ from dualform.show.grouping import GroupingColumns, unit_name
 from dualform.show.held_out import held_out_windows, shorten_to_context
 from dualform.show.lru_cache import LruCache
 from dualform.show.predictions import model_failures_named, predict, run_model
-from dualform.show.preparation import Preparation
+from dualform.show.preparation import QUICK_SECONDS, Preparation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,8 +205,17 @@ class Session:
         return self._weights.get(by, lambda: self.memory.group_weights(list(by), budget=self.budget))
 
     def prepare(self, by: GroupingColumns) -> Preparation:
-        """Begin to prepare the group weights by these columns, unless that has begun already."""
-        return self._preparations.get(by, lambda: Preparation(self.memory, self.weights(by)))
+        """Begin to prepare the group weights by these columns, unless that has begun already and did not fail."""
+
+        def begin() -> Preparation:
+            return Preparation(self.memory, self.weights(by))
+
+        preparation = self._preparations.get(by, begin)
+        if preparation.may_be_repeated():
+            self._preparations.drop(by, preparation)
+            preparation = self._preparations.get(by, begin)
+            preparation.thread.join(QUICK_SECONDS)  # a failure that is still one is told at once
+        return preparation
 
     def cancel(self) -> None:
         """Stop the preparations of group weights at their next step."""

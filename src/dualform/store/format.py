@@ -50,6 +50,15 @@ def shard_files(index: int) -> dict[str, str]:
     }
 
 
+STORABLE_DTYPES = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    }
+)  # fmt: skip
+"""The dtypes of uncovered state whose values are kept; a tensor of another dtype is known by its checksum."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """A published file: its size, its xxh3 checksum, and where it lies, if not under the name that it is listed by."""

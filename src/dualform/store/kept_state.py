@@ -20,6 +20,7 @@ from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
 from dualform.store.format import (
     FROZEN,
+    STORABLE_DTYPES,
     UNCOVERED,
     FileEntry,
     opened_tensors,
@@ -33,14 +34,6 @@ from dualform.torch_modes import without_gradients
 
 FROZEN_BYTES = 64 << 20  # of all frozen parameters together, up to which they are kept by value
 SHARD_STATE_BYTES = 16 << 20  # of all changing state together, up to which it is published with every shard
-
-STORABLE = frozenset(
-    {
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    }
-)  # fmt: skip
-"""The dtypes whose values are kept; a tensor of another dtype is known by its checksum."""
 
 NOT_KNOWN = "the run was recorded by a version of dualform that did not keep it"
 Parts = Mapping[str, StatePart]
@@ -69,7 +62,9 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _storable(parts: Parts) -> dict[str, Tensor]:
     """Return the live tensors of the parts whose values can be kept."""
     return {
-        name: part.tensor for name, part in parts.items() if part.tensor is not None and part.tensor.dtype in STORABLE
+        name: part.tensor
+        for name, part in parts.items()
+        if part.tensor is not None and part.tensor.dtype in STORABLE_DTYPES
     }
 
 

@@ -1,18 +1,22 @@
 """The manifest of a run folder: what `manifest.json` says, as dataclasses, and how it is read and written.
 
-A manifest may come from anybody, so it is believed only after three looks: the JSON itself (size, nesting, keys that
-come twice), each entry by its type and range (msgspec converts the document to the dataclasses below), and all entries
-against each other (`manifest_check.py`). The files that it lists are looked at elsewhere, when they are read.
+The last entry of a manifest is the checksum of all text before it, so that a damaged byte is noticed. A manifest may
+also come from somebody who computed that checksum, so it is believed only after three looks: the JSON itself (size,
+nesting, keys that come twice), each entry by its type and range (msgspec converts the document to the dataclasses
+below), and all entries against each other (`manifest_check.py`). The files that it lists are looked at elsewhere, when
+they are read.
 """
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import xxhash
 
 from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape
 from dualform.errors import FormatError, RunNotFoundError
@@ -102,7 +106,7 @@ class Manifest:
                 del entry["at"]
         for layer in body["layers"].values():
             layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
-        return json.dumps(head | body, indent=1) + "\n"
+        return sealed(head | body)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, path: Path) -> "Manifest":
@@ -115,6 +119,8 @@ class Manifest:
                 f"{path} has format version {cut(repr(raw.get('version')))}; this dualform reads versions "
                 f"{version1.VERSION} to {VERSION}. Install a newer dualform to open it."
             )
+        if raw["version"] > version1.VERSION:
+            _check_seal(text, path)
         if missing := [name for name in _REQUIRED if name not in raw]:
             raise _mangled(path, f"there is no {missing[0]!r}")
         try:
@@ -144,6 +150,26 @@ class Manifest:
     def publish(self, folder: Path) -> None:
         """Replace the folder's manifest by this one, atomically."""
         publish(folder / MANIFEST, lambda partial: partial.write_text(self.to_json()))
+
+
+def sealed(document: Mapping[str, Any]) -> str:
+    """Return a document as a manifest's text: JSON whose last entry, `xxh3`, is the checksum of the text before it."""
+    body = json.dumps({name: entry for name, entry in document.items() if name != "xxh3"}, indent=1)
+    body = body.removesuffix("\n}")
+    return f'{body},\n "xxh3": "{xxhash.xxh3_64_hexdigest(body.encode())}"\n}}\n'
+
+
+_SEAL = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n\}\n\Z')
+
+
+def _check_seal(text: str | bytes, path: Path) -> None:
+    """Raise `FormatError` where the text of a manifest is not the one that its last entry is the checksum of."""
+    content = text.encode() if isinstance(text, str) else text
+    seal = _SEAL.search(content, max(0, len(content) - 64))
+    if seal is None or xxhash.xxh3_64_hexdigest(content[: seal.start()]) != seal[1].decode():
+        raise FormatError(
+            f"{path} was changed after it was written: its checksum does not fit. Restore it from a copy of the run."
+        )
 
 
 _OPTIONAL = {"no_final", "rows", "uncovered_state"}  # entries that runs of earlier versions lack

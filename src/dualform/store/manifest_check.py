@@ -12,7 +12,7 @@ import torch
 
 from dualform.identity.parameter_maps import PARAMETER_MAPS
 from dualform.recording.annotations import RESERVED
-from dualform.store.format import FINAL, FROZEN, INITIAL, UNCOVERED, FileEntry, shard_files
+from dualform.store.format import FINAL, FROZEN, INITIAL, STORABLE_DTYPES, UNCOVERED, FileEntry, shard_files
 from dualform.store.use_check import use_problem
 
 if TYPE_CHECKING:
@@ -87,6 +87,10 @@ def _file_problems(manifest: "Manifest") -> Iterator[str]:
         yield f"'files' does not list {INITIAL!r}"
     if manifest.closed and not manifest.no_final and FINAL not in manifest.files:
         yield f"the run is closed, but 'files' does not list {FINAL!r}"
+    if manifest.closed and not manifest.no_final and UNCOVERED not in manifest.files:
+        for name, part in (manifest.uncovered_state or {}).items():
+            if part.kind != "frozen" and not part.reason and getattr(torch, part.dtype, None) in STORABLE_DTYPES:
+                yield f"{name!r} was kept when the run was closed, but 'files' does not list {UNCOVERED!r}"
 
 
 def _shards_problems(manifest: "Manifest") -> Iterator[str]:

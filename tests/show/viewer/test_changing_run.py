@@ -91,6 +91,40 @@ def test_a_manifest_that_is_away_for_a_moment_stops_no_preparation(changing, mon
     assert state == "passed"
 
 
+def badge_state(changing):
+    while (found := changing.get("/api/badge?by=label").json())["state"] == "preparing":
+        time.sleep(0.02)
+    return found["state"]
+
+
+def test_a_badge_that_failed_while_a_file_was_away_is_prepared_again(changing):
+    path = changing.folder / "initial.safetensors"
+    assert changing.get("/api/run").status_code == 200
+    move_away(path)
+    assert badge_state(changing) == "failed"
+    assert badge_state(changing) == "failed"
+    put_back(path)
+    assert badge_state(changing) == "passed"
+
+
+def test_a_long_preparation_that_failed_is_not_repeated_at_once(changing, monkeypatch):
+    monkeypatch.setattr(preparation, "QUICK_SECONDS", 0.0)
+    tries = []
+
+    def fail(weights):
+        tries.append(time.monotonic())
+        time.sleep(0.5)
+        raise CorruptError("a file is gone")
+
+    monkeypatch.setattr(preparation.GroupWeights, "prepare", fail)
+    assert badge_state(changing) == "failed"
+    assert badge_state(changing) == "failed"
+    assert len(tries) == 1
+    time.sleep(0.6)
+    changing.get("/api/badge?by=label")
+    assert len(tries) == 2
+
+
 def go_on_recording(folder: Path, steps: int = 2) -> None:
     """Resume the run at its end."""
     model = dualform.open(folder).trained(pictures())
