@@ -1,6 +1,6 @@
 """A file per family of rows; every file here is imported, and shown in this order, those not listed last."""
 
 ORDER = (
-    *("recording", "disk", "peers", "attention", "totals", "topk", "table1", "sums"),
+    *("recording", "programs", "disk", "peers", "attention", "totals", "topk", "table1", "sums"),
     *("size", "memory", "growth", "startup", "blocks", "recurrent"),
 )
