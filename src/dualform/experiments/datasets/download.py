@@ -110,7 +110,7 @@ def download(url: str, *, progress: bool) -> bytes:
     except urllib.error.URLError as error:
         raise SourceError(f"{name}: {error.reason}") from error
     except (http.client.HTTPException, OSError, ValueError) as error:
-        raise SourceError(f"{name}: {error or type(error).__name__}") from error
+        raise SourceError(f"{name}: {str(error) or type(error).__name__}") from error
     if total is not None and received.tell() != total:
         raise SourceError(f"{name} broke off after {received.tell()} of {total} bytes")
     return received.getvalue()
