@@ -141,6 +141,8 @@ def test_answers_for_each_projection(tmp_path: Path, name: str, optimizer: str) 
     layers = [f"attention.{projection}" for projection in case.projections]
     spotlight = memory.attend(model, (x, other), layers=layers)
     attention = model.attention
+    weight: Tensor
+    bias: Tensor
     if attention._qkv_same_embed_dim:
         weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
     else:

@@ -12,7 +12,7 @@ import dualform
 from dualform.experiments.datasets import load, standardised
 from dualform.recording.layers import find_kind
 
-OPTIONS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
+OPTIONS: dict[str, tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], dict[str, Any], tuple[int, ...]]] = {
     "1-D": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (9,)),
     "1-D, same": (nn.Conv1d, {"kernel_size": 4, "padding": "same", "dilation": 2}, (9,)),
     "2-D": (nn.Conv2d, {"kernel_size": 3}, (6, 7)),
@@ -78,14 +78,16 @@ def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.
     kind = find_kind(model[0])
     assert kind is not None
     live = kind.values(model[0], inputs, model[0](inputs).detach())
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-11}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-11}
     torch.testing.assert_close(layer.output(), live, **close)
     totals = layer.totals("label", of="contribution").values.sum(1) + layer.start()
     torch.testing.assert_close(totals.reshape(live.shape), live, **close)
     parts = [view.shares()["0.weight"] for view in (memory.where(half=0), memory.without(half=0))]
     torch.testing.assert_close(parts[0] + parts[1], memory.shares()["0.weight"], **close)
     masked = memory.where(half=0).apply(model)
-    torch.testing.assert_close(masked[0].weight, memory.where(half=0).weights()["0.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        masked.get_parameter("0.weight"), memory.where(half=0).weights()["0.weight"], rtol=0, atol=0
+    )
     rows = memory.patterns("0").to_pydict()
     assert len(rows["row"]) == 60 * live[..., 0].numel()
     assert max(rows["row"]) == 3

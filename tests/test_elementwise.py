@@ -1,5 +1,6 @@
 """Adam and its relatives: weights, masks, horizons, contributions and replays against live training and dense loops."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import lr_scheduler
 
 import dualform
 from dualform.coefficients import kinds
+from dualform.coefficients.elementwise import Elementwise
 from dualform.coefficients.replayed import Replay, Share
 from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay
@@ -153,6 +155,7 @@ def test_shares_follow_the_naive_simulation() -> None:
         live = nn.Parameter(initial.clone())
         optimizer = optimizer_type([live], **settings)
         kind = kinds()[optimizer_type.__name__]
+        assert isinstance(kind, Elementwise)
         again = Replay(kind, initial, dict(optimizer.state[live]))
         start, first, second = Share(initial.clone()), Share(initial * 0), Share(initial * 0)
         for _ in range(40):
@@ -215,11 +218,11 @@ def test_resume_proves_the_moments(run: Path) -> None:
 
     with dualform.record(model, optimizer, run) as recorder:
         steps(recorder, range(12))
-    spoilt = {k: v.clone() for k, v in optimizer.state[model[0].weight].items()}
-    optimizer.state[model[0].weight]["exp_avg"] *= 2
+    spoilt = {k: v.clone() for k, v in optimizer.state[model.get_parameter("0.weight")].items()}
+    optimizer.state[model.get_parameter("0.weight")]["exp_avg"] *= 2
     with pytest.raises(ResumeError, match=r"exp_avg of '0.weight' is not that of step 12"):
         dualform.record(model, optimizer, run, resume=True).__enter__()
-    optimizer.state[model[0].weight].update(spoilt)
+    optimizer.state[model.get_parameter("0.weight")].update(spoilt)
     with dualform.record(model, optimizer, run, resume=True) as recorder:
         steps(recorder, range(12, 20))
     assert dualform.open(run).verify(model).passed
@@ -228,7 +231,7 @@ def test_resume_proves_the_moments(run: Path) -> None:
 def test_a_weight_edited_by_a_thousandth_does_not_verify(run: Path) -> None:
     model, _ = train(run, *SETTINGS["Adam"], dtype=torch.float32)
     with torch.no_grad():
-        model[0].weight.mul_(1.001)
+        model.get_parameter("0.weight").mul_(1.001)
     assert not dualform.open(run).verify(model).passed
 
 
@@ -241,7 +244,7 @@ def test_totals_by_too_many_groups_are_refused(run: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.AdamW])
-def test_outputs_of_layers_that_share_a_weight(run: Path, optimizer_type: type[torch.optim.Optimizer]) -> None:
+def test_outputs_of_layers_that_share_a_weight(run: Path, optimizer_type: Callable[..., torch.optim.Optimizer]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     model[2].weight = model[0].weight

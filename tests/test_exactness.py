@@ -189,8 +189,8 @@ def test_every_pattern_has_the_references_share(run: Path, settings: str) -> Non
         queries = batches(1, 4, layer.in_features, dtype=torch.float64)[0]
         spotlight = memory.attend(queries={name: queries})[name]
         torch.testing.assert_close(spotlight.attention(), reference.attention(name, queries), rtol=0, atol=1e-13)
-        expected = reference.contributions(name, queries)
-        torch.testing.assert_close(spotlight.contributions(), expected, rtol=0, atol=1e-14)
+        contributions = reference.contributions(name, queries)
+        torch.testing.assert_close(spotlight.contributions(), contributions, rtol=0, atol=1e-14)
         torch.testing.assert_close(spotlight.output(), reference.output(name, queries), rtol=0, atol=1e-13)
         table = memory.patterns(name).to_pydict()
         addresses = [(p.step, p.micro, p.call, p.row, p.position) for p in reference.of(name)]
@@ -205,7 +205,7 @@ def test_reference_trains_as_torch_does() -> None:
     """The reference is no help unless it is right: it takes the same steps as torch.optim.SGD."""
     model = mlp(dtype=torch.float64)
     reference = Reference(model)
-    settings = {"lr": 0.1, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.02, "maximize": True}
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.02, "maximize": True}
     optimizer = torch.optim.SGD(model.parameters(), **settings)
     for x in batches(5, dtype=torch.float64):
         optimizer.zero_grad()
@@ -255,7 +255,7 @@ def test_verify_fails_a_weight_edited_between_steps(run: Path) -> None:
         optimizer.step()
         if len(edits) == 20:
             with torch.no_grad():
-                model[0].weight.mul_(1.001)
+                model.get_parameter("0.weight").mul_(1.001)
         edits.append(1)
 
     edits: list[int] = []

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
-from helpers.loops import state
+from helpers.loops import gradient_of, state
 from helpers.manifests import write_manifest
 
 WIDE, SQUARE, TALL = "0", "2", "4"
@@ -142,7 +142,7 @@ def dense(name: str, steps: int) -> dict[str, Dense]:
     """Train in float64 by torch's own Muon, and take every layer apart by the loop above."""
     model = network(torch.float64)
     optimizer = muon(model, **SETTINGS[name])
-    found = {layer: Dense(model.get_submodule(layer).weight) for layer in LAYERS}
+    found = {layer: Dense(model.get_parameter(f"{layer}.weight")) for layer in LAYERS}
     for step in range(steps):
         inputs, labels = batch(step, torch.float64)
         keys, outputs, x = {}, {}, inputs
@@ -157,9 +157,9 @@ def dense(name: str, steps: int) -> dict[str, Dense]:
         group = dict(optimizer.param_groups[0])
         optimizer.step()
         for layer, error in zip(LAYERS, errors, strict=True):
-            weight = model.get_submodule(layer).weight
+            weight = model.get_parameter(f"{layer}.weight")
             buffer = optimizer.state[weight]["momentum_buffer"]
-            update = weight.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+            update = gradient_of(weight).lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
             found[layer].step(keys[layer], error, labels, update, group)
             found[layer].weight = weight.detach().clone()
         optimizer.param_groups[0]["lr"] *= 0.99
@@ -179,7 +179,7 @@ def test_everything_equals_the_dense_loop(run: Path, name: str) -> None:
         shares, chosen, weights = view.shares(), view.where(label=[1, 2]).shares(), view.weights()
         for layer in LAYERS:
             one = expected[layer]
-            wanted = {"rtol": 1e-9, "atol": 1e-11}
+            wanted: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
             kept_shares = [s for s, label in zip(one.shares, one.labels, strict=True) if label in (1, 2)]
             torch.testing.assert_close(shares[f"{layer}.weight"], torch.stack(one.shares).sum(0), **wanted)
             torch.testing.assert_close(chosen[f"{layer}.weight"], torch.stack(kept_shares).sum(0), **wanted)
@@ -217,7 +217,7 @@ def test_weights_outputs_horizons_and_masks(run: Path, name: str, dtype: torch.d
     torch.testing.assert_close(applied(inputs), model(inputs), rtol=1e-5, atol=100 * within)
     masked = memory.without(label=[1])
     difference = masked.weights()["2.weight"] + chosen["2.weight"]  # a mask takes away its shares, and nothing else
-    torch.testing.assert_close(difference, model[2].weight.detach(), rtol=1e-5, atol=within)
+    torch.testing.assert_close(difference, model.get_parameter("2.weight").detach(), rtol=1e-5, atol=within)
     for view in (memory, masked, masked.at(step=11)):
         layer = view.attend(model, inputs, other_model=True)["2"]
         expected = layer.queries @ view.weights()["2.weight"].T
@@ -295,7 +295,7 @@ def test_where_the_replay_need_not_be_equal_rounding_is_allowed_for(run: Path, s
     assert not any(check.rounding.repeatable for check in checked(found))
     assert all((layer.error or 0) < 4e-2 for layer in found.layers)
     with torch.no_grad():
-        model[2].weight.mul_(1.1)
+        model.get_parameter("2.weight").mul_(1.1)
     assert not dualform.open(run).verify(model).passed
 
 
@@ -343,7 +343,7 @@ def test_rounding_does_not_hide_a_wrong_map(run: Path, monkeypatch: pytest.Monke
 def test_weights_edited_by_a_thousandth_do_not_verify(run: Path) -> None:
     model, _ = train(run)
     with torch.no_grad():
-        model[0].weight.mul_(1.001)
+        model.get_parameter("0.weight").mul_(1.001)
     assert not dualform.open(run).verify(model).passed
 
 
@@ -388,7 +388,7 @@ def test_resume_proves_the_buffer(run: Path) -> None:
 
     with dualform.record(model, optimizer, run):
         steps(range(12))
-    buffer = optimizer.state[model[0].weight]["momentum_buffer"]
+    buffer = optimizer.state[model.get_parameter("0.weight")]["momentum_buffer"]
     buffer *= 2
     with pytest.raises(ResumeError, match=r"momentum_buffer of '0.weight' is not that of step 12"):
         dualform.record(model, optimizer, run, resume=True).__enter__()
@@ -561,7 +561,7 @@ def test_every_map_multiplied_from_one_side_equals_its_definition(
 
 
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: type[torch.optim.Optimizer]) -> None:
+def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: Callable[..., torch.optim.Optimizer]) -> None:
     """The families of one layer may differ; the record is made by hand here, pattern by pattern."""
     torch.manual_seed(0)
     layer = nn.Linear(6, 4).double()

@@ -200,10 +200,11 @@ def test_rebuilds_cells(tmp_path: Path, cell: str, rows: tuple[int, ...], dtype:
 
 def gates(model: Net, key: Tensor) -> Tensor:
     """Return the gates' pre-activations of the first layer at [x ; h], block by block as values have them."""
-    rnn, (x, h) = model.rnn, key.split([D, H], dim=-1)
-    of_input = nn.functional.linear(x, rnn.weight_ih_l0, rnn.bias_ih_l0)
-    of_hidden = nn.functional.linear(h, rnn.weight_hh_l0, rnn.bias_hh_l0)
-    if not isinstance(rnn, nn.GRU):
+    x, h = key.split([D, H], dim=-1)
+    parameter = model.rnn.get_parameter
+    of_input = nn.functional.linear(x, parameter("weight_ih_l0"), parameter("bias_ih_l0"))
+    of_hidden = nn.functional.linear(h, parameter("weight_hh_l0"), parameter("bias_hh_l0"))
+    if not isinstance(model.rnn, nn.GRU):
         return of_input + of_hidden
     both = of_input[..., : 2 * H] + of_hidden[..., : 2 * H]
     return torch.cat([both, of_hidden[..., 2 * H :], of_input[..., 2 * H :]], dim=-1)
@@ -245,6 +246,7 @@ def test_answers_for_the_gates(tmp_path: Path, kernel: str, optimizer: str) -> N
     unit = layer.top(3, of="contribution", unit=1)
     assert torch.allclose(unit.values[:, 0, 0], single[:, :, 1].max(dim=1).values)
     masked = memory.without(half=0).apply(model)
+    assert isinstance(masked, Net)
     again = memory.without(half=0).attend(masked, test, layers=["rnn.l0"], other_model=True)["rnn.l0"]
     with torch.no_grad():
         hidden = again.queries

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def check(memory: dualform.Memory, model: nn.Module, layer: str, inputs: Tensor,
     spotlight = memory.attend(model, inputs)[layer]
     handle.remove()
     live = kind.values(module, *caught[0])
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-8, "atol": 1e-11}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-8, "atol": 1e-11}
     torch.testing.assert_close(spotlight.output(), live, **close)
     flat = live.reshape(-1, live.shape[-1])
     totals = spotlight.totals("half", of="contribution").values
@@ -119,7 +120,7 @@ def test_embeddings(run: Path, optimizer: str, dtype: torch.dtype, padding: int 
 
 
 @pytest.mark.parametrize("options", [{"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
-def test_tables_that_are_not_covered_are_named(run: Path, options: dict[str, object]) -> None:
+def test_tables_that_are_not_covered_are_named(run: Path, options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Embedding(7, 5, **options), nn.Linear(5, 3))
     with pytest.warns(UserWarning, match="not recorded: '0.weight'"):
         dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
@@ -160,7 +161,7 @@ def test_a_table_that_is_also_the_output_layer(run: Path, optimizer: str, dtype:
     found = memory.verify(model)
     assert found.passed, found
     inputs = torch.randint(0, 9, (2, 6))
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-8, "atol": 1e-11}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-8, "atol": 1e-11}
     spotlight = memory.attend(model, inputs)
     torch.testing.assert_close(spotlight["out"].output(), model(inputs).detach(), **close)
     torch.testing.assert_close(spotlight["table"].output(), model.table(inputs).detach(), **close)

@@ -26,7 +26,8 @@ def count_lost(action: Callable[[], object], *, most: int = 200) -> int:
 
 def work() -> None:
     """Do something that has functions to be interrupted in."""
-    [helper() for _ in range(3)]
+    for _ in range(3):
+        helper()
 
 
 def helper() -> None:

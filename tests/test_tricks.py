@@ -1,6 +1,8 @@
 """Training tricks that touch the graph: each is exact, or refused by name, and never silently wrong."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +79,9 @@ def make(reentrant: bool | None = None) -> Blocks:
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.Adam])
-def test_activation_checkpointing(run: Path, reentrant: bool, optimizer_type: type[torch.optim.Optimizer]) -> None:
+def test_activation_checkpointing(
+    run: Path, reentrant: bool, optimizer_type: Callable[..., torch.optim.Optimizer]
+) -> None:
     model, plain = make(reentrant), make()
     optimizer = optimizer_type(model.parameters(), lr=0.01)
     with dualform.record(model, optimizer, run, strict=True) as recorder:
@@ -117,7 +121,7 @@ def test_compiled_recurrent_layers_and_attention(run: Path, backend: str) -> Non
     torch.manual_seed(0)
     model = Sequences(reentrant=None).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    compiled = torch.compile(model, backend=backend)
+    compiled: Any = torch.compile(model, backend=backend)
     with dualform.record(compiled, optimizer, run, strict=True):
         train(compiled, optimizer)
     assert dualform.open(run).verify(model).passed
@@ -149,7 +153,7 @@ def test_a_projected_lstm_is_uncovered(run: Path) -> None:
 def test_a_model_that_is_compiled_after_the_recording_began(run: Path, backend: str) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    compiled = torch.compile(model, backend=backend)
+    compiled: Any = torch.compile(model, backend=backend)
     with dualform.record(compiled, optimizer, run, strict=True) as recorder:
         train(compiled, optimizer, recorder)
     memory = dualform.open(run)
@@ -163,7 +167,7 @@ def test_a_model_that_is_compiled_after_the_recording_began(run: Path, backend: 
 def test_a_model_that_was_compiled_and_run_before_is_refused_until_reset(run: Path) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     compiled(torch.randn(6, 5, dtype=torch.float64))
     refused = pytest.raises(RefusedError, match=r"compiled before it \(call torch._dynamo.reset\(\)\)")
     with refused, dualform.record(compiled, optimizer, run):
@@ -218,10 +222,12 @@ class Everything(nn.Module):
 
 
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.AdamW])
-def test_autocast_works_with_its_residual_reported(run: Path, optimizer_type: type[torch.optim.Optimizer]) -> None:
+def test_autocast_works_with_its_residual_reported(
+    run: Path, optimizer_type: Callable[..., torch.optim.Optimizer]
+) -> None:
     torch.manual_seed(0)
     model = Everything()
-    optimizer = optimizer_type(model.parameters(), lr=0.05 if optimizer_type is torch.optim.SGD else 0.005)  # type: ignore[call-arg]
+    optimizer = optimizer_type(model.parameters(), lr=0.05 if optimizer_type is torch.optim.SGD else 0.005)
     with dualform.record(model, optimizer, run, strict=True):
         for step in range(40):
             inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))

@@ -130,11 +130,18 @@ def _answers(viewer: ViewerChild, questions: Sequence[Question]) -> dict[Questio
 def _settled(client: Client, question: Question) -> Any:
     """Return the essence of an answer; that of a badge once nothing is being prepared for it any more."""
     end = time.monotonic() + 60
-    found = essence(question, *client.answer(question))
+    found = _essence_of_answer(client, question)
     while question.path == "/api/badge" and found[1].get("state") == PREPARING and time.monotonic() < end:
         time.sleep(0.05)
-        found = essence(question, *client.answer(question))
+        found = _essence_of_answer(client, question)
     return found
+
+
+def _essence_of_answer(client: Client, question: Question) -> Any:
+    answer = client.answer(question)
+    if answer is None:
+        raise AssertionError(f"A viewer that nobody disturbs did not answer {question.address}")
+    return essence(question, *answer)
 
 
 def _storm(
@@ -142,9 +149,8 @@ def _storm(
 ) -> list[tuple[float, int, int]]:
     """Let clients and faults go on for a time; return the viewer's memory, threads and files about once a second."""
     until = time.monotonic() + seconds
-    threads = [
-        threading.Thread(target=_guarded, args=(one.go_on, until, tally), daemon=True) for one in (*clients, faults)
-    ]
+    actions = [*(client.go_on for client in clients), faults.go_on]
+    threads = [threading.Thread(target=_guarded, args=(action, until, tally), daemon=True) for action in actions]
     for thread in threads:
         thread.start()
     samples = []

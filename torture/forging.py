@@ -325,7 +325,7 @@ def _table_changes(path: Path) -> Iterator[tuple[str, Change]]:
                 yield f"{name}[{row}] = {str(value)[:20]}", _cell(name, row, value)
             yield f"{name}[{row}] gone {i}", _cell(name, row, None)
         yield f"{name} all the same", _constant(name)
-        yield f"{name} dropped", lambda file, n=name: pq.write_table(pq.read_table(file).drop_columns([n]), file)
+        yield f"{name} dropped", _drop(name)
         yield f"{name} renamed", _rename(name)
         for other in (
             pa.string(),
@@ -401,6 +401,10 @@ def _constant(name: str) -> Change:
         _set(file, table, name, table[name].take([0] * table.num_rows) if table.num_rows else table[name])
 
     return change
+
+
+def _drop(name: str) -> Change:
+    return lambda path: pq.write_table(pq.read_table(path).drop_columns([name]), path)
 
 
 def _rename(name: str) -> Change:
@@ -489,8 +493,8 @@ def _tensor_changes(path: Path) -> Iterator[tuple[str, Change]]:
         }.items():
             for value in values:
                 yield f"{name} {field} = {str(value)[:30]}", _header_set(name, field, value)
-        yield f"{name} gone", _header_edit(lambda found, n=name: found.pop(n))
-        yield f"{name} renamed", _header_edit(lambda found, n=name: found.__setitem__(f"{n}x", found.pop(n)))
+        yield f"{name} gone", _header_remove(name)
+        yield f"{name} renamed", _header_rename(name)
         for what, numbers in _DATA.items():
             yield f"{name} {what}", _data_set(name, numbers)
     yield "header twice", _header_text(lambda text: text[:-1] + b"," + text[1:] if len(text) > 2 else b"{}")
@@ -520,6 +524,14 @@ def _header_edit(edit: Callable[[dict[str, Any]], object]) -> Change:
         _join(path, json.dumps(header).encode(), data)
 
     return change
+
+
+def _header_remove(name: str) -> Change:
+    return _header_edit(lambda header: header.pop(name))
+
+
+def _header_rename(name: str) -> Change:
+    return _header_edit(lambda header: header.__setitem__(f"{name}x", header.pop(name)))
 
 
 def _header_set(name: str, field: str, value: Any) -> Change:

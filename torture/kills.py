@@ -25,6 +25,7 @@ import torch
 import dualform
 from dualform.errors import RunNotFoundError
 from dualform.store.format import LOCK, locked
+from dualform.store.reader import Run
 from torture import children
 from torture.children import BEGINS, CLOSING, ENDED, OPENED, WRITING
 from torture.outcome import Outcome
@@ -69,7 +70,7 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
 @contextmanager
 def fork_server(preload: str) -> Iterator[Any]:
     """Give a context whose processes start at once, because what they import is there already."""
-    multiprocessing.forkserver._forkserver._stop()  # one that others started has not imported it
+    _stop_fork_server()  # one that others started has not imported it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     before = os.environ.get("PYTHONPATH")
@@ -85,7 +86,12 @@ def fork_server(preload: str) -> Iterator[Any]:
     try:
         yield context
     finally:
-        multiprocessing.forkserver._forkserver._stop()
+        _stop_fork_server()
+
+
+def _stop_fork_server() -> None:
+    """Stop this process's fork server, if it runs; Python has no public function for it."""
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 class _Hung(Exception):
@@ -255,6 +261,7 @@ class _Campaign:
             self.outcome.counts["SIGKILLs while attaching"] += killed
             self._examine(training, path)
             memory = dualform.open(path)
+            assert isinstance(memory._run, Run)
             if "media/tests.safetensors" in memory._run.manifest.files:
                 found = memory.tests()[0]
                 if not any("tests" in what and torch.equal(what["tests"], found) for what in children.ATTACHMENTS):

@@ -365,6 +365,6 @@ def raised_in(trace: TracebackType | None) -> tuple[str, str]:
     """Return whose functions an interrupt came in, "dualform" if any is ours, else "torch"; and the innermost two."""
     frames = traceback.extract_tb(trace)
     ours = any(frame.filename.startswith(OURS) for frame in frames)
-    frames = [frame for frame in frames if frame.name != "__call__" or "lives" not in frame.filename]
-    places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-2:]]
+    interrupted = [frame for frame in frames if frame.name != "__call__" or "lives" not in frame.filename]
+    places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in interrupted[-2:]]
     return ("dualform" if ours else "torch"), " < ".join(reversed(places))

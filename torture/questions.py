@@ -13,6 +13,7 @@ from dualform.attend.memory import Memory
 from dualform.errors import KeysOnlyError
 from dualform.show.report.build import build_report
 from dualform.show.session import Session
+from dualform.store.reader import Run
 from torture.good_runs import GoodRun
 
 Question = Callable[[Memory, GoodRun], Any]
@@ -70,6 +71,7 @@ def _patterns(memory: Memory, run: GoodRun) -> Any:
 
 def _kept(memory: Memory, run: GoodRun) -> Any:
     """Ask for everything that is kept beside the patterns."""
+    assert isinstance(memory._run, Run)
     files = memory._run.manifest.files
     found: list[Any] = [memory.media.labels, memory.media.scale, memory.media.image(0)]
     if "media/tests.safetensors" in files:

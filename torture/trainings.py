@@ -8,6 +8,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import dualform
+from dualform.store.reader import Run
 
 ROWS = 6
 SAMPLES = 10
@@ -158,6 +160,7 @@ def examine(training: Training, path: Path, checkpoints: Sequence[Checkpoint], *
             raise AssertionError(f"the run ended with {steps} of {training.steps} steps")
         left = {found.relative_to(path).as_posix() for found in path.rglob("*") if found.is_file()}
         sums = {name for name in left if CACHED.fullmatch(name)}  # of questions asked meanwhile
+        assert isinstance(memory._run, Run)
         if unlisted := left - sums - {"manifest.json", *memory._run.files()}:
             raise AssertionError(f"files that the manifest does not list are left: {sorted(unlisted)}")
     return steps
@@ -179,4 +182,4 @@ def answers(training: Training, path: Path) -> dict[str, Tensor]:
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Compare answers with those of a run that nobody killed; shards of other sizes are added up in another order."""
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=partial("{}: {}".format, name))

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ def _widths() -> list[int]:
     return [SIDE * SIDE, 16, CLASSES]
 
 
-def _factory() -> dict[str, object]:
+def _factory() -> dict[str, Any]:
     return {"factory": "dualform.experiments.models:mlp", "factory_arguments": {"widths": _widths()}}
 
 

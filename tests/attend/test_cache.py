@@ -1,6 +1,7 @@
 """The cache: used, harmless when gone, unwritable, broken or out of date."""
 
 import dataclasses
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from dualform.attend import cache
 from dualform.engine.local import LocalExecutor
 from dualform.store import derived_sums
 from dualform.store import format as run_format
+from dualform.store.reader import Run
 from helpers.small import batch, files, network, recorded, sgd, state, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
@@ -85,7 +87,7 @@ def test_a_full_disk_under_the_cache_is_no_error(run: Path, monkeypatch: pytest.
     def full(*_: Any) -> None:
         raise safetensors.SafetensorError("No space left on device")
 
-    monkeypatch.setattr(run_format.safetensors.torch, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     assert ask(run, model, "attention").shape == (6, 4)
     assert not [name for name in files(run) if name.startswith("cache/")]
 
@@ -241,18 +243,19 @@ def test_a_cached_file_without_version_and_digest_is_made_again(run: Path, sums:
 def test_another_start_or_another_description_has_its_own_sums(run: Path) -> None:
     """The name of a cached sum depends on initial.safetensors and on what the manifest says of layers and columns."""
     recorded(run, 3)
-    memory = dualform.open(run)
-    names = {memory._run.digest}
-    manifest = memory._run.manifest
-    for changes in (
+    source = Run(run)
+    names = {source.digest}
+    manifest = source.manifest
+    changed: tuple[dict[str, Any], ...] = (
         {"files": manifest.files | {"initial.safetensors": run_format.FileEntry(1, "0")}},
         {"batch_axis": 1},
         {"columns": manifest.columns | {"label": "int32"}},
         {"optimizers": ("Adam",)},
-    ):
-        memory._run.manifest = dataclasses.replace(manifest, **changes)
-        del memory._run.digest  # which is remembered
-        names.add(memory._run.digest)
+    )
+    for changes in changed:
+        source.manifest = dataclasses.replace(manifest, **changes)
+        del source.digest  # which is remembered
+        names.add(source.digest)
     assert len(names) == 5
 
 
@@ -300,6 +303,11 @@ def test_the_memory_of_the_cache_is_bounded(run: Path, monkeypatch: pytest.Monke
     for i in (0, 1, 0, 2):
         kept.get(i, answer(i))
     computed = []
+
+    def compute(i: int) -> dict[str, Tensor]:
+        computed.append(i)
+        return answer(i)()
+
     for i in (0, 2, 1):
-        kept.get(i, lambda i=i: computed.append(i) or answer(i)())
+        kept.get(i, functools.partial(compute, i))
     assert computed == [1]

@@ -15,6 +15,7 @@ from torch.nn import functional
 import dualform
 from dualform.attend import effects
 from dualform.attend.effects_filter import factorise, make_filter, remaining
+from dualform.attend.effects_losses import Losses
 from dualform.attend.effects_moments import Extended, MomentSums
 from dualform.attend.memory import Memory
 from dualform.engine.block import Block
@@ -24,7 +25,7 @@ from helpers.paired import Pair
 from helpers.small import batch, network
 
 STEPS, ROWS = 9, 6
-EXACT = {"rtol": 1e-8, "atol": 1e-11}
+EXACT: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-11}
 
 
 def record(path: Path, *, adam: bool, **options: Any) -> tuple[Memory, nn.Sequential, nn.Sequential]:
@@ -55,8 +56,8 @@ def test_effects_are_the_dense_formulas(run: Path, monkeypatch: pytest.MonkeyPat
     chosen = {"lr": 0.02, "weight_decay": 0.1} if adam else {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.02}
     batches = [batch(step, dtype=torch.float64, rows=ROWS) for step in range(STEPS)]
     trained, steps = train_densely(start, batches, adam=adam, **chosen)
-    for found, expected in zip(model.parameters(), trained.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, **EXACT)
+    for recorded_one, dense_one in zip(model.parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(recorded_one, dense_one, **EXACT)
     inputs, labels = questions()
     spot = memory.attend(model, inputs, targets=labels, quantity=quantity)
     asked = asked_of(trained, inputs, labels, quantity)
@@ -109,7 +110,7 @@ def test_moments_do_not_depend_on_shards(tmp_path: Path) -> None:
     for name, size in (("one", 1 << 20), ("many", 400)):
         memory, model, _ = record(tmp_path / name, adam=False, shard_bytes=size)
         inputs, labels = questions()
-        found.append((len(memory._run.shards), memory.attend(model, inputs, targets=labels).effects().values))
+        found.append((len(memory._run.parts()), memory.attend(model, inputs, targets=labels).effects().values))
     assert found[0][0] == 1 < found[1][0]
     torch.testing.assert_close(found[0][1], found[1][1], **EXACT)
 
@@ -252,7 +253,7 @@ def test_what_is_not_finite_is_named(run: Path) -> None:
     with pytest.raises(QueryError, match="Layer '0' holds keys that are not finite, or too large to be squared"):
         memory.attend(model, inputs, targets=labels)["0"].effects()
     with torch.no_grad():
-        model[2].weight.fill_(torch.nan)
+        model.get_parameter("2.weight").fill_(torch.nan)
     with pytest.raises(QueryError, match="gradient of the margin at layer '0' is not finite"):
         memory.attend(model, inputs, targets=labels)
 
@@ -273,7 +274,7 @@ def fit(path: Path, model: nn.Module, loss: Any, batches: Any, **options: Any) -
     return dualform.open(path)
 
 
-def known_losses(memory: Memory) -> effects.Losses:
+def known_losses(memory: Memory) -> Losses:
     return effects.losses(memory._table, memory._cache)
 
 
@@ -322,6 +323,7 @@ def test_the_softmax_is_found_however_the_loss_is_averaged(run: Path, way: str) 
             (scale * functional.cross_entropy(model(inputs), wanted, reduction=reduction)).backward()
             if way == "scaled":
                 for parameter in model.parameters():
+                    assert parameter.grad is not None
                     parameter.grad /= scale
         optimizer.step()
     found = known_losses(dualform.open(run))

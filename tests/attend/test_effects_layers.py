@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.attend.effects_asked import measure
+from helpers.loops import gradient_of
 
 CLASSES = 4
 
@@ -24,7 +25,7 @@ CLASSES = 4
 class Recurrent(nn.Module):
     """An LSTM or a plain recurrent layer, and logits from its last state; rows are the first axis."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
         super().__init__()
         self.core = kind(3, 5, batch_first=True)
         self.head = nn.Linear(5, CLASSES)
@@ -115,8 +116,8 @@ def test_without_a_filter_effects_sum_to_the_gradient_times_the_change(run: Path
             model.zero_grad()
             measure(model.eval()(inputs[i : i + 1]), labels[i : i + 1], "margin").sum().backward()
             parameters = dict(model.named_parameters())
-            moved = [(parameters[p].detach() - before[p].detach(), parameters[p].grad) for p in dict.fromkeys(mine)]
-            expected = sum(float((change * gradient).sum()) for change, gradient in moved)
+            moved = {p: parameters[p].detach() - before[p].detach() for p in mine}
+            expected = sum(float((change * gradient_of(parameters[p])).sum()) for p, change in moved.items())
             assert float(found[i]) == pytest.approx(expected, rel=1e-8, abs=1e-12), layer
 
 

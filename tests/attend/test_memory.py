@@ -22,7 +22,7 @@ from helpers.small import batch, network, recorded, sgd, state, train
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 Keep = Callable[[Pattern], bool]
 
 VIEWS: dict[str, tuple[Callable[[Memory], Memory], Keep]] = {
@@ -99,7 +99,7 @@ def test_the_pattern_table_of_a_view_has_the_references_rows(pair: Pair, view: s
 
 
 def test_pattern_numbers_count_over_shards_and_survive_masks(pair: Pair) -> None:
-    assert len(pair.memory._run.shards) > 2
+    assert len(pair.memory._run.parts()) > 2
     count = len(pair.reference.of("0"))
     assert pair.memory.patterns("0")["pattern"].to_pylist() == list(range(count))
     chosen = pair.memory.where("pattern % 5 = 3")
@@ -296,7 +296,7 @@ def test_beside_it_the_other_layers_are_whole(mixed: tuple[Memory, nn.Sequential
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_a_run_of_keys_only_verifies_its_files_and_has_no_weights(
-    run: Path, optimizer: type[torch.optim.Optimizer]
+    run: Path, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:
     model = network()
     made = optimizer(model.parameters(), lr=0.01)
@@ -359,7 +359,7 @@ def test_weights_cannot_be_asked_of_parameters_that_move_outside_the_optimizer(
     with dualform.record(model, optimizer, run) as recorder:
         train(model, optimizer, range(2), recorder)
         with torch.no_grad():
-            model[0].weight.mul_(1.01)
+            model.get_parameter("0.weight").mul_(1.01)
         train(model, optimizer, range(2, 4), recorder)
     check = dualform.open(run).verify(model)
     assert not check.passed

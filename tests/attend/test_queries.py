@@ -14,7 +14,7 @@ from dualform.errors import QueryError
 from helpers.paired import Pair
 from helpers.small import batch, network, recorded, sgd
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Tokens(nn.Module):

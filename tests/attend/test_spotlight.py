@@ -29,7 +29,7 @@ from helpers.small import batch, network, recorded, sgd, train
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
 pytestmark = pytest.mark.filterwarnings("ignore::dualform.attend.warn.MaskWarning")
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 LAYERS = ("0", "2")
 Keep = Callable[[Pattern], bool]
 VIEWS: dict[str, tuple[Callable[[Memory], Memory], Keep, int]] = {
@@ -435,9 +435,9 @@ def test_questions_that_make_no_sense(pair: Pair, run: Path) -> None:
     with pytest.raises(QueryError, match=r"top\(0\) asks for no patterns"):
         layer.top(0)
     with pytest.raises(QueryError, match=r"of is 'score'; expected one of"):
-        layer.totals(by="label", of="score")
+        layer.totals(by="label", of="score")  # type: ignore[arg-type]
     with pytest.raises(QueryError, match=r"per is 'label'; expected one of"):
-        layer.top(1, per="label")
+        layer.top(1, per="label")  # type: ignore[arg-type]
     model = network()
     optimizer = sgd(model)
     with dualform.record(model, optimizer, run) as recorder:

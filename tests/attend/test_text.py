@@ -139,8 +139,8 @@ def test_the_query_is_that_of_the_last_token_in_every_kind_of_layer(tmp_path, sh
     memory, model = recorded(tmp_path / "run", model="lstm", updates=2)
     tokens = torch.arange(shape[0] * shape[1]).reshape(shape) % 10
     with torch.no_grad():
-        inputs = model.embedding(tokens)
-        hidden = model.lstm(inputs)[0]
+        inputs = model.get_submodule("embedding")(tokens)
+        hidden = model.get_submodule("lstm")(inputs)[0]
     found = last_queries(model, tokens, memory.layers)
     assert torch.equal(found["embedding"], tokens[:, -1:])
     torch.testing.assert_close(found["softmax"], hidden[:, -1])
@@ -154,7 +154,8 @@ def test_a_recurrent_layers_keys_lie_at_their_places(tmp_path):
     # One update was made, so the recorded keys are those of the first model.
     start = memory.at(step=0).apply(model)
     keys = memory.attend(queries={"lstm.l0": torch.eye(16)})["lstm.l0"].attention().T
-    torch.testing.assert_close(keys[:, :8], start.embedding.weight[torch.from_numpy(corpus.train[places])].detach())
+    table = start.get_parameter("embedding.weight").detach()
+    torch.testing.assert_close(keys[:, :8], table[torch.from_numpy(corpus.train[places])])
 
 
 # Passages

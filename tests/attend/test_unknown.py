@@ -148,7 +148,7 @@ def test_another_model_is_named_once(run: Path, model: nn.Module) -> None:
     memory = dualform.open(run)
     quiet(memory, model)
     with torch.no_grad():
-        model[2].weight.mul_(1.01)
+        model.get_parameter("2.weight").mul_(1.01)
     with pytest.warns(OtherModelWarning, match=r"'2.weight' differ\. Ask with the model of that step"):
         memory.attend(model, batch(99)[0])
     quiet(memory, model)

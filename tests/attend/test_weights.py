@@ -80,7 +80,9 @@ def test_an_elementwise_optimizer_has_group_weights_too(run):
     with dualform.record(model, optimizer, run, shard_bytes=1000) as recorder:
         train(model, optimizer, range(8), recorder)
     memory = dualform.open(run)
-    found = memory.group_weights("task").prepare().apply(memory._run.final, Removal(("task",), ("spät",), ((2, 4),)))
+    final = memory._run.final
+    assert final is not None
+    found = memory.group_weights("task").prepare().apply(final, Removal(("task",), ("spät",), ((2, 4),)))
     expected = memory.without("task = 'spät' or (step >= 2 and step < 4)").weights()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)

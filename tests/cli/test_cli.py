@@ -116,7 +116,7 @@ def test_verify_fails_with_status_1_on_another_model(trained, monkeypatch, capsy
 
 def test_verify_says_of_which_step_a_checkpoint_is(trained, monkeypatch, capsys, tmp_path):
     folder, _, _ = trained
-    weights = dualform.open(folder)._run.initial
+    weights = dict(dualform.open(folder)._run.initial)
     safetensors.torch.save_file(weights, tmp_path / "checkpoint.safetensors")
     (tmp_path / "early_model.py").write_text(
         "from safetensors.torch import load_file\nfrom dualform.experiments.models import mlp\n"
@@ -344,6 +344,7 @@ def test_view_listens_elsewhere_only_when_told_to(trained, monkeypatch, capsys):
 def test_view_says_where_it_is_and_ends_quietly(trained):
     command = [sys.executable, "-c", "from dualform.cli import main; main()", "view", str(trained[0])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
         address = server.stdout.readline().strip()
         port = address.split(":")[2].split("/")[0]
         import httpx

@@ -28,6 +28,7 @@ from dualform.engine.sweep import run_sweep
 from dualform.identity.parameter_use import ParameterUse
 from dualform.store.reader import Run
 from dualform.store.rows import MemoryRows
+from helpers.loops import gradient_of
 
 __all__ = ["executed_run"]  # a fixture
 USES = (ParameterUse("weight", "weight", "outer"), ParameterUse("bias", "bias", "bias"))
@@ -103,7 +104,7 @@ def train_list(seed: int = 0) -> tuple[ListSource, nn.Linear]:
         steps.append((keys, outputs.grad.clone(), labels))
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= lr * parameter.grad  # type: ignore[operator]
+                parameter.sub_(lr * gradient_of(parameter))
     last = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return ListSource(steps, lr, first, last), model
 
@@ -136,7 +137,8 @@ class ProcessExecutor:
             state = job.new_state()
             for wanted in ranges:
                 block = reader.read(wanted)
-                measures = torch.empty(0) if job.measure is None else job.measure(job.queries, block)
+                measure, queries = job.measure, job.queries
+                measures = torch.empty(0) if measure is None or queries is None else measure(queries, block)
                 cpu = torch.device("cpu")
                 groups_of = one_group(len(wanted), cpu) if job.groups is None else job.groups.of(wanted, cpu)
                 state = job.reducer.add(state, block, measures, groups_of)
@@ -201,7 +203,7 @@ def test_a_list_of_patterns_answers_the_questions_of_the_readme(executor: type[A
     for name, share in memory.shares().items():
         torch.testing.assert_close(whole[name], share, rtol=1e-4, atol=1e-6)
     masked = memory.without(label=2).at(step=4).apply(model)
-    assert not torch.equal(masked.weight, model.weight)
+    assert not torch.equal(masked.get_parameter("weight"), model.weight)
     assert "a list of patterns" in repr(memory)
     assert "Linear 5 -> 3" in repr(memory.info())
     with pytest.raises(dualform.DualformError, match="keeps patterns alone"):

@@ -100,13 +100,12 @@ def test_the_weights_are_rebuilt_chunk_by_chunk(wide: tuple[Path, nn.Linear], mo
 def test_many_queries_make_the_chunks_smaller(wide: tuple[Path, nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = wide
     sizes = []
-    real = measures.attend
 
-    def attend(queries: Tensor, keys: Tensor, out: Tensor | None) -> Tensor:
+    def counting_attend(queries: Tensor, keys: Tensor, out: Tensor | None) -> Tensor:
         sizes.append(queries.shape[0] * keys.shape[0])
-        return real(queries, keys, out)
+        return attend(queries, keys, out)
 
-    monkeypatch.setattr(measures, "attend", attend)
+    monkeypatch.setattr(measures, "attend", counting_attend)
     monkeypatch.setattr(local, "MAX_BLOCK_MEASURES", 300_000)
     monkeypatch.setattr(layer_plans, "MAX_PASS_QUERIES", 1000)
     layer = dualform.open(path).attend(queries={"": torch.randn(2500, WIDTH)})[""]

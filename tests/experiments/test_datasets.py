@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_idx_files_make_an_image_set() -> None:
         (images.test_labels, LABELS[:2]),
     ):
         np.testing.assert_array_equal(found, expected)
-    assert (images.train_images.dtype, images.train_labels.dtype) == (np.uint8, np.int64)
+    assert (images.train_images.dtype, images.train_labels.dtype) == (np.dtype(np.uint8), np.dtype(np.int64))
 
 
 # The registry
@@ -94,7 +95,7 @@ def test_digits_are_split_the_same_way_every_time() -> None:
     one, two = datasets.load("digits"), datasets.load("digits")
     np.testing.assert_array_equal(one.test_images, two.test_images)
     assert (one.train_images.shape, one.test_images.shape) == ((1437, 8, 8), (360, 8, 8))
-    assert (one.train_images.dtype, one.train_images.max()) == (np.uint8, 16)
+    assert (one.train_images.dtype, one.train_images.max()) == (np.dtype(np.uint8), 16)
     assert one.train_labels.dtype == np.int64
     # The split itself: were it to change, so would every result on digits.
     assert one.test_labels[:12].tolist() == [9, 2, 5, 7, 6, 9, 7, 3, 3, 3, 4, 6]
@@ -150,7 +151,7 @@ def test_permuted_moves_pixels_alike_in_all_images(channels: tuple[int, ...]) ->
         ({"test_images": np.zeros((2, 2, 3), dtype=np.uint8)}, "expected the same"),
     ],
 )
-def test_image_set_must_fit_together(changes: dict[str, np.ndarray], message: str) -> None:
+def test_image_set_must_fit_together(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         replace(idx.image_set("tiny", TINY, class_names=("zero", "one")), **changes)
 

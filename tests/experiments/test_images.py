@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,8 +175,10 @@ def test_only_the_papers_data_writes_the_published_page(found, monkeypatch, caps
 def test_all_are_the_papers_studies_where_the_data_is_the_papers(monkeypatch):
     monkeypatch.setattr(reproduction, "_language_job", lambda name, options: name)
     monkeypatch.setattr(reproduction, "_image_job", lambda name, options: name)
-    assert reproduction._jobs(ReproductionOptions("all")) == [*IMAGE_STUDIES, "aesop", "wikitext2"]
-    assert reproduction._jobs(ReproductionOptions("all", data="digits")) == list(IMAGE_STUDIES)
+    of_the_paper: list[Any] = reproduction._jobs(ReproductionOptions("all"))
+    assert of_the_paper == [*IMAGE_STUDIES, "aesop", "wikitext2"]
+    of_digits: list[Any] = reproduction._jobs(ReproductionOptions("all", data="digits"))
+    assert of_digits == list(IMAGE_STUDIES)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The language studies on a tiny text: small, whole, and everything that they promise."""
 
 import math
+import shutil
 from collections import namedtuple
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.errors import DataError, StoreError
-from dualform.experiments.language import storage, study
+from dualform.experiments.language import study
 from dualform.experiments.language.language_summary import example_tables, language_section, summarise_language
 from dualform.experiments.language.language_training import (
     fit,
@@ -134,7 +135,12 @@ def test_the_state_is_carried_within_an_epoch(monkeypatch):
     trainer = Trainer(plan, corpus, seed=0, device="cpu")
     states = []
     real = trainer.model.forward
-    monkeypatch.setattr(trainer.model, "forward", lambda tokens, state: (states.append(state), real(tokens, state))[1])
+
+    def forward(tokens, state):
+        states.append(state)
+        return real(tokens, state)
+
+    monkeypatch.setattr(trainer.model, "forward", forward)
     read = list(windows(corpus, plan.recipe))
     for window in read:
         trainer.update(window, None)
@@ -156,15 +162,17 @@ def test_held_out_loss_is_the_mean_over_all_tokens():
 
 def test_quality_is_counted_in_the_units_of_the_text():
     corpus = tiny_corpus()
-    assert quality(math.log(8), corpus) == ("perplexity", pytest.approx(8))
-    assert quality(math.log(8), replace(corpus, unit="chars")) == ("bits per character", pytest.approx(3))
+    for text, unit, expected in ((corpus, "perplexity", 8), (replace(corpus, unit="chars"), "bits per character", 3)):
+        name, value = quality(math.log(8), text)
+        assert name == unit
+        assert value == pytest.approx(expected)
 
 
 # What fits on the disk
 
 
 def on_a_disk_of(monkeypatch, free):
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: Usage(10 * free, 9 * free, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10 * free, 9 * free, free))
 
 
 def test_the_first_storage_that_fits_is_taken(monkeypatch, tmp_path):

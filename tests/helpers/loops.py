@@ -68,6 +68,12 @@ def record(
     return dualform.open(path)
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the gradient of a parameter that has one."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def state(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the model's parameters."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -14,8 +14,9 @@ import dualform
 from dualform.errors import QueryError, RefusedError
 from dualform.recording.sinks import Start, sample
 from dualform.store.format import FINAL
+from dualform.store.manifest import Manifest
 from dualform.store.writer import DiskWriter
-from helpers.loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
+from helpers.loops import assert_exact, batches, counts, gradient_of, leftovers, loss_of, mlp, record, sgd, state, train
 
 SOUND = 3  # steps before a change
 BETWEEN = f"between step {SOUND} and step {SOUND + 1}"
@@ -35,11 +36,11 @@ def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 5) -
 
 
 def added_to_data(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    model[0].weight.data.add_(0.01)
+    model.get_parameter("0.weight").data.add_(0.01)
 
 
 def one_element(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    model[0].weight.data[3, 2] *= 1.001
+    model.get_parameter("0.weight").data[3, 2] *= 1.001
 
 
 def weight_clipping(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
@@ -49,7 +50,7 @@ def weight_clipping(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> N
 
 def decay_by_hand(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
-        model[0].weight.mul_(1 - 1e-4)
+        model.get_parameter("0.weight").mul_(1 - 1e-4)
 
 
 def average_copied_back(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
@@ -62,13 +63,13 @@ def other_checkpoint(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> 
 
 
 def exchanged_data(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    model[0].weight.data = model[0].weight.data * 1.01
+    model.get_parameter("0.weight").data = model.get_parameter("0.weight").data * 1.01
 
 
 def shared_memory(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     """As another process does that trains the same memory: no object of this process hears of it."""
     version = model[0].weight._version
-    torch.from_numpy(model[0].weight.detach().numpy())[0] += 0.01
+    torch.from_numpy(model.get_parameter("0.weight").detach().numpy())[0] += 0.01
     assert model[0].weight._version == version
 
 
@@ -173,7 +174,7 @@ def test_a_refused_recording_does_not_go_on(run: Path) -> None:
             with pytest.raises(RefusedError, match=BETWEEN):
                 step_on(model, optimizer)
         with torch.no_grad():
-            model[0].weight.copy_(kept["0.weight"])  # unless the change is taken back
+            model.get_parameter("0.weight").copy_(kept["0.weight"])  # unless the change is taken back
         train(model, optimizer, batches(2, seed=6))
     assert_exact(dualform.open(run), model)
 
@@ -196,9 +197,9 @@ def test_an_edit_outside_the_sample_is_found(run: Path, few: int) -> None:
     def recording() -> None:
         with dualform.record(model, optimizer, run):
             train(model, optimizer, batches(SOUND, 4, 40))
-            before = sample(model[0].weight)
-            model[0].weight.data.view(-1)[1 : 9 * few : 9][:few].mul_(1.5)
-            assert torch.equal(sample(model[0].weight), before)
+            before = sample(model.get_parameter("0.weight"))
+            model.get_parameter("0.weight").data.view(-1)[1 : 9 * few : 9][:few].mul_(1.5)
+            assert torch.equal(sample(model.get_parameter("0.weight")), before)
             train(model, optimizer, batches(1, 4, 40))
 
     with pytest.raises(RefusedError, match=r"Parameter '0.weight' changed"):
@@ -229,7 +230,7 @@ def test_a_parameter_of_one_optimizer_is_watched_at_the_steps_of_all(run: Path) 
         model.zero_grad()
         loss_of(model(batches(1)[0])).backward()
         first.step()
-        model[2].weight.data.mul_(1.01)
+        model.get_parameter("2.weight").data.mul_(1.01)
         with pytest.raises(RefusedError, match=r"'2.weight' changed"):
             second.step()
     assert dualform.open(run).step == SOUND + 1
@@ -243,10 +244,10 @@ def test_a_group_that_is_added_later_is_watched_too(run: Path) -> None:
         optimizer.add_param_group({"params": list(model[2].parameters())})
         model.zero_grad()
         train(model, optimizer, batches(SOUND))
-        model[2].weight.data.mul_(1.01)
+        model.get_parameter("2.weight").data.mul_(1.01)
         with pytest.raises(RefusedError, match=r"'2.weight' changed"):
             step_on(model, optimizer)
-        model[2].weight.data.div_(1.01)
+        model.get_parameter("2.weight").data.div_(1.01)
 
 
 # What is none of that -----------------------------------------------------------------------------------------------
@@ -289,8 +290,9 @@ def other_memory(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None
 
 
 def other_strides(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    for layer in (model[0], model[2]):
-        layer.weight.data = layer.weight.data.t().contiguous().t()
+    for name in ("0.weight", "2.weight"):
+        weight = model.get_parameter(name)
+        weight.data = weight.data.t().contiguous().t()
 
 
 def sharpness_aware(restore: str) -> Change:
@@ -299,7 +301,7 @@ def sharpness_aware(restore: str) -> Change:
         kept = state(model)
         optimizer.zero_grad()
         loss_of(model(batches(1)[0])).backward()
-        moves = {name: 0.05 * parameter.grad.sign() for name, parameter in model.named_parameters()}
+        moves = {name: 0.05 * gradient_of(parameter).sign() for name, parameter in model.named_parameters()}
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.add_(moves[name])
@@ -355,7 +357,7 @@ def test_hand_written_updates_are_noticed_while_they_go_on_and_at_closing(run: P
             model.zero_grad()
             loss_of(model(x)).backward()
             for parameter in model.parameters():
-                parameter.data.add_(parameter.grad, alpha=-0.1)
+                parameter.data.add_(gradient_of(parameter), alpha=-0.1)
 
     recorder = dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), run, layers=layers)
     recorder.__enter__()
@@ -419,7 +421,7 @@ def test_weights_of_no_step_at_closing(run: Path) -> None:
         with dualform.record(model, optimizer, run):
             train(model, optimizer, batches(2))
             after.append(state(model))
-            model[2].bias.data.zero_()
+            model.get_parameter("2.bias").data.zero_()
 
     with pytest.warns(UserWarning, match=r"not those after step 2: Parameter '2.bias' changed since") as caught:
         recording()
@@ -435,11 +437,11 @@ def test_a_shard_that_is_sealed_while_other_weights_are_there_does_not_vouch_for
     with dualform.record(model, optimizer, run) as recorder:
         train(model, optimizer, batches(2))
         kept = state(model)
-        model[0].weight.data.mul_(2.0)
+        model.get_parameter("0.weight").data.mul_(2.0)
         recorder.flush()
         model.load_state_dict(kept)
         train(model, optimizer, batches(1))
-    shards = dualform.open(run)._run.manifest.shards
+    shards = Manifest.read(run).shards
     assert [bool(shard.parameters) for shard in shards] == [False, True]
 
 
@@ -467,7 +469,7 @@ def exchange_module(model: nn.Sequential) -> None:
 
 
 def exchange_parameter(model: nn.Sequential) -> None:
-    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    model[2].weight = nn.Parameter(model.get_parameter("2.weight").detach().clone())
 
 
 def take_out_module(model: nn.Sequential) -> None:
@@ -523,7 +525,7 @@ def test_a_tied_weight_that_is_untied(run: Path) -> None:
     optimizer = sgd(model)
     with dualform.record(model, optimizer, run, on_failure="detach"):
         train(model, optimizer, batches(SOUND))
-        model[2].weight = nn.Parameter(model[0].weight.detach().clone())
+        model[2].weight = nn.Parameter(model.get_parameter("0.weight").detach().clone())
         with pytest.warns(UserWarning, match="Layer '2' .*parameter '0.weight' was exchanged"):
             step_on(model, optimizer)
     assert dualform.open(run).verify().passed
@@ -723,7 +725,7 @@ def test_weights_that_change_while_the_run_is_opened_are_found(run: Path, monkey
 
     def open_slowly(writer: DiskWriter, start: Start) -> int:
         step = opened(writer, start)
-        model[0].weight.data.add_(0.01)
+        model.get_parameter("0.weight").data.add_(0.01)
         return step
 
     monkeypatch.setattr(DiskWriter, "open", open_slowly)

@@ -16,8 +16,13 @@ from torch import nn
 import dualform
 from dualform.errors import RunExistsError, StoreError
 from dualform.recording import recorder as recorder_module
+from dualform.recording.calls import Pending
+from dualform.recording.changes import Changes
+from dualform.recording.ending import remove_handles
 from dualform.store import writer
 from dualform.store.format import LOCK, locked
+from dualform.store.queue import ByteQueue
+from dualform.store.tables import steps_table
 from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
 
 DROPPED = "was never closed, and its recording ends here"
@@ -241,7 +246,6 @@ def test_garbage_collected_on_the_writers_own_thread_waits_for_nobody(run: Path,
     holder = [dualform.record(model, optimizer, run, shard_bytes=0).start()]
     recorder = weakref.ref(holder[0])
     dropped = threading.Event()
-    steps_table = writer.steps_table
 
     def drop(records: Any) -> Any:
         holder.clear()
@@ -307,12 +311,11 @@ def test_a_second_interrupt_while_closing_keeps_the_lock_until_the_writer_has_en
     model = mlp()
     optimizer = sgd(model)
     go_on, waiting = threading.Event(), threading.Event()
-    real = writer.steps_table
 
     def slowly(records: Any) -> Any:
         waiting.set()
         assert go_on.wait(60)
-        return real(records)
+        return steps_table(records)
 
     def interrupted(self: Any) -> None:
         assert waiting.wait(60)
@@ -322,7 +325,7 @@ def test_a_second_interrupt_while_closing_keeps_the_lock_until_the_writer_has_en
     recorder = dualform.record(model, optimizer, run).start()
     train(model, optimizer, batches(3))
     with monkeypatch.context() as patch:
-        patch.setattr(writer.ByteQueue, "join", interrupted)  # the closing waits here when Ctrl-C comes
+        patch.setattr(ByteQueue, "join", interrupted)  # the closing waits here when Ctrl-C comes
         with pytest.raises(KeyboardInterrupt):
             recorder.close()
     assert leftovers(model, optimizer) == []
@@ -342,7 +345,7 @@ def test_a_step_whose_recording_is_interrupted_is_left_out_and_none_comes_after_
     run: Path, monkeypatch: pytest.MonkeyPatch, where: str, swallowed: bool
 ) -> None:
     """The optimizer has stepped by then, and the recording knows the new weights but has not handed the step on."""
-    owner = recorder_module.Changes if where == "note" else recorder_module.Pending
+    owner = Changes if where == "note" else Pending
     real = getattr(owner, where)
     model = mlp()
     optimizer = sgd(model)
@@ -413,13 +416,12 @@ def test_an_interrupt_just_after_the_sink_was_opened_leaves_nothing(run: Path, m
 def test_an_interrupt_while_hooks_are_taken_off_ends_the_recording_all_the_same(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = recorder_module.remove_handles
     interrupts = [KeyboardInterrupt()]
 
     def once(handles: Any, *, running: bool) -> None:
         if interrupts:
             raise interrupts.pop()
-        real(handles, running=running)
+        remove_handles(handles, running=running)
 
     model = mlp()
     optimizer = sgd(model)

@@ -5,6 +5,7 @@ import gc
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_gradients_taken_by_autograd_grad_leave_nothing(run: Path) -> None:
         saliency = (2 * x).requires_grad_()
         torch.autograd.grad(loss_of(model(saliency)), saliency)
         loss = loss_of(model(x))
-        torch.autograd.grad(loss, model[0].weight, retain_graph=True)
+        torch.autograd.grad(loss, model.get_parameter("0.weight"), retain_graph=True)
         loss.backward()
         optimizer.step()
 
@@ -160,7 +161,7 @@ def test_a_part_of_the_gradients_zeroed_leaves_its_part(run: Path) -> None:
 def test_what_is_pending_does_not_grow(run: Path, *, to_none: bool) -> None:
     model = mlp()
     optimizer = sgd(model)
-    alive = []
+    alive: list[int] = []
     with dualform.record(model, optimizer, run):
         for x in batches(30):
             loss_of(model(x)).backward()
@@ -479,7 +480,7 @@ def test_gradient_checkpointing(run: Path, *, reentrant: bool) -> None:
 @pytest.mark.parametrize("wrapped", [True, False], ids=["record(compiled)", "record(model)"])
 def test_a_compiled_model(run: Path, backend: str, *, wrapped: bool) -> None:
     model = mlp()
-    compiled = torch.compile(model, backend=backend)
+    compiled: Any = torch.compile(model, backend=backend)
     optimizer = sgd(model)
     try:
         with dualform.record(compiled if wrapped else model, optimizer, run):
@@ -536,7 +537,7 @@ def test_deep_copies_train_on_their_own(run: Path) -> None:
     memory = dualform.open(run)
     assert counts(memory) == {"0": ROWS * (STEPS + 2), "2": ROWS * (STEPS + 2)}
     assert_exact(memory, model)
-    assert not torch.equal(twin[0].weight, model[0].weight)
+    assert not torch.equal(twin.get_parameter("0.weight"), model.get_parameter("0.weight"))
 
 
 def test_replicas_with_parameters_of_their_own(run: Path) -> None:

@@ -10,7 +10,20 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import RefusedError
 from dualform.recording.optimizers import find_logger, supported
-from helpers.loops import WITHIN, assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train, worst
+from helpers.loops import (
+    WITHIN,
+    assert_exact,
+    batches,
+    counts,
+    gradient_of,
+    loss_of,
+    mlp,
+    record,
+    sgd,
+    state,
+    train,
+    worst,
+)
 
 DTYPES = list(WITHIN)
 MANY = 200
@@ -139,7 +152,7 @@ def test_layers_outside_the_optimizer_have_no_patterns(run: Path) -> None:
     memory = dualform.open(run)
     assert counts(memory) == {"0": 0, "2": 24}
     assert memory.verify(model).passed
-    torch.testing.assert_close(memory.weights()["0.weight"], model[0].weight.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(memory.weights()["0.weight"], model.get_parameter("0.weight").detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -254,10 +267,10 @@ def test_each_parameter_and_each_backward_has_its_own_factor(run: Path) -> None:
 
     def body(x: Tensor) -> None:
         loss_of(model(x)).backward()
-        model[0].weight.grad.mul_(0.5)
+        gradient_of(model.get_parameter("0.weight")).mul_(0.5)
         loss_of(model(2 * x)).backward()
-        model[0].weight.grad.mul_(-0.5)
-        model[2].bias.grad.data.mul_(3.0)
+        gradient_of(model.get_parameter("0.weight")).mul_(-0.5)
+        gradient_of(model.get_parameter("2.bias")).data.mul_(3.0)
         optimizer.step()
 
     optimizer = sgd(model, lr=0.01)
@@ -285,7 +298,7 @@ def test_gradient_scaler_with_skipped_steps(run: Path, way: str, *, fused: bool,
     with dualform.record(model, optimizer, run):
         for step, x in enumerate(batches(60)):
             optimizer.zero_grad(set_to_none=to_none)
-            before = model[0].weight.detach().clone()
+            before = model.get_parameter("0.weight").detach().clone()
             for part in x.chunk(2):
                 scaler.scale(_overflowing(model, part, step)).backward()
             if way != "plain":
@@ -295,7 +308,7 @@ def test_gradient_scaler_with_skipped_steps(run: Path, way: str, *, fused: bool,
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-            moved += not torch.equal(before, model[0].weight)
+            moved += not torch.equal(before, model.get_parameter("0.weight"))
     assert moved == 45
     assert len(set(scales)) > 3
     memory = dualform.open(run)

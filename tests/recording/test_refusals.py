@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.errors import RefusedError
-from helpers.loops import assert_exact, batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
+from helpers.loops import assert_exact, batches, counts, gradient_of, leftovers, loss_of, mlp, record, sgd, state, train
 
 Sabotage = Callable[[nn.Sequential, torch.optim.Optimizer, Tensor], None]
 SOUND = 3  # steps before the sabotage
@@ -40,32 +40,32 @@ def clip_by_value_then_accumulate(model: nn.Sequential, optimizer: torch.optim.O
 def noise(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     loss_of(model(x)).backward()
     for parameter in model.parameters():
-        parameter.grad.add_(1e-4 * torch.randn_like(parameter))
+        gradient_of(parameter).add_(1e-4 * torch.randn_like(parameter))
     optimizer.step()
 
 
 def edit_of_one_element(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     loss_of(model(x)).backward()
-    model[0].weight.grad[2, 1] += 1e-3
+    gradient_of(model.get_parameter("0.weight"))[2, 1] += 1e-3
     optimizer.step()
 
 
 def edit_through_data(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     loss_of(model(x)).backward()
-    version = model[2].bias.grad._version
-    model[2].bias.grad.data[0] += 1e-3
-    assert model[2].bias.grad._version == version  # a counter does not see it
+    version = gradient_of(model.get_parameter("2.bias"))._version
+    gradient_of(model.get_parameter("2.bias")).data[0] += 1e-3
+    assert gradient_of(model.get_parameter("2.bias"))._version == version  # a counter does not see it
     optimizer.step()
 
 
 def replaced_gradient(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     loss_of(model(x)).backward()
-    model[0].weight.grad = torch.randn_like(model[0].weight)
+    model.get_parameter("0.weight").grad = torch.randn_like(model.get_parameter("0.weight"))
     optimizer.step()
 
 
 def invented_gradient(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    model[0].weight.grad = torch.randn_like(model[0].weight)
+    model.get_parameter("0.weight").grad = torch.randn_like(model.get_parameter("0.weight"))
     optimizer.step()
 
 
@@ -76,24 +76,24 @@ def l2_in_the_loss(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Te
 
 
 def l1_of_a_bias_in_the_loss(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    (loss_of(model(x)) + 1e-4 * model[0].bias.abs().sum()).backward()
+    (loss_of(model(x)) + 1e-4 * model.get_parameter("0.bias").abs().sum()).backward()
     optimizer.step()
 
 
 def functional_use(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    hidden = functional.relu(functional.linear(x, model[0].weight, model[0].bias))
+    hidden = functional.relu(functional.linear(x, model.get_parameter("0.weight"), model.get_parameter("0.bias")))
     (loss_of(model(x)) + loss_of(model[2](hidden))).backward()
     optimizer.step()
 
 
 def functional_use_only(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    hidden = functional.relu(functional.linear(x, model[0].weight, model[0].bias))
+    hidden = functional.relu(functional.linear(x, model.get_parameter("0.weight"), model.get_parameter("0.bias")))
     loss_of(model[2](hidden)).backward()
     optimizer.step()
 
 
 def parameter_hook(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    handle = model[0].weight.register_hook(lambda gradient: gradient.sign() * 0.01)
+    handle = model.get_parameter("0.weight").register_hook(lambda gradient: gradient.sign() * 0.01)
     try:
         loss_of(model(x)).backward()
     finally:
@@ -102,7 +102,7 @@ def parameter_hook(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Te
 
 
 def bias_hook(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    handle = model[2].bias.register_hook(lambda gradient: gradient + 1e-3)
+    handle = model.get_parameter("2.bias").register_hook(lambda gradient: gradient + 1e-3)
     try:
         loss_of(model(x)).backward()
     finally:
@@ -112,9 +112,9 @@ def bias_hook(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor)
 
 def accumulation_hook(model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     def clamp(parameter: Tensor) -> None:
-        parameter.grad.clamp_(-0.01, 0.01)
+        gradient_of(parameter).clamp_(-0.01, 0.01)
 
-    handle = model[0].weight.register_post_accumulate_grad_hook(clamp)
+    handle = model.get_parameter("0.weight").register_post_accumulate_grad_hook(clamp)
     try:
         loss_of(model(x)).backward()
     finally:
@@ -314,7 +314,7 @@ def test_a_model_that_was_compiled_and_run_before_the_recording(run: Path) -> No
     """Its code was compiled without hooks, and compiled code is not compiled again for them."""
     model = mlp()
     optimizer = sgd(model)
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     try:
         train(compiled, optimizer, batches(1))
         with dualform.record(model, optimizer, run), pytest.raises(RefusedError, match=UNSEEN):
@@ -510,6 +510,7 @@ def test_ordinary_training_is_never_refused(
                 scaler.unscale_(optimizer)
             if "scale by hand" in tricks:
                 for parameter in model.parameters():
+                    assert parameter.grad is not None
                     parameter.grad /= 3
             if "clip" in tricks:
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-3)

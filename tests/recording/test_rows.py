@@ -190,7 +190,7 @@ def test_attention_that_is_fed_batch_first_unsaid(run: Path, length: int) -> Non
 
     model = Attending()
     x = batch(B, length, 8)
-    options = {"batch_axis": 0} if length == B else {}
+    options: dict[str, Any] = {"batch_axis": 0} if length == B else {}
     found = samples(run, model, x, **options)
     expected = [100 + i for i in range(B) for _ in range(length)]
     assert found["attention.in_proj"] == expected

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_resumes(tmp_path: Path) -> None:
     model = mlp(dtype=torch.float64)
     optimizers = two(model)
 
-    def go(inputs: list[Tensor], **options: bool) -> None:
+    def go(inputs: list[Tensor], **options: Any) -> None:
         with dualform.record(model, optimizers, tmp_path / "run", strict=True, **options):
             for x in inputs:
                 model.zero_grad()

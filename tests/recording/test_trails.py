@@ -15,6 +15,7 @@ from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.gauge import Gauge
 from dualform.recording.probes import Probe, Watching, predict, projection
 from dualform.recording.trails import Accumulation, Resolution, Trail, resolve, resolve_all
+from helpers.loops import gradient_of
 
 CPU = torch.device("cpu")
 WEIGHT = ParameterUse("weight", "fc.weight", "outer")
@@ -76,11 +77,11 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 FATES: dict[str, Callable[[Followed], object]] = {
     "untouched": lambda followed: None,
-    "scaled": lambda followed: followed.weight.grad.mul_(0.37),
-    "cleared": lambda followed: followed.weight.grad.zero_(),
+    "scaled": lambda followed: gradient_of(followed.weight).mul_(0.37),
+    "cleared": lambda followed: gradient_of(followed.weight).zero_(),
     "gone": lambda followed: setattr(followed.weight, "grad", None),
-    "edited": lambda followed: _element(followed.weight.grad),
-    "not finite": lambda followed: followed.weight.grad.mul_(math.nan),
+    "edited": lambda followed: _element(gradient_of(followed.weight)),
+    "not finite": lambda followed: gradient_of(followed.weight).mul_(math.nan),
     "accumulated": lambda followed: followed.accumulate(),
     "unexplained": lambda followed: followed.accumulate(unseen=0.1),
     "coarse": lambda followed: followed.accumulate(coarse=True),
@@ -167,7 +168,7 @@ def test_large_layers_are_not_recorded_otherwise(tmp_path: Path, change: str) ->
     torch.manual_seed(0)
     model = nn.Linear(300, 256)
     with pytest.raises(RefusedError, match="weight"):
-        train(model, tmp_path / "run", lambda _: CHANGES[change](model.weight.grad.mul_(1e4)))
+        train(model, tmp_path / "run", lambda _: CHANGES[change](gradient_of(model.weight).mul_(1e4)))
 
 
 def test_a_regulariser_of_a_large_layer_is_refused(tmp_path: Path) -> None:

@@ -86,13 +86,14 @@ def test_an_optimizer_that_holds_the_frozen_base_keeps_it_recorded(run: Path) ->
 def test_low_precision_that_is_trained_or_named_is_still_refused(run: Path) -> None:
     model = adapted(torch.bfloat16)
     optimizer = trained(model)
+    layers: Any
     for layers in ("0.base", ["0.base", "*lora*"], {"0.base": "keys+values"}):
         with pytest.raises(RefusedError, match=r"Layer '0.base' has parameters of dtype torch.bfloat16"):
             dualform.record(model, optimizer, run, layers=layers)
     for layers in ("*", ["0.*", "2.*"], {"*": "keys+values"}):
         assert list(dualform.record(model, optimizer, run, layers=layers).layers) == ADAPTERS
     assert "0.base" in dualform.record(model, optimizer, run, layers={"*": "keys"}).layers
-    model[0].base.bias.requires_grad_(True)
+    model.get_parameter("0.base.bias").requires_grad_(True)
     with pytest.raises(RefusedError, match=r"Layer '0.base' has parameters of dtype torch.bfloat16"):
         dualform.record(model, trained(model), run)
 
@@ -101,7 +102,7 @@ def test_a_layer_called_trained_is_chosen_from_a_list(run: Path) -> None:
     model = nn.Sequential()
     model.add_module("trained", nn.Linear(5, 4))
     model.add_module("head", nn.Linear(4, 3))
-    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.get_submodule("head").parameters(), lr=0.1)
     assert dualform.record(model, optimizer, run, layers="trained").layers == ("head",)
     with pytest.warns(UserWarning, match="not recorded: 'head.weight'"):
         assert dualform.record(model, optimizer, run, layers=["trained"]).layers == ("trained",)
@@ -213,7 +214,10 @@ def test_verifying_a_merged_model_says_what_happened(run: Path) -> None:
     model = adapted()
     optimizer = trained(model)
     memory = record(run, model, optimizer)
-    merged = nn.Sequential(model[0].merged(), nn.ReLU(), model[2].merged())
+    first, last = model[0], model[2]
+    assert isinstance(first, LowRank)
+    assert isinstance(last, LowRank)
+    merged = nn.Sequential(first.merged(), nn.ReLU(), last.merged())
     with pytest.raises(QueryError, match=r"lacks the recorded parameters '0.lora_A.weight'.*merge_and_unload"):
         memory.verify(merged)
     assert memory.verify().passed

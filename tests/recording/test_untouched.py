@@ -40,7 +40,7 @@ def _closure(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> N
         loss.backward()
         return loss
 
-    assert isinstance(optimizer.step(closure), Tensor)
+    assert isinstance(optimizer.step(closure), Tensor)  # type: ignore[arg-type]
 
 
 def _scaled(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -122,8 +122,8 @@ def test_the_users_own_hooks_stay(run: Path) -> None:
     model = mlp()
     optimizer = sgd(model)
     model[0].register_forward_hook(lambda module, args, output: None)
-    model[0].weight.register_hook(lambda gradient: None)
-    model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.get_parameter("0.weight").register_hook(lambda gradient: None)
+    model.get_parameter("2.weight").register_post_accumulate_grad_hook(lambda parameter: None)
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: None)
     before = leftovers(model, optimizer)
     with dualform.record(model, optimizer, run):

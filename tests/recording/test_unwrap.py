@@ -19,12 +19,12 @@ from helpers.loops import assert_exact, batches, loss_of, mlp, sgd, train
 class Accelerated(Optimizer):
     """A framework's wrapper: no state and no step hooks of its own."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.steps = 0
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -38,12 +38,12 @@ class Accelerated(Optimizer):
 class Imitating:
     """A framework's wrapper that makes itself a subclass of the optimizer inside, and steps with a closure."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._inside = optimizer
         self.__class__ = type("Framework" + type(optimizer).__name__, (type(self), type(optimizer)), {})
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> Any:
         return self._inside
 
     def step(self, closure: Any = None) -> Any:
@@ -89,7 +89,8 @@ def test_a_wrapped_optimizer_is_recorded(run: Path, wrap: Any, layers: Any, kind
 def test_two_wrapped_optimizers(run: Path) -> None:
     model = mlp()
     first, second = Accelerated(sgd(model[0])), Warmup(AdamW(model[2].parameters()))
-    with dualform.record(model, [first, second], run):
+    optimizers: list[Any] = [first, second]
+    with dualform.record(model, optimizers, run):
         for x in batches(3):
             model.zero_grad()
             loss_of(model(x)).backward()
@@ -127,7 +128,7 @@ def test_a_subclass_that_changes_nothing_is_recorded_as_its_base(run: Path) -> N
     assert_exact(memory, model)
 
 
-def test_a_subclass_whose_step_torch_has_wrapped_is_its_base() -> None:
+def test_a_subclass_whose_step_torch_has_wrapped_is_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch wraps the step of the first class that is made, which may be the subclass or the base."""
 
     class Base(SGD):
@@ -139,13 +140,10 @@ def test_a_subclass_whose_step_torch_has_wrapped_is_its_base() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
     assert known_type(First(parameters)) is SGD
     assert known_type(Base(parameters)) is SGD
-    plain = SGD.step
-    try:
-        SGD.step = plain.__wrapped__  # as before any SGD was made
-        assert known_type(First(parameters)) is SGD
-        assert "step" in vars(First)
-    finally:
-        SGD.step = plain
+    wrapped: Any = SGD.step
+    monkeypatch.setattr(SGD, "step", wrapped.__wrapped__)  # as before any SGD was made
+    assert known_type(First(parameters)) is SGD
+    assert "step" in vars(First)
 
 
 def subclasses() -> dict[str, type[Optimizer]]:
@@ -155,7 +153,7 @@ def subclasses() -> dict[str, type[Optimizer]]:
 
     class Disguised(SGD):
         @functools.wraps(SGD.step)
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return None
 
     class OwnGroup(Adam):

@@ -82,7 +82,7 @@ def test_unknown_ways_of_storing_are_named() -> None:
     with pytest.raises(
         UnknownLayerError, match=r"'head' is to store 'values'; expected one of \('keys\+values', 'keys'"
     ):
-        watch(network(), {"head": "values"})
+        watch(network(), {"head": "values"})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("layers", [[], {}, ()], ids=str)

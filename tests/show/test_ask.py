@@ -137,7 +137,10 @@ def test_verify_names_what_is_not_recorded_in_text_json_and_report(
     badge = rebuild_badge(session, ("label",), wait=True)
     assert (badge.state, badge.uncovered) == ("passed", found["uncovered"])
     assert words in badge.not_recorded
-    assert all(row.relative_error <= row.bound for row in badge.layers)
+    for row in badge.layers:
+        assert row.relative_error is not None
+        assert row.bound is not None
+        assert row.relative_error <= row.bound
 
 
 @pytest.fixture

@@ -2,17 +2,18 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import dualform
-from dualform.attend.groups import ADDRESS
+from dualform.engine.source import ADDRESS
 from dualform.errors import QueryError
 from dualform.show.grouping import annotated_columns, group_name, parse_by, unit_name
 from dualform.show.viewer.parameters import BadQuestion, RequestParameters
 
 NOT_A_GROUPING = "Cannot group by 'step:x'; expected a column, or column:width with a positive width"
-SESSION = SimpleNamespace(memory=SimpleNamespace(columns=(*ADDRESS, "label")))
+SESSION: Any = SimpleNamespace(memory=SimpleNamespace(columns=(*ADDRESS, "label")))
 
 
 def test_columns_and_bins_are_read():
@@ -41,8 +42,8 @@ def test_addresses_samples_and_places_are_no_groupings():
 
 def test_names_of_units_and_groups():
     corpus = SimpleNamespace(vocabulary=("a", "\n"), titles=("First",))
-    named = SimpleNamespace(labels=("cat", "dog"), text=None)
-    text = SimpleNamespace(labels=None, text=corpus)
+    named: Any = SimpleNamespace(labels=("cat", "dog"), text=None)
+    text: Any = SimpleNamespace(labels=None, text=corpus)
     assert [unit_name(named, unit) for unit in (0, 1, 2, -1)] == ["cat", "dog", "2", "-1"]
     assert unit_name(text, 0) == "a"
     assert group_name(named, ("task", "label"), ("digits", 1)) == "digits · dog"

@@ -1,5 +1,7 @@
 """Templates escape every value that is not markup of their own, and name what is missing."""
 
+from typing import Any
+
 import jinja2
 import pytest
 
@@ -14,7 +16,7 @@ HOSTILE = "<script>alert('\"')</script>"
 
 
 def card(**changes):
-    columns = {
+    columns: dict[str, Any] = {
         "rank": 1, "pattern": 7, "value": -0.5, "share": 0.25, "sample": HOSTILE, "image": False, "label": 1,
         "label_name": HOSTILE, "step": 3, "occurrences": None, "passage": None, "columns": {},
     }  # fmt: skip
@@ -43,6 +45,7 @@ DRAWN = {
 @pytest.mark.parametrize("name", DRAWN)
 def test_every_value_is_escaped(name):
     found = DRAWN[name]()
+    assert found is not None
     assert "<script>alert" not in found
     assert "&lt;script&gt;" in found
     assert "'" not in found.replace("'none'", "").replace("'unsafe-inline'", ""), "a quote of the value"

@@ -175,6 +175,8 @@ def test_the_bound_stands_beside_the_error(run: Path) -> None:
     model = recorded(run, 7)
     check = dualform.open(run).verify(model)
     for line, layer in zip(repr(check).splitlines()[1:], check.layers, strict=False):
+        assert layer.error is not None
+        assert layer.bound is not None
         assert layer.error <= layer.bound < 1e-4
         assert line.split()[-3:] == [f"{layer.error:.1e}", f"{layer.bound:.1e}", "passed"]
 

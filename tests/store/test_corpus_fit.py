@@ -9,7 +9,7 @@ from torch import nn
 import dualform
 from dualform.errors import QueryError
 from dualform.store.corpus_fit import check_fit
-from dualform.store.reader import Shard
+from dualform.store.reader import Run, Shard
 from helpers.language_models import CHARACTERS, SIZE, TOKENS, characters, record_output_model
 
 SHIFTED = torch.roll(TOKENS, 7)
@@ -124,7 +124,12 @@ def test_an_outcome_is_remembered(run, monkeypatch):
     memory.place_counts("1")
     read = []
     plain = Shard.annotation
-    monkeypatch.setattr(Shard, "annotation", lambda shard, name, **how: read.append(name) or plain(shard, name, **how))
+
+    def annotation(shard, name, **how):
+        read.append(name)
+        return plain(shard, name, **how)
+
+    monkeypatch.setattr(Shard, "annotation", annotation)
     dualform.open(run).place_counts("1")
     assert read == ["place"] * 3  # to count, and not to compare again
     with pytest.raises(QueryError, match="annotated places are wrong"):
@@ -145,10 +150,10 @@ def test_steps_that_were_cut_off_are_not_compared(run):
             optimizer.zero_grad()
             model(TOKENS[places]).square().mean().backward()
             optimizer.step()
-    opened = dualform.open(run)._run
+    opened = Run(run)
     with pytest.raises(QueryError, match="12 of 36 annotated places"):
         check_fit(opened, TOKENS.numpy())
-    opened = dualform.open(run)._run
+    opened = Run(run)
     (shard,) = opened.shards
     shard.entry = dataclasses.replace(shard.entry, stop=2)
     check_fit(opened, TOKENS.numpy())

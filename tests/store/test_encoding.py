@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from torch.nn import functional
 
 import dualform
 from dualform.store.encoding import decode, encode
@@ -81,7 +80,7 @@ def test_the_float16_error_of_a_run_is_below_its_promise(tmp_path: Path, scale: 
     assert memories["float16"].verify(model).passed
     exact, half = memories[None], memories["float16"]
     if scale != 1.0:
-        values = exact._run.shards[0].rows("0", "values").take(slice(None))[0]
+        values = exact._run.parts()[0].rows("0", "values").take(slice(None))[0]
         assert float(values.abs().max()) < 1e-8, "the values must be far below float16's range for this test to tell"
     queries = batch(10_000, rows=40)[0]
     errors = {}
@@ -117,5 +116,4 @@ def test_a_float64_run_stays_float64_to_the_end(tmp_path: Path) -> None:
     inputs = batch(10_000, dtype=torch.float64)[0]
     layer = memory.attend(model, inputs)["0"]
     assert layer.attention().dtype == layer.output().dtype == torch.float64
-    torch.testing.assert_close(layer.output(), functional.linear(inputs, model[0].weight, model[0].bias).detach(),
-                               rtol=1e-12, atol=1e-12)  # fmt: skip
+    torch.testing.assert_close(layer.output(), model[0](inputs).detach(), rtol=1e-12, atol=1e-12)

@@ -24,7 +24,7 @@ def test_a_kill_while_an_attachment_is_replaced_loses_nothing(run: Path) -> None
     memory.add_tests(torch.zeros(6, 5), torch.arange(6))
     child = os.fork()
     if child == 0:
-        Manifest.publish = lambda *_: os._exit(9)  # type: ignore[method-assign, assignment]
+        Manifest.publish = lambda *_: os._exit(9)  # type: ignore[method-assign]
         memory.add_tests(torch.zeros(3, 5), torch.arange(3))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

@@ -23,6 +23,7 @@ from dualform.engine.facts_check import facts_problem
 from dualform.errors import CorruptError
 from dualform.store.checked_tables import read_checked_table
 from dualform.store.format import checksum
+from dualform.store.manifest import Manifest
 from dualform.store.parquet_footer import read_footer
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
@@ -556,7 +557,7 @@ def test_attachments_that_cannot_be_such_are_refused(run: Path, monkeypatch: pyt
     memory.add_tests(torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64))
     memory.add_media(images=torch.zeros(2, 4, 4, dtype=torch.uint8), labels=["a"], mean=0.0, deviation=1.0)
     memory.add_corpus(dualform.Corpus.from_tokens([0, 1, 0], vocabulary=["a", "b"], unit="chars"))
-    places = {name: entry.at for name, entry in dualform.open(run)._run.manifest.files.items()}
+    places = {name: entry.at for name, entry in Manifest.read(run).files.items()}
 
     def forge(name: str, content: bytes) -> Memory:
         (run / places[name]).write_bytes(content)

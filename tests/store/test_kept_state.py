@@ -22,6 +22,9 @@ from helpers.small import files, listed, network, recorded
 class Mixed(nn.Module):
     """A network with a state of every kind: covered, trained and uncovered, frozen, and buffers."""
 
+    shift: Tensor
+    counts: Tensor
+
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -337,7 +340,7 @@ def test_tied_and_compiled_names_are_plain_and_single(run: Path) -> None:
             return found
 
     model = Tied()
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     learn(run, compiled)
     entries = Manifest.read(run).uncovered_state
     assert entries is not None
@@ -349,6 +352,8 @@ def test_tied_and_compiled_names_are_plain_and_single(run: Path) -> None:
 
 def test_a_buffer_of_another_shape_or_not_there_yet_is_put_in(run: Path) -> None:
     class Caching(nn.Module):
+        seen: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.head = nn.Linear(5, 3)
@@ -394,9 +399,9 @@ def test_a_resumed_run_keeps_its_own_state(run: Path) -> None:
 
 def test_a_shard_that_was_cut_knows_no_state(run: Path) -> None:
     learn(run)
-    memory = dualform.open(run)
-    shard = dataclasses.replace(memory._run.manifest.shards[-1], stop=3)
-    cut = dataclasses.replace(memory._run.manifest, shards=(shard,), closed=False)
+    manifest = Manifest.read(run)
+    shard = dataclasses.replace(manifest.shards[-1], stop=3)
+    cut = dataclasses.replace(manifest, shards=(shard,), closed=False)
     cut.publish(run)
     with pytest.raises(QueryError, match="not kept before the recording is closed"):
         dualform.open(run).trained(Mixed())

@@ -27,7 +27,9 @@ def test_media_and_tests_come_with_the_recording(run):
     assert memory.media.image(4) is None
     assert memory.media.scale == (2.0, 4.0)
     torch.testing.assert_close(memory.tests()[0], batch(0)[0])
-    assert memory.test_images().shape == (6, 4, 5, 3)
+    images = memory.test_images()
+    assert images is not None
+    assert images.shape == (6, 4, 5, 3)
     assert memory.media.text is None
 
 

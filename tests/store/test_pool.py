@@ -1,6 +1,7 @@
 """Identical keys are stored once: the same answers, fewer bytes, also after a resume, a cut, and in float16."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,8 @@ def test_the_same_answers_from_fewer_bytes(tmp_path: Path, monkeypatch: pytest.M
         strict=True,
     ):
         one, other = ours.attend(queries=queries)["0"], theirs.attend(queries=queries)["0"]
-        close = {"rtol": 1e-6, "atol": 1e-6}  # where rows begin in a file decides how a product is rounded
+        # Where rows begin in a file decides how a product is rounded.
+        close: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
         torch.testing.assert_close(one.attention(), other.attention(), **close)
         torch.testing.assert_close(one.contributions(), other.contributions(), **close)
         torch.testing.assert_close(one.totals(by="sample").values, other.totals(by="sample").values, **close)

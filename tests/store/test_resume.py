@@ -172,7 +172,7 @@ def test_a_warm_start_is_continued_warm(run: Path) -> None:
 def test_float16_and_keys_only_runs_continue(run: Path) -> None:
     checkpoints = Checkpoints(run, dtype="float16", layers={"0": "keys", "*": "keys+values"})
     checkpoints.load(4)
-    options = {"dtype": "float16", "layers": {"0": "keys", "*": "keys+values"}}
+    options: dict[str, Any] = {"dtype": "float16", "layers": {"0": "keys", "*": "keys+values"}}
     assert checkpoints.resume(range(4, 6), **options) == 4
     assert_whole(run, checkpoints.model, 6)
 
@@ -234,7 +234,7 @@ def test_a_changed_element_that_the_fingerprint_does_not_see_is_found_by_the_pro
 @pytest.mark.parametrize("wrong", ["earlier", "noise", "nan"])
 def test_a_wrong_momentum_buffer_is_refused(checkpoints: Checkpoints, at: int, wrong: str) -> None:
     checkpoints.load(at)
-    buffer = checkpoints.optimizer.state[checkpoints.model[2].weight]["momentum_buffer"]
+    buffer = checkpoints.optimizer.state[checkpoints.model.get_parameter("2.weight")]["momentum_buffer"]
     if wrong == "earlier":
         checkpoints.optimizer.load_state_dict(checkpoints.kept[at - 1]["optimizer"])
     else:

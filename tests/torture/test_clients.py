@@ -1,8 +1,12 @@
 """The campaign of clients in its short form; and that it finds a viewer that is broken."""
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torture.viewer_client import References
 from torture.viewer_faults import FIRST, Faults, Timeline
 from torture.viewer_questions import differs, ordinary
 
@@ -17,7 +21,7 @@ dualform.show.session.Session.name = lambda self, unit: "another name"
 """A viewer that lets everybody in, and gives outputs wrong names."""
 
 
-def test_the_short_form_finds_nothing(tmp_path):
+def test_the_short_form_finds_nothing(tmp_path: Path) -> None:
     outcome = clients.run(tmp_path / "clients", short=True, seed=2022)
     assert not outcome.failures, dataclasses.asdict(outcome)
     for name in (
@@ -32,7 +36,7 @@ def test_the_short_form_finds_nothing(tmp_path):
     assert outcome.measures["slowest answer, ms"] > 0
 
 
-def test_a_broken_viewer_is_found(tmp_path, monkeypatch):
+def test_a_broken_viewer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "PRELUDE", BROKEN)
     monkeypatch.setattr(clients, "_references", _calm_references(clients._references))
     monkeypatch.setattr(clients, "STATES", (FIRST,))
@@ -43,12 +47,12 @@ def test_a_broken_viewer_is_found(tmp_path, monkeypatch):
     assert len(outcome.failures) >= 2
 
 
-def _calm_references(take):
+def _calm_references(take: Callable[..., References]) -> Callable[..., References]:
     """The answers before the storm are those of a viewer that is whole."""
     return lambda kept, found, folder, prelude: take(kept, found, folder, "")
 
 
-def test_every_route_is_asked():
+def test_every_route_is_asked() -> None:
     paths = {question.path for question in ordinary()}
     assert set(questions()) <= paths
     assert {"/", "/report.html", "/api/progress"} <= paths
@@ -60,21 +64,21 @@ def test_every_route_is_asked():
     ("found", "wanted"),
     [(1, 2), (1.0, 1.01), ([1], [1, 2]), ({"a": 1}, {"b": 1}), ("a", "b"), (None, 0.0), ([[1.0], 2], [[1.5], 2])],
 )
-def test_answers_that_differ_are_told_apart(found, wanted):
+def test_answers_that_differ_are_told_apart(found: Any, wanted: Any) -> None:
     assert differs(found, wanted) is not None
     assert differs(wanted, wanted) is None
 
 
-def test_rounding_is_no_difference():
+def test_rounding_is_no_difference() -> None:
     assert differs([1.00001, {"a": 1e-7}], [1.0, {"a": 0.0}]) is None
 
 
-def test_a_request_may_be_about_any_state_that_it_overlaps():
+def test_a_request_may_be_about_any_state_that_it_overlaps() -> None:
     timeline = Timeline("a")
     timeline.turn("b", statuses=(503,))
     timeline.turn("c")
     phases = timeline._phases
     begin, end = phases[1].begin, phases[2].begin
     assert timeline.during(begin - 1, begin - 0.5)[0] <= {"a"}
-    assert timeline.during(begin - 1, end + 1) == ({"a", "b", "c"}, {503})
-    assert timeline.during(end + 1, end + 2) == ({"c"}, frozenset())
+    assert timeline.during(begin - 1, end + 1) == (frozenset({"a", "b", "c"}), frozenset({503}))
+    assert timeline.during(end + 1, end + 2) == (frozenset({"c"}), frozenset())

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from torture.trainings import TRAININGS
 
 from dualform.recording.hooks import Hooks
 from torture import interrupts, lives
@@ -40,7 +41,7 @@ def test_hooks_that_stay_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", lives.NAMES)
 def test_a_life_that_nobody_interrupts_comes_to_its_end(tmp_path: Path, name: str) -> None:
-    training = lives.TRAININGS[name]
+    training = TRAININGS[name]
     model, optimizers = training.at(training.checkpoints()[0])
     trigger = lives.Trigger()
     lives.record(training, model, optimizers, tmp_path / "run", trigger, None)

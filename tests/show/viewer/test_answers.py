@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -235,10 +236,14 @@ def test_the_badge_is_the_rebuild_error_of_verify(client, memory):
 def test_twenty_clients_at_once(running, digits):
     """Everybody gets the answer of a single client, and nobody an error."""
     tests = range(20)
-    paths = [("/api/prediction", {"g": "3"}), ("/api/top", {}), ("/api/curves", {"k": 20})]
+    paths: list[tuple[str, dict[str, Any]]] = [
+        ("/api/prediction", {"g": "3"}),
+        ("/api/top", {}),
+        ("/api/curves", {"k": 20}),
+    ]
     paths += [("/api/layers", {}), ("/api/time", {})]
 
-    def everything(test: int) -> list:
+    def everything(test: int) -> list[Any]:
         with running.client() as client:
             return [ask(client, path, test=test, by="label", **more) for path, more in paths]
 

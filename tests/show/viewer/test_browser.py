@@ -136,7 +136,9 @@ def test_a_brush_over_time_filters_the_patterns_and_masks(opened):
     page.click("#top button:has-text('each')")
     page.click("#time button:has-text('Show them in D')")
     page.wait_for_selector("#top .filters")
-    first, last = map(int, re.search(r"steps=(\d+)-(\d+)", page.url).groups())
+    steps_in_address = re.search(r"steps=(\d+)-(\d+)", page.url)
+    assert steps_in_address is not None
+    first, last = map(int, steps_in_address.groups())
     assert 0 < first < last < 80
     opened.quiet()
     steps = [int(s) for s in re.findall(r"step (\d+)", text(page, "#top .cards"))]
@@ -316,9 +318,9 @@ def test_a_slow_answer_shows_its_progress_and_can_be_cancelled(chromium, digits,
     import time as clock
 
     from dualform.progress import bar
+    from dualform.show.panels.curves import sorted_attention
     from dualform.show.viewer import routes
 
-    real = routes.sorted_attention
     slow = {"on": False}
 
     def wait(*arguments, **options):
@@ -327,7 +329,7 @@ def test_a_slow_answer_shows_its_progress_and_can_be_cancelled(chromium, digits,
                 for _ in range(400):
                     clock.sleep(0.02)
                     advance(1)
-        return real(*arguments, **options)
+        return sorted_attention(*arguments, **options)
 
     monkeypatch.setattr(routes, "sorted_attention", wait)
     server = Running(digits.folder)

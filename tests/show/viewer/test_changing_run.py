@@ -1,14 +1,18 @@
 """A run folder that changes under a running viewer: files go and come back, manifests change, recordings go on."""
 
+import functools
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 import dualform
+from dualform.attend.weights import GroupWeights
 from dualform.errors import CorruptError
 from dualform.progress import bar
 from dualform.show import preparation
@@ -20,12 +24,20 @@ from helpers.served import Running
 from helpers.small_models import pictures, record_pictures
 
 
+class Changing(Running):
+    """A server on a run folder that the test may change; `get(path)` asks it as a client does."""
+
+    get: Callable[..., httpx.Response]
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+
 @pytest.fixture
 def changing(tmp_path):
-    """A server on a run of its own; its clients ask as `changing.get(path)`."""
     record_pictures(tmp_path / "run")
-    server = Running(tmp_path / "run")
-    server.folder = tmp_path / "run"
+    server = Changing(tmp_path / "run")
     with server.client() as client:
         server.get = client.get
         yield server
@@ -74,13 +86,13 @@ def test_a_file_that_the_system_cannot_read_is_503(changing, monkeypatch):
 
 def test_a_manifest_that_is_away_for_a_moment_stops_no_preparation(changing, monkeypatch):
     go_on = threading.Event()
-    prepare = preparation.GroupWeights.prepare
+    prepare = GroupWeights.prepare
 
     def wait_and_prepare(weights):
         go_on.wait(20)
         return prepare(weights)
 
-    monkeypatch.setattr(preparation.GroupWeights, "prepare", wait_and_prepare)
+    monkeypatch.setattr(GroupWeights, "prepare", wait_and_prepare)
     assert changing.get("/api/badge?by=label").json()["state"] == "preparing"
     move_away(changing.folder / "manifest.json")
     assert changing.get("/api/run").status_code == 404
@@ -116,7 +128,7 @@ def test_a_long_preparation_that_failed_is_not_repeated_at_once(changing, monkey
         time.sleep(0.5)
         raise CorruptError("a file is gone")
 
-    monkeypatch.setattr(preparation.GroupWeights, "prepare", fail)
+    monkeypatch.setattr(GroupWeights, "prepare", fail)
     assert badge_state(changing) == "failed"
     assert badge_state(changing) == "failed"
     assert len(tries) == 1
@@ -196,7 +208,7 @@ def test_a_question_that_was_broken_off_is_not_asked_again(changing):
 
 def test_a_session_that_is_replaced_stops_its_preparations(changing, monkeypatch):
     opened = changing.server.opened
-    monkeypatch.setattr(preparation.GroupWeights, "prepare", lambda weights: time.sleep(0.3))
+    monkeypatch.setattr(GroupWeights, "prepare", lambda weights: time.sleep(0.3))
     before = opened.session().prepare(("label",))
     (changing.folder / "manifest.json").touch()
     assert opened.session() is not None
@@ -214,7 +226,7 @@ def test_preparations_of_many_groupings_do_not_pile_up(tmp_path, monkeypatch):
             with bar("preparing", total=None):
                 pass
 
-    monkeypatch.setattr(preparation.GroupWeights, "prepare", work)
+    monkeypatch.setattr(GroupWeights, "prepare", work)
     session = opened.session()
     found = [session.prepare((dualform.bins("step", width=width),)) for width in range(1, 31)]
     assert sum(not one.job.cancelled for one in found) <= 8
@@ -226,8 +238,8 @@ def test_preparations_of_many_groupings_do_not_pile_up(tmp_path, monkeypatch):
 
 
 def test_a_value_that_makes_room_is_told():
-    gone = []
-    kept = LruCache(2, dropped=gone.append)
+    gone: list[int] = []
+    kept = LruCache[int](2, dropped=gone.append)
     for number in range(4):
-        kept.get(number, lambda number=number: number)
+        kept.get(number, functools.partial(int, number))
     assert gone == [0, 1]

@@ -98,7 +98,12 @@ def test_a_connection_that_asks_again_and_again_stays(quick):
 
 def test_a_long_question_is_waited_for(quick, monkeypatch):
     opened = quick.server.opened.session
-    monkeypatch.setattr(quick.server.opened, "session", lambda: (time.sleep(3 * STALLED), opened())[1])
+
+    def slow_session():
+        time.sleep(3 * STALLED)
+        return opened()
+
+    monkeypatch.setattr(quick.server.opened, "session", slow_session)
     with contextlib.closing(connected(quick, head(quick))) as found:
         assert found.recv(1 << 16).startswith(b"HTTP/1.1 200")
 

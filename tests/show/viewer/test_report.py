@@ -37,8 +37,9 @@ def test_nothing_is_fetched_from_anywhere(written):
 
 def test_its_numbers_are_those_of_the_memory(written, digits):
     page = written[0].read_text()
-    packed = re.search(r'id="data">([^<]+)<', page).group(1)
-    facts = json.loads(zlib.decompress(base64.b64decode(packed)))
+    packed = re.search(r'id="data">([^<]+)<', page)
+    assert packed is not None
+    facts = json.loads(zlib.decompress(base64.b64decode(packed.group(1))))
     assert len(facts) == 12
     memory = dualform.open(digits.folder)
     for one in facts[:3]:
@@ -139,6 +140,7 @@ def test_axe_finds_nothing_in_the_report(chromium, written, axe):
 def test_a_spotlight_draws_itself_in_a_notebook(digits):
     memory = dualform.open(digits.folder)
     html = memory.attend(digits.model, digits.task.test[:5])._repr_html_()
+    assert html is not None
     assert html.count("<section") == 3
     assert "2 more queries" in html
     assert html.count("data:image/png") == 3 * 3 * 5, "five samples for each of three queries and layers"
@@ -150,6 +152,7 @@ def test_a_spotlight_draws_itself_in_a_notebook(digits):
 def test_a_spotlight_on_a_text_draws_passages(tmp_path):
     model = record_letters(tmp_path / "run")
     html = dualform.open(tmp_path / "run").attend(model, torch.tensor([[1, 2, 3]]))._repr_html_()
+    assert html is not None
     assert "<mark>" in html
     assert NASTY not in html
 

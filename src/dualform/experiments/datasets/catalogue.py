@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dualform.errors import DataError
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Build = Callable[[Mapping[str, bytes]], "ImageSet | TextSet"]
 """Makes the images, or the text, from the verified, uncompressed content of the files, by file name."""
+BuildT = TypeVar("BuildT", bound=Build)
 
 
 class Remote(Protocol):
@@ -64,10 +65,10 @@ def provides(
     files: Mapping[str, str] | None = None,
     remotes: tuple[Remote, ...] = (),
     module: str | None = None,
-) -> Callable[[Build], Build]:
+) -> Callable[[BuildT], BuildT]:
     """Register a function as the one that builds a data set; its docstring's first line is the summary."""
 
-    def register(build: Build) -> Build:
+    def register(build: BuildT) -> BuildT:
         summary = (build.__doc__ or "").partition("\n")[0]
         _DATASETS[name] = Dataset(
             name=name,
