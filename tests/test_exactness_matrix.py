@@ -66,6 +66,34 @@ class Looking(nn.Module):
         return self.head(self.middle(self.table(tokens)).tanh())
 
 
+class Bags(nn.Module):
+    """Bags of tokens with padding: as a table, or in a row with offsets and weights that another layer makes."""
+
+    def __init__(self, *, weighted: bool) -> None:
+        super().__init__()
+        self.weighted = weighted
+        self.weigh = nn.Linear(D, 1)
+        self.layer = nn.EmbeddingBag(7, D, mode="sum" if weighted else "mean", padding_idx=0)
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, L, D), of which the first elements choose tokens."""
+        tokens = (x[..., 0].abs() * 3).long() % 7
+        weights = self.weigh(x)[..., 0]
+        if not self.weighted:
+            return self.head(self.layer(tokens) * weights.mean(1, keepdim=True))
+        offsets = torch.arange(0, tokens.numel(), L)
+        return self.head(self.layer(tokens.flatten(), offsets, per_sample_weights=weights.flatten()).tanh())
+
+
+class Pairing(Around):
+    """A bilinear layer of the input and of what a linear layer makes of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, L, D)."""
+        return self.head(self.layer(self.before(x).tanh(), x).reshape(len(x), -1))
+
+
 class _Conv1D(nn.Module):
     """What transformers calls Conv1D: a linear layer with its weight stored the other way round."""
 
@@ -103,6 +131,15 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Conv2d": lambda: Around(nn.Conv2d(2, 4, (2, 3), stride=(1, 2), dilation=1), 8, _image),
     "Conv2d, in groups": lambda: Around(nn.Conv2d(2, 4, 2, groups=2), 16, _image),
     "Conv3d": lambda: Around(nn.Conv3d(1, 3, 2), 18, _volume),
+    "ConvTranspose1d": lambda: Around(nn.ConvTranspose1d(D, 4, 3, stride=2, padding=1), 36, _channels),
+    "ConvTranspose2d": lambda: Around(
+        nn.ConvTranspose2d(2, 3, (2, 3), stride=(1, 2), output_padding=(0, 1)), 144, _image
+    ),
+    "ConvTranspose2d, in groups": lambda: Around(nn.ConvTranspose2d(2, 4, 2, groups=2, dilation=2), 140, _image),
+    "ConvTranspose3d": lambda: Around(nn.ConvTranspose3d(1, 2, 2, bias=False), 144, _volume),
+    "Bilinear": lambda: Pairing(nn.Bilinear(D, D, 4), 4 * L),
+    "EmbeddingBag": lambda: Bags(weighted=False),
+    "EmbeddingBag, weighted": lambda: Bags(weighted=True),
     "LayerNorm": lambda: Around(nn.LayerNorm(D), D * L),
     "RMSNorm": lambda: Around(nn.RMSNorm(D, eps=1e-6), D * L),
     "GroupNorm": lambda: Around(nn.GroupNorm(2, D), D * L, _channels),

@@ -292,6 +292,8 @@ def use(map_name: str, **slices: Any) -> ParameterUse:
         (use("outer"), 0, 4, (4, 0)),
         (use("transposed"), 5, 4, (5, 4)),
         (use("grouped"), 12, 4, (4, 2, 3)),
+        (use("transposed_kernel"), 10, 4, (5, 4, 2)),
+        (use("transposed_kernel", groups=2), 12, 6, (4, 3, 3)),
         (use("rows"), 1, 4, (9, 4)),
         (use("scale"), 4, 4, (4,)),
         (use("scale"), 4, 4, (2, 2)),

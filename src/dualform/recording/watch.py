@@ -264,12 +264,13 @@ def report_uncovered(
     shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     total = sum(parameter.numel() for parameter in missing.values())
     whole = total + sum(parameter.numel() for parameter in recorded.values())
-    whose = describe(model, {id(parameter) for parameter in missing.values()})
+    asked = {id(parameter) for parameter in missing.values()}
+    whose, advice = describe(model, asked), advise(model, asked)
     text = f"{len(names)} trained parameters ({total / whole:.1%} of the elements) are not recorded: {shown}"
     text += f" ({whose})." if whose else "."
     if strict:
-        raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True.")
-    warn_user(f"{text} What they learn stays in the model but is no part of the memory.")
+        raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True. {advice}".rstrip())
+    warn_user(f"{text} What they learn stays in the model but is no part of the memory. {advice}".rstrip())
 
 
 def report_joined(model: nn.Module, optimizer: Optimizer, joined: Mapping[str, Tensor], *, strict: bool) -> None:

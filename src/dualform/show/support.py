@@ -9,6 +9,8 @@ LAYER_KEYS = {
     "Linear": "input",
     "transformers.Conv1D": "input; the weight is stored transposed",
     "Embedding": "token, an integer; attention is 1 where tokens are equal, else 0",
+    "EmbeddingBag": "token, an integer; a pattern is one token of a bag, its value the token's part of the bag's error",
+    "Bilinear": "outer product of the two inputs, in1 · in2 wide",
     "MultiheadAttention": "the input of each projection: `in_proj` (or its slices `.q .k .v .kv`), `out_proj`",
 }
 
@@ -23,6 +25,8 @@ LOOP_OUTCOMES = (
     ("frozen layers (adapters on a base)", "left out; a frozen low-precision base is not refused"),
     ("parameters of other modules, bare parameters", "listed as uncovered by type and name, with their share; "
      "their final values are kept, so that the command line asks the whole model"),
+    ("weight norm, spectral norm and other parametrizations, old and new; pruning", "the layer is listed as uncovered, "
+     "with what to do: its weight is computed from other parameters, which the identity does not cover"),
     ("accelerate's and Lightning's wrapped optimizers; subclasses with the parent's own step", "recorded"),
     ("LBFGS", "keys only; the last evaluation of a step is kept, and a warning says so"),
     ("DistributedDataParallel, FSDP, several processes", "refused at the start; keys only on a plain module"),
@@ -90,6 +94,8 @@ def support_page() -> str:
 
 
 def _key(name: str) -> str:
+    if name.startswith("ConvTranspose"):
+        return "the inputs that reach an output location, zero where the stride has none; position = output location"
     if name.startswith("Conv"):
         return "unfolded patch; position = output location"
     if name.startswith(("LSTM", "GRU", "RNN")):

@@ -19,10 +19,15 @@ class Embedding(LayerKind):
 
     name = "Embedding"
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Say whether every value goes to its token's row as it is."""
+    def unsupported(self, module: nn.Module) -> str:
+        """Name an option with which a value does not go to its token's row as it is."""
         table = cast("nn.Embedding", module)
-        return not table.sparse and table.max_norm is None and not table.scale_grad_by_freq
+        options = {
+            "sparse=True": table.sparse,
+            "max_norm": table.max_norm is not None,
+            "scale_grad_by_freq=True": table.scale_grad_by_freq,
+        }
+        return ", ".join(option for option, chosen in options.items() if chosen)
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The table takes values by row."""

@@ -34,9 +34,9 @@ class LayerKind(ABC):
         """Return the input of a call, from the call's arguments."""
         return cast("Tensor", args[0] if args else kwargs["input"])
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Say whether the identity covers this module's options."""
-        return True
+    def unsupported(self, module: nn.Module) -> str:
+        """Name the module's options that the identity does not cover, as in `sparse=True`; empty if it covers all."""
+        return ""
 
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the keys of a call, (..., d_in): here the input itself."""
@@ -139,20 +139,26 @@ def find_kind(module: nn.Module) -> LayerKind | None:
 
     A subclass counts only when it computes what its base computes, that is, has the same `forward`.
     """
+    kind = kind_by_type(module)
+    if kind is None:
+        kind = next((found for recognise in _RECOGNISERS if (found := recognise(module)) is not None), None)
+    if kind is None or kind.unsupported(module):
+        return None
+    # A parametrized or otherwise computed weight is no parameter of the module itself.
+    own = dict(module.named_parameters(recurse=False))
+    uses = kind.uses(module)
+    return kind if uses and all(use.parameter in own for use in uses) else None
+
+
+def kind_by_type(module: nn.Module) -> LayerKind | None:
+    """Return the kind that is registered for a module's type, whatever the module's options; or None."""
     kind = _ELSEWHERE.get((type(module).__module__.partition(".")[0], type(module).__name__))
     if kind is None:
         for module_type, candidate in _KINDS.items():
             same = isinstance(module, module_type) and type(module).forward is module_type.forward
             if same or type(module) is module_type:
                 kind = candidate
-    if kind is None:
-        kind = next((found for recognise in _RECOGNISERS if (found := recognise(module)) is not None), None)
-    if kind is None or not kind.accepts(module):
-        return None
-    # A parametrized or otherwise computed weight is no parameter of the module itself.
-    own = dict(module.named_parameters(recurse=False))
-    uses = kind.uses(module)
-    return kind if uses and all(use.parameter in own for use in uses) else None
+    return kind
 
 
 def present(module: nn.Module, *uses: ParameterUse) -> tuple[ParameterUse, ...]:
