@@ -94,6 +94,32 @@ class Pairing(Around):
         return self.head(self.layer(self.before(x).tanh(), x).reshape(len(x), -1))
 
 
+class Affine(nn.Module):
+    """Multiplies and adds, channel by channel."""
+
+    def __init__(self, channels: int, *, factor: bool = True, shift: bool = True) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.randn(channels, 1)) if factor else None
+        self.beta = nn.Parameter(torch.zeros(1, channels, 1)) if shift else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, channels, L)."""
+        x = x if self.alpha is None else self.alpha * x
+        return x if self.beta is None else x + self.beta
+
+
+class Positions(nn.Module):
+    """Adds a learned table of positions."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, at most `length`, width)."""
+        return x + self.table[:, : x.shape[1]]
+
+
 class _Conv1D(nn.Module):
     """What transformers calls Conv1D: a linear layer with its weight stored the other way round."""
 
@@ -146,6 +172,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm1d": lambda: Around(nn.BatchNorm1d(D), D * L, _channels),
     "BatchNorm2d": lambda: Around(nn.BatchNorm2d(2), D * L, _image),
     "BatchNorm3d": lambda: Around(nn.BatchNorm3d(1), D * L, _volume),
+    "Elementwise": lambda: Around(Affine(D), D * L, _channels),
+    "Elementwise, shift alone": lambda: Around(Affine(D, factor=False), D * L, _channels),
+    "PositionTable": lambda: Around(Positions(L + 2, D), D * L),
     "LSTM": lambda: Around(nn.LSTM(D, 4, batch_first=True), 4 * L),
     "GRU": lambda: Around(nn.GRU(D, 4, batch_first=True), 4 * L),
     "RNN": lambda: Around(nn.RNN(D, 4, batch_first=True), 4 * L),

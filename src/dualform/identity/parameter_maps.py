@@ -224,22 +224,28 @@ class TransposedKernelMap(ParameterMap):
 
 
 class RowsMap(ParameterMap):
-    """A table looked up by an integer key, (T, 1): the value is added to the key's row."""
+    """A table (..., d_out) looked up by an integer key, (T, 1): the value is added to the key's row.
+
+    Rows are counted over all axes but the last, so that a table of positions may have axes of length 1 in front.
+    """
 
     multiplies_keys = False
     takes_ids = True
 
     def gradient(self, values: Tensor, keys: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the values summed by row."""
-        return values.new_zeros(*shape).index_add_(0, keys.reshape(-1), values)
+        rows = values.new_zeros(*shape).view(-1, shape[-1])
+        return rows.index_add_(0, keys.reshape(-1), values).view(*shape)
 
     def apply(self, parameter: Tensor, queries: Tensor) -> Tensor:
         """Return the query's row."""
-        return parameter[queries.reshape(-1)]
+        return parameter.flatten(0, -2)[queries.reshape(-1)]
 
     def unit_factors(self, queries: Tensor, keys: Tensor, units: Tensor, matrix: Tensor) -> Tensor:
         """Return A[row, o] where the keys are equal."""
-        return (queries.reshape(-1, 1) == keys.reshape(1, -1)) * matrix[queries.reshape(-1), units][:, None]
+        return (queries.reshape(-1, 1) == keys.reshape(1, -1)) * matrix.flatten(0, -2)[queries.reshape(-1), units][
+            :, None
+        ]
 
     def unit_contributions(
         self, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor, side: Tensor, shape: Sequence[int]

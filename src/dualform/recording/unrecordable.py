@@ -100,7 +100,8 @@ def advise(model: nn.Module, parameters: Collection[int] | None = None) -> str:
         elif base is None and not _is_of_torch(module):
             advice.append(
                 f"{kind} computes with bare Parameters in code of its own: use a supported layer such as nn.Linear "
-                "for them."
+                "for them (nn.Embedding(1, width) for a class token), or a small module that only adds one to its "
+                "input or multiplies it by one."
             )
     registered = {id(module) for module in model.modules()}
     for found in hidden_modules(model):

@@ -64,5 +64,5 @@ def _fits(name: str, d_in: int, d_out: int, shape: tuple[int, ...], *, groups: i
             return False
         return shape[0] * math.prod(shape[2:]) == d_in and groups * shape[1] == d_out
     if name == "rows":
-        return len(shape) == 2 and d_in == 1 and shape[1] == d_out
+        return len(shape) >= 2 and d_in == 1 and shape[-1] == d_out
     return elements == d_out and (name == "bias" or d_in == d_out)

@@ -9,6 +9,7 @@ from dualform.recording.layers import (  # noqa: F401 (these register)
     bilinear,
     conv,
     conv_transpose,
+    elementwise,
     embedding,
     embedding_bag,
     linear,

@@ -56,7 +56,11 @@ class LayerKind(ABC):
 K = TypeVar("K", bound=LayerKind)
 _KINDS: dict[type[nn.Module], LayerKind] = {}
 _ELSEWHERE: dict[tuple[str, str], LayerKind] = {}  # (package, class) -> kind
-_RECOGNISERS: list[Callable[[nn.Module], LayerKind | None]] = []
+Recogniser = Callable[[nn.Module], LayerKind | None]
+"""Takes a module of no registered type, and returns its kind or None."""
+
+_RECOGNISERS: list[Recogniser] = []
+_RECOGNISED: dict[str, type[LayerKind]] = {}  # the kinds that recognisers return, by name
 
 
 def records(module_type: type[nn.Module]) -> Callable[[type[K]], type[K]]:
@@ -111,10 +115,15 @@ def records_elsewhere(package: str, name: str) -> Callable[[type[K]], type[K]]:
     return register
 
 
-def recognises(recogniser: Callable[[nn.Module], LayerKind | None]) -> Callable[[nn.Module], LayerKind | None]:
-    """Register a function that returns the kind of a module of no registered type, or None."""
-    _RECOGNISERS.append(recogniser)
-    return recogniser
+def recognises(*kinds: type[LayerKind]) -> Callable[[Recogniser], Recogniser]:
+    """Register a function that recognises modules by what they compute, and the kinds that it returns."""
+
+    def register(recogniser: Recogniser) -> Recogniser:
+        _RECOGNISERS.append(recogniser)
+        _RECOGNISED.update((kind.name, kind) for kind in kinds)
+        return recogniser
+
+    return register
 
 
 def kinds() -> tuple[str, ...]:
@@ -123,10 +132,11 @@ def kinds() -> tuple[str, ...]:
     return tuple(sorted([*own, *(f"{package}.{name}" for package, name in _ELSEWHERE)]))
 
 
-def registered() -> dict[str, LayerKind]:
-    """Return every kind by the name of its module type."""
-    own = {module_type.__name__: kind for module_type, kind in _KINDS.items()}
-    return own | {f"{package}.{name}": kind for (package, name), kind in _ELSEWHERE.items()}
+def registered() -> dict[str, type[LayerKind]]:
+    """Return every kind by the name of its module type, and those that are recognised by their own name."""
+    own = {module_type.__name__: type(kind) for module_type, kind in _KINDS.items()}
+    elsewhere = {f"{package}.{name}": type(kind) for (package, name), kind in _ELSEWHERE.items()}
+    return _RECOGNISED | elsewhere | own
 
 
 def module_types() -> tuple[type[nn.Module], ...]:
