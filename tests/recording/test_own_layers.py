@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
+from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers import LayerKind, find_kind, kind
 
@@ -151,3 +152,36 @@ def test_a_layer_of_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None
     inputs = torch.randn(2, 4, 8)
     output = memory.attend(model, inputs)["1"].output()
     torch.testing.assert_close(output, model[:2](inputs).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Twice(nn.Module):
+    """Uses one parameter in two ways."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.factor * inputs + self.factor
+
+
+class TwiceKind(ScaledKind):
+    name = "Twice"
+
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
+        return ParameterUse("factor", "factor", "scale"), ParameterUse("shift", "factor", "bias")
+
+    def widths(self, module: nn.Module) -> tuple[int, int]:
+        return 8, 8
+
+    def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        return inputs
+
+
+def test_a_layer_that_uses_a_parameter_twice_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each use's patterns would be missing from what the other adds to the output."""
+    monkeypatch.setattr(kind, "_KINDS", dict(kind._KINDS))
+    dualform.register_layer(Twice, TwiceKind)
+    model = nn.Sequential(Twice(8), nn.Linear(8, 3))
+    with pytest.raises(RefusedError, match=r"Layer '0' uses its parameter '0\.factor' twice in one call"):
+        dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.05), run)

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import dualform
 from dualform.errors import CoverageError, DualformError, UnknownLayerError
 from dualform.recording.layers import find_kind
+from dualform.recording.unrecordable import describe
 
 
 def older(normalise: Callable[..., nn.Module]) -> Callable[[nn.Module], nn.Module]:
@@ -137,3 +138,9 @@ def test_a_layer_that_is_parametrized_in_mid_recording_is_refused(run: Path, way
         WAYS[way][0](model[0])
         with pytest.raises(DualformError, match=r"0\.weight"):
             step()
+
+
+def test_a_parameter_that_a_layer_uses_twice_is_not_called_computed() -> None:
+    layer = nn.LSTM(4, 4)
+    layer.weight_hh_l0 = layer.weight_ih_l0
+    assert describe(layer) == "1 LSTM"

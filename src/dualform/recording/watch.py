@@ -125,7 +125,8 @@ def _parameters(
 ) -> dict[ParameterUse, tuple[str, nn.Parameter]]:
     """Return a layer's parameters by use, each with its name in the model.
 
-    Two uses of one name are refused: answers are kept by name, and one would stand for both.
+    Two uses of one name are refused: answers are kept by name, and one would stand for both. Two uses of one parameter
+    are refused too: what the patterns of one use add to the parameter would be missing from the other.
     """
     own = dict(candidate.module.named_parameters())
     found: dict[ParameterUse, tuple[str, nn.Parameter]] = {}
@@ -136,6 +137,11 @@ def _parameters(
             raise RefusedError(
                 f"Layer {layer!r} calls its uses of {same.parameter!r} and {name!r} by the same name, {use.name!r}, so "
                 "that they could not be told apart. Its layer kind has to give each use a name of its own."
+            )
+        if any(parameter is own[use.parameter] for _, parameter in found.values()):
+            raise RefusedError(
+                f"Layer {layer!r} uses its parameter {name!r} twice in one call; a layer kind can describe one use. "
+                "Split the module, so that each part uses the parameter once: uses in several layers are added up."
             )
         found[dataclasses.replace(use, parameter=name)] = name, own[use.parameter]
     return found

@@ -101,5 +101,5 @@ def computed_parameters(module: nn.Module) -> tuple[str, ...]:
     kinds = [] if kind is None else [kind]
     if composite is not None:
         kinds = list(composite.parts(module).values())
-    own = dict(module.named_parameters())
+    own = dict(module.named_parameters(remove_duplicate=False))
     return tuple(dict.fromkeys(use.parameter for one in kinds for use in one.uses(module) if use.parameter not in own))
