@@ -28,7 +28,7 @@ from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers.kind import LayerKind, recognises
 from dualform.torch_modes import without_gradients
 
-MAX_ELEMENTS = 1 << 24  # of a parameter whose module is tried: a trial takes about six times its memory
+MAX_ELEMENTS = 1 << 21  # of a parameter whose module is tried: a trial of that many takes about a second
 RANKS = (1, 2, 3, 4, 5)  # numbers of axes of the trial inputs
 SCALES = (
     (1.0, 1.0),
@@ -150,7 +150,7 @@ def find_elementwise(module: nn.Module) -> LayerKind | None:
 
 def _find_along_an_axis(trial: "_Trial", names: Sequence[str], width: int) -> Elementwise | None:
     """Return the kind of a module whose parameters all have `width` elements along one axis, if it is `Elementwise`."""
-    lengths = [length for length in range(2, 9) if length != width]  # of the other axes: no axis is like another
+    other = 3 if width == 2 else 2  # the length of every other axis
     ways: Sequence[tuple[str | None, str | None]]
     ways = [(names[0], names[1]), (names[1], names[0])] if len(names) == 2 else [(names[0], None), (None, names[0])]
     for factor, shift in ways:
@@ -165,7 +165,7 @@ def _find_along_an_axis(trial: "_Trial", names: Sequence[str], width: int) -> El
             rank: axis
             for rank in RANKS
             for axis in range(rank)
-            if trial.computes(expected, [*lengths[:axis], width, *lengths[axis : rank - 1]])
+            if trial.computes(expected, [*[other] * axis, width, *[other] * (rank - 1 - axis)])
         }
         if axes:
             return Elementwise(width, axes, factor=factor, shift=shift)
@@ -181,13 +181,11 @@ def _find_table(trial: "_Trial", name: str, positions: int, width: int) -> Posit
     def expected(inputs: Tensor) -> Tensor:
         return inputs + trial.parameters[name].reshape(positions, width)[: inputs.shape[-2]]
 
-    ranks = [rank for rank in RANKS[1:] if trial.computes(expected, [*range(2, rank), positions, width])]
-    shorter = {max(1, positions // 2), positions - 1}
-    for rank in ranks:
-        for length in shorter:
-            shape = [*range(2, rank), length, width]
-            if trial.accepts(shape) and not trial.computes(expected, shape):
-                return None
+    ranks = [rank for rank in (2, 3) if trial.computes(expected, [2, positions, width][-rank:])]
+    for length in {max(1, positions // 2), positions - 1}:
+        shape = [2, length, width][-max(ranks, default=3) :]
+        if trial.accepts(shape) and not trial.computes(expected, shape):
+            return None
     return PositionTable(name, width, tuple(ranks)) if ranks else None
 
 
@@ -200,6 +198,7 @@ class _Trial:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = copy.deepcopy(module).cpu().float()
+        self._own = dict(self._module.named_parameters())
         self._generator = torch.Generator().manual_seed(0)
         self.parameters: dict[str, Tensor] = {}
 
@@ -210,14 +209,13 @@ class _Trial:
     def computes(self, expected: Callable[[Tensor], Tensor], shape: Sequence[int]) -> bool:
         """Say whether the module computes a function of its input, in both modes and at all scales, for this shape."""
         for of_inputs, of_parameters in SCALES:
+            inputs = self._draw(shape).mul_(of_inputs)
+            self.parameters = {name: self._draw(old.shape).mul_(of_parameters) for name, old in self._own.items()}
+            for name, parameter in self._own.items():
+                parameter.data.copy_(self.parameters[name])
+            wanted = expected(inputs)
             for training in (True, False):
                 self._module.train(training)
-                inputs = of_inputs * self._draw(shape)
-                self.parameters = {
-                    name: parameter.detach().copy_(of_parameters * self._draw(parameter.shape)).clone()
-                    for name, parameter in self._module.named_parameters()
-                }
-                wanted = expected(inputs)
                 found = self._run(inputs)
                 if found is None or not torch.allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE * of_parameters):
                     return False
