@@ -42,6 +42,7 @@ RECOGNISED: dict[str, tuple[nn.Module, str, tuple[int, ...]]] = {  # the module,
     "shift and factor": (Module(lambda x, a, b: torch.addcmul(a, x, b), (6,), (6,)), "Elementwise", (2, 3, 6)),
     "table": (Module(lambda x, a: x + a, (5, 6)), "PositionTable", (2, 5, 6)),
     "table, with an axis in front": (Module(lambda x, a: x + a, (1, 5, 6)), "PositionTable", (2, 5, 6)),
+    "table of more axes": (Module(lambda x, a: x + a, (5, 6)), "PositionTable", (2, 3, 5, 6)),
     "table, of which the first rows are taken": (
         Module(lambda x, a: x + a[:, : x.shape[1]], (1, 5, 6)),
         "PositionTable",

@@ -36,16 +36,16 @@ class Composite(ABC):
 
 
 class Tracer(TorchFunctionMode):
-    """Lets every function of torch through but those it is after."""
+    """Calls every function of torch as it is, except for those that a stand-in is given for."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__()
-        self._functions = functions  # by the name of the function they stand in for
+        self._functions = functions  # the name of a function of torch -> its stand-in, which takes the function first
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function, or what stands in for it."""
+        """Call a function, or its stand-in."""
         stand_in = self._functions.get(getattr(func, "__name__", ""))
         if stand_in is None:
             return func(*args, **(kwargs or {}))

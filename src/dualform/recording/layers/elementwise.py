@@ -138,7 +138,7 @@ def find_elementwise(module: nn.Module) -> LayerKind | None:
     (shape,) = shapes
     try:
         trial = _Trial(module)
-    except Exception:  # a module that cannot be copied is none that we know
+    except Exception:  # a module that cannot be copied is not recognised
         return None
     if len(shape) == 1:
         return _find_along_an_axis(trial, list(parameters), shape[0])
@@ -181,10 +181,11 @@ def _find_table(trial: "_Trial", name: str, positions: int, width: int) -> Posit
     def expected(inputs: Tensor) -> Tensor:
         return inputs + trial.parameters[name].reshape(positions, width)[: inputs.shape[-2]]
 
-    ranks = [rank for rank in (2, 3) if trial.computes(expected, [2, positions, width][-rank:])]
+    shapes = {2: [positions, width], 3: [2, positions, width], 4: [2, 1, positions, width]}
+    ranks = [rank for rank, shape in shapes.items() if trial.computes(expected, shape)]
     for length in {max(1, positions // 2), positions - 1}:
-        shape = [2, length, width][-max(ranks, default=3) :]
-        if trial.accepts(shape) and not trial.computes(expected, shape):
+        shape = [*shapes[3 if 3 in ranks else 2][:-2], length, width]
+        if ranks and trial.accepts(shape) and not trial.computes(expected, shape):
             return None
     return PositionTable(name, width, tuple(ranks)) if ranks else None
 

@@ -4,8 +4,7 @@ Attention is 1 where tokens are equal, else 0. Sparse gradients, `max_norm` (whi
 `scale_grad_by_freq` are not covered.
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -36,10 +35,6 @@ class Embedding(LayerKind):
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (1, embedding_dim)."""
         return 1, cast("nn.Embedding", module).embedding_dim
-
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the tokens."""
-        return cast("Tensor", args[0] if args else kwargs["input"])
 
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the tokens with an axis of width 1 behind."""

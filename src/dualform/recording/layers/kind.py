@@ -17,10 +17,10 @@ class LayerKind(ABC):
     """A kind of layer whose parameters are sums over (key, value) patterns."""
 
     name: str
-    own_order = False  # whether torch sums its gradients in an order of its own, so that ours differ in the last bits
-    rounding = 1.0  # how many times more rounding its values carry than those that autograd hands over
-    optional = False  # whether a run that never used it does not list it
-    batch_axis: int | None = None  # where a layer of this kind always has it, whatever the model's other layers do
+    own_order = False  # whether torch sums the gradients in an order of its own, so that ours differ in the last bits
+    rounding = 1.0  # how many times more rounding the values carry than errors that autograd hands over
+    optional = False  # whether a run leaves a layer of this kind out of its list if the layer was never called
+    batch_axis: int | None = None  # the axis of the keys that counts the batch's rows; None for the model's own
 
     @abstractmethod
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
@@ -33,6 +33,13 @@ class LayerKind(ABC):
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the input of a call, from the call's arguments."""
         return cast("Tensor", args[0] if args else kwargs["input"])
+
+    def for_module(self, module: nn.Module) -> "LayerKind":
+        """Return this kind as it serves one module: itself, or a copy that knows the module.
+
+        Only a kind whose `inputs` depend on the module's options needs a copy.
+        """
+        return self
 
     def unsupported(self, module: nn.Module) -> str:
         """Name the module's options that the identity does not cover, as in `sparse=True`; empty if it covers all."""
@@ -145,7 +152,7 @@ def module_types() -> tuple[type[nn.Module], ...]:
 
 
 def find_kind(module: nn.Module) -> LayerKind | None:
-    """Return the kind of a module, or nothing where it cannot be recorded.
+    """Return the kind of a module, or None if the module cannot be recorded.
 
     A subclass counts only when it computes what its base computes, that is, has the same `forward`.
     """
@@ -157,7 +164,7 @@ def find_kind(module: nn.Module) -> LayerKind | None:
     # A parametrized or otherwise computed weight is no parameter of the module itself.
     own = dict(module.named_parameters(recurse=False))
     uses = kind.uses(module)
-    return kind if uses and all(use.parameter in own for use in uses) else None
+    return kind.for_module(module) if uses and all(use.parameter in own for use in uses) else None
 
 
 def kind_by_type(module: nn.Module) -> LayerKind | None:

@@ -77,6 +77,6 @@ def _computes(module: nn.Module, epsilon: float) -> bool:
                 return False
             if not torch.allclose(found.float(), expected, rtol=TOLERANCE, atol=TOLERANCE):
                 return False
-    except Exception:  # a module that cannot be tried is none that we know
+    except Exception:  # a module that fails in the trial is not recognised
         return False
     return True
