@@ -311,6 +311,12 @@ def test_a_shape_that_fits_its_use(use: ParameterUse, d_in: int, d_out: int, sha
     assert "does not fit" in use_problem(use, d_in, d_out, other)
 
 
+@pytest.mark.parametrize("shape", [(4,), (6, 3), (3, 3, 3)])
+def test_a_kernel_whose_channels_do_not_fall_into_its_groups(shape: tuple[int, ...]) -> None:
+    found = use("transposed_kernel", groups=2)
+    assert "does not fit" in use_problem(found, 9, 6, shape)
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -89,7 +89,10 @@ class Dropping(Module):
     """Drops elements in training only."""
 
     def __init__(self) -> None:
-        super().__init__(lambda x, a: functional.dropout(x * a, 0.5, training=self.training), (6,))
+        super().__init__(lambda x, a: x * a, (6,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.5, training=self.training)
 
 
 def resized(x: Tensor, a: Tensor) -> Tensor:

@@ -228,11 +228,11 @@ class _Trial:
     @without_gradients
     def _run(self, inputs: Tensor) -> Tensor | None:
         """Return the module's output, or None where it fails, changes its input, or returns another shape or dtype."""
-        before = inputs.clone()
+        given = inputs.clone()
         try:
             with torch.random.fork_rng(devices=[]):
-                found = self._module.forward(inputs)  # and none of the hooks, which a copy keeps
+                found = self._module.forward(given)  # and none of the hooks, which a copy keeps
         except Exception:
             return None
         same = isinstance(found, Tensor) and found.shape == inputs.shape and found.dtype == inputs.dtype
-        return found if same and torch.equal(inputs, before) else None
+        return found if same and torch.equal(given, inputs) else None
