@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.layers.kind import LayerKind, records
+from dualform.recording.layers.embedding import Embedding
+from dualform.recording.layers.kind import records
 
 
 @records(nn.EmbeddingBag)
-class EmbeddingBag(LayerKind):
+class EmbeddingBag(Embedding):
     """z = Σ w · W[token] over each bag: bags of one size (B, N), or tokens (T,) in a row with the bags' offsets."""
 
     name = "EmbeddingBag"
@@ -27,22 +27,8 @@ class EmbeddingBag(LayerKind):
 
     def unsupported(self, module: nn.Module) -> str:
         """Name an option with which a token's row does not take a multiple of its bag's error."""
-        bags = cast("nn.EmbeddingBag", module)
-        options = {
-            'mode="max"': bags.mode == "max",
-            "sparse=True": bags.sparse,
-            "max_norm": bags.max_norm is not None,
-            "scale_grad_by_freq=True": bags.scale_grad_by_freq,
-        }
-        return ", ".join(option for option, chosen in options.items() if chosen)
-
-    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
-        """The table takes values by row."""
-        return (ParameterUse("weight", "weight", "rows"),)
-
-    def widths(self, module: nn.Module) -> tuple[int, int]:
-        """Return (1, embedding_dim)."""
-        return 1, cast("nn.EmbeddingBag", module).embedding_dim
+        largest = 'mode="max"' if cast("nn.EmbeddingBag", module).mode == "max" else ""
+        return ", ".join(filter(None, (largest, super().unsupported(module))))
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return for each token its number, the number of its bag, and its weight: (B, N, 3) or (T, 3) in float64."""
