@@ -4,6 +4,7 @@ The second half of tests/test_exactness.py, which covers the scalar family's set
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -305,3 +306,22 @@ def test_one_steps_shares_are_autograds_gradients(tmp_path: Path, layer: str) ->
         unmoved = "in_proj_bias" in name or name.endswith("weight_hh")  # a cell's first state is zero
         assert unmoved or float(gradient.norm()) > 0, name  # or nothing would be shown
         torch.testing.assert_close(shares[name], -gradient, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_recording_leaves_the_training_as_it_is(tmp_path: Path, layer: str) -> None:
+    """With recording and without it, every parameter and buffer is equal to the bit."""
+
+    def trained(*, record: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = LAYERS[layer]()
+        optimizer = make.AdamW(model.parameters(), lr=1e-2)
+        with dualform.record(model, optimizer, tmp_path / "run") if record else nullcontext():
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(B, L, D)).sin().square().mean().backward()
+                optimizer.step()
+        return model.state_dict()
+
+    plain, recorded = trained(record=False), trained(record=True)
+    assert all(torch.equal(tensor, recorded[name]) for name, tensor in plain.items())
