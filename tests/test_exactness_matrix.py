@@ -4,6 +4,7 @@ The second half of tests/test_exactness.py, which covers the scalar family's set
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,60 @@ class Looking(nn.Module):
         return self.head(self.middle(self.table(tokens)).tanh())
 
 
+class Bags(nn.Module):
+    """Bags of tokens with padding: as a table, or in a row with offsets and weights that another layer makes."""
+
+    def __init__(self, *, weighted: bool) -> None:
+        super().__init__()
+        self.weighted = weighted
+        self.weigh = nn.Linear(D, 1)
+        self.layer = nn.EmbeddingBag(7, D, mode="sum" if weighted else "mean", padding_idx=0)
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, L, D), of which the first elements choose tokens."""
+        tokens = (x[..., 0].abs() * 3).long() % 7
+        weights = self.weigh(x)[..., 0]
+        if not self.weighted:
+            return self.head(self.layer(tokens) * weights.mean(1, keepdim=True))
+        offsets = torch.arange(0, tokens.numel(), L)
+        return self.head(self.layer(tokens.flatten(), offsets, per_sample_weights=weights.flatten()).tanh())
+
+
+class Pairing(Around):
+    """A bilinear layer of the input and of what a linear layer makes of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, L, D)."""
+        return self.head(self.layer(self.before(x).tanh(), x).reshape(len(x), -1))
+
+
+class Affine(nn.Module):
+    """Multiplies and adds, channel by channel."""
+
+    def __init__(self, channels: int, *, factor: bool = True, shift: bool = True) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.randn(channels, 1)) if factor else None
+        self.beta = nn.Parameter(torch.zeros(1, channels, 1)) if shift else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, channels, L)."""
+        x = x if self.alpha is None else self.alpha * x
+        return x if self.beta is None else x + self.beta
+
+
+class Positions(nn.Module):
+    """Adds a learned table of positions."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, at most `length`, width)."""
+        return x + self.table[:, : x.shape[1]]
+
+
 class _Conv1D(nn.Module):
     """What transformers calls Conv1D: a linear layer with its weight stored the other way round."""
 
@@ -103,12 +158,24 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Conv2d": lambda: Around(nn.Conv2d(2, 4, (2, 3), stride=(1, 2), dilation=1), 8, _image),
     "Conv2d, in groups": lambda: Around(nn.Conv2d(2, 4, 2, groups=2), 16, _image),
     "Conv3d": lambda: Around(nn.Conv3d(1, 3, 2), 18, _volume),
+    "ConvTranspose1d": lambda: Around(nn.ConvTranspose1d(D, 4, 3, stride=2, padding=1), 36, _channels),
+    "ConvTranspose2d": lambda: Around(
+        nn.ConvTranspose2d(2, 3, (2, 3), stride=(1, 2), output_padding=(0, 1)), 144, _image
+    ),
+    "ConvTranspose2d, in groups": lambda: Around(nn.ConvTranspose2d(2, 4, 2, groups=2, dilation=2), 140, _image),
+    "ConvTranspose3d": lambda: Around(nn.ConvTranspose3d(1, 2, 2, bias=False), 144, _volume),
+    "Bilinear": lambda: Pairing(nn.Bilinear(D, D, 4), 4 * L),
+    "EmbeddingBag": lambda: Bags(weighted=False),
+    "EmbeddingBag, weighted": lambda: Bags(weighted=True),
     "LayerNorm": lambda: Around(nn.LayerNorm(D), D * L),
     "RMSNorm": lambda: Around(nn.RMSNorm(D, eps=1e-6), D * L),
     "GroupNorm": lambda: Around(nn.GroupNorm(2, D), D * L, _channels),
     "BatchNorm1d": lambda: Around(nn.BatchNorm1d(D), D * L, _channels),
     "BatchNorm2d": lambda: Around(nn.BatchNorm2d(2), D * L, _image),
     "BatchNorm3d": lambda: Around(nn.BatchNorm3d(1), D * L, _volume),
+    "Elementwise": lambda: Around(Affine(D), D * L, _channels),
+    "Elementwise, shift alone": lambda: Around(Affine(D, factor=False), D * L, _channels),
+    "PositionTable": lambda: Around(Positions(L + 2, D), D * L),
     "LSTM": lambda: Around(nn.LSTM(D, 4, batch_first=True), 4 * L),
     "GRU": lambda: Around(nn.GRU(D, 4, batch_first=True), 4 * L),
     "RNN": lambda: Around(nn.RNN(D, 4, batch_first=True), 4 * L),
@@ -239,3 +306,22 @@ def test_one_steps_shares_are_autograds_gradients(tmp_path: Path, layer: str) ->
         unmoved = "in_proj_bias" in name or name.endswith("weight_hh")  # a cell's first state is zero
         assert unmoved or float(gradient.norm()) > 0, name  # or nothing would be shown
         torch.testing.assert_close(shares[name], -gradient, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_recording_leaves_the_training_as_it_is(tmp_path: Path, layer: str) -> None:
+    """With recording and without it, every parameter and buffer is equal to the bit."""
+
+    def trained(*, record: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = LAYERS[layer]()
+        optimizer = make.AdamW(model.parameters(), lr=1e-2)
+        with dualform.record(model, optimizer, tmp_path / "run") if record else nullcontext():
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(B, L, D)).sin().square().mean().backward()
+                optimizer.step()
+        return model.state_dict()
+
+    plain, recorded = trained(record=False), trained(record=True)
+    assert all(torch.equal(tensor, recorded[name]) for name, tensor in plain.items())

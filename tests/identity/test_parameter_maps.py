@@ -1,5 +1,7 @@
 """Every parameter map, whole and sliced: its gradient, its output and its factors agree with each other."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ CASES: dict[str, Case] = {  # the use, the width of a key (None for row numbers)
     "outer": (use("outer"), 4, (2, 4), 2),
     "transposed": (use("transposed"), 4, (4, 2), 2),
     "grouped": (use("grouped"), 6, (6, 2), 6),
+    "transposed_kernel": (use("transposed_kernel"), 6, (3, 2, 2), 2),
     "rows": (use("rows"), None, (3, 2), 2),
     "scale": (use("scale"), 4, (4,), 4),
     "bias": (use("bias"), 4, (2,), 2),
@@ -32,6 +35,7 @@ CASES: dict[str, Case] = {  # the use, the width of a key (None for row numbers)
         (6, 3),
         5,
     ),
+    "transposed_kernel, groups": (use("transposed_kernel", groups=2), 8, (4, 3, 2), 6),
     "bias, elements of the value": (use("bias", values=((1, 3),), value_width=4), 4, (2,), 4),
     "bias, rows of the parameter": (use("bias", rows=(2, 4)), 4, (6,), 2),
 }
@@ -76,13 +80,13 @@ def test_unit_factors_times_values_are_the_shares_outputs(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_projection_is_the_gradient_times_columns(name: str) -> None:
     found, keys, _, values, shape = made(name)
-    columns = None if len(shape) == 1 else torch.randn(shape[1], 2, dtype=torch.float64)
+    columns = None if len(shape) == 1 else torch.randn(math.prod(shape[1:]), 2, dtype=torch.float64)
     factors = found.parameter_map.projection_factors(keys, columns)
     gradient = found.parameter_map.gradient(values, keys, shape)
     if factors is not None:
         placed = found.parameter_map.place_projection(values.T @ factors, shape[0])
         torch.testing.assert_close(placed, gradient[:, None] if columns is None else gradient @ columns)
-    assert (factors is None) == (found.map in ("transposed", "grouped", "rows", "scale"))
+    assert (factors is None) == (found.map in ("transposed", "grouped", "transposed_kernel", "rows", "scale"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,7 +103,7 @@ def test_what_a_map_says_of_its_keys(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_map_says_of_being_affine(name: str) -> None:
     found, *_ = made(name)
-    affine = found.map in ("outer", "transposed", "bias") and not found.values
+    affine = found.map in ("outer", "transposed", "transposed_kernel", "bias") and not found.values and not found.groups
     assert found.parameter_map.is_affine == affine
     assert found.parameter_map.is_plain_matrix == (name == "outer")
     assert found.parameter_map.is_plain_bias == (name == "bias")

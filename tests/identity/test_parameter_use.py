@@ -42,6 +42,12 @@ def test_impossible_ranges_are_refused(slices: dict[str, Any]) -> None:
         ParameterUse("weight", "fc.weight", "outer", **slices)
 
 
+@pytest.mark.parametrize(("name", "groups"), [("outer", 2), ("transposed_kernel", 1), ("transposed_kernel", -3)])
+def test_impossible_groups_are_refused(name: str, groups: int) -> None:
+    with pytest.raises(FormatError, match=f"in {groups} groups by the map '{name}'; expected at least 2"):
+        ParameterUse("weight", "fc.weight", name, groups=groups)
+
+
 def test_a_layer_takes_ids_where_a_parameter_is_a_table() -> None:
     assert takes_ids([TABLE])
     assert not takes_ids([WEIGHT, BIAS])

@@ -1,5 +1,6 @@
 """Layers that torch does not bring: RMSNorms of other packages, and a layer of one's own."""
 
+import doctest
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
+from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers import LayerKind, find_kind, kind
 
@@ -116,38 +118,49 @@ def test_the_trial_leaves_the_module_as_it_was() -> None:
     assert norm.weight.grad is None
 
 
-class Scaled(nn.Module):
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_layer_of_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The example is the one in the documentation of `register_layer`, word for word."""
+    monkeypatch.setattr(kind, "_KINDS", dict(kind._KINDS))
+    example = dict(vars(kind))
+    exec(doctest.script_from_examples(kind.register_layer.__doc__ or ""), example)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), example["Scaled"](8), nn.Linear(8, 3))
+    memory = train(model, getattr(torch.optim, name)(model.parameters(), lr=0.05), run)
+    assert memory.layers["1"].kind == "Scaled"
+    assert memory.verify(model).passed
+    inputs = torch.randn(2, 4, 8)
+    layer = memory.attend(model, inputs)["1"]
+    torch.testing.assert_close(layer.output(), model[:2](inputs).detach(), rtol=1e-4, atol=1e-5)
+    totals = layer.totals("sample", of="contribution").values.sum(1) + layer.start()
+    torch.testing.assert_close(totals.reshape(2, 4, 8), layer.output(), rtol=1e-4, atol=1e-5)
+
+
+class Twice(nn.Module):
+    """Uses one parameter in two ways."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(width))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.factor * inputs.tanh()
+        return self.factor * inputs + self.factor
 
 
-class ScaledKind(LayerKind):
-    name = "Scaled"
-    own_order = True
+class TwiceKind(LayerKind):
+    name = "Twice"
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
-        return (ParameterUse("factor", "factor", "scale"),)
+        return ParameterUse("factor", "factor", "scale"), ParameterUse("shift", "factor", "bias")
 
     def widths(self, module: nn.Module) -> tuple[int, int]:
-        assert isinstance(module, Scaled)
-        return module.factor.numel(), module.factor.numel()
-
-    def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        return inputs.tanh()
+        return 8, 8
 
 
-def test_a_layer_of_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_uses_a_parameter_twice_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each use's patterns would be missing from what the other adds to the output."""
     monkeypatch.setattr(kind, "_KINDS", dict(kind._KINDS))
-    dualform.register_layer(Scaled, ScaledKind)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 8), Scaled(8), nn.Linear(8, 3))
-    memory = train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), run)
-    assert memory.layers["1"].kind == "Scaled"
-    assert memory.verify(model).passed
-    inputs = torch.randn(2, 4, 8)
-    output = memory.attend(model, inputs)["1"].output()
-    torch.testing.assert_close(output, model[:2](inputs).detach(), rtol=1e-4, atol=1e-5)
+    dualform.register_layer(Twice, TwiceKind)
+    model = nn.Sequential(Twice(8), nn.Linear(8, 3))
+    with pytest.raises(RefusedError, match=r"Layer '0' uses its parameter '0\.factor' twice in one call"):
+        dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.05), run)

@@ -317,6 +317,8 @@ def use(map_name: str, **slices: Any) -> ParameterUse:
         (use("outer"), 0, 4, (4, 0)),
         (use("transposed"), 5, 4, (5, 4)),
         (use("grouped"), 12, 4, (4, 2, 3)),
+        (use("transposed_kernel"), 10, 4, (5, 4, 2)),
+        (use("transposed_kernel", groups=2), 12, 6, (4, 3, 3)),
         (use("rows"), 1, 4, (9, 4)),
         (use("scale"), 4, 4, (4,)),
         (use("scale"), 4, 4, (2, 2)),
@@ -332,6 +334,12 @@ def test_a_shape_that_fits_its_use(use: ParameterUse, d_in: int, d_out: int, sha
     free = use.map == "rows" or use.rows is not None  # other rows may be there and not be used
     other = (*shape, 3) if free else (shape[0] + 1, *shape[1:])
     assert "does not fit" in use_problem(use, d_in, d_out, other)
+
+
+@pytest.mark.parametrize("shape", [(4,), (6, 3), (3, 3, 3)])
+def test_a_kernel_whose_channels_do_not_fall_into_its_groups(shape: tuple[int, ...]) -> None:
+    found = use("transposed_kernel", groups=2)
+    assert "does not fit" in use_problem(found, 9, 6, shape)
 
 
 @pytest.mark.parametrize(

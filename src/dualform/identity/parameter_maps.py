@@ -189,23 +189,63 @@ class GroupedMap(ParameterMap):
         return wide.flatten(1) @ keys.T
 
 
+class TransposedKernelMap(ParameterMap):
+    """The kernel of a transposed convolution, (channels, d_out / groups, *kernel): key ⊗ value, group by group.
+
+    A key is a patch, (channels × kernel) with the channel as the slower axis, so d_in = channels · prod(kernel). In G
+    groups the g-th part of the channels is joined with the g-th part of the values only.
+    """
+
+    def __init__(self, groups: int = 1) -> None:
+        self.is_affine = groups == 1
+        self._groups = groups
+
+    def gradient(self, values: Tensor, keys: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return X_gᵀ E_g for every group g, with the axis of the values moved behind that of the channels."""
+        parts = zip(keys.chunk(self._groups, 1), values.chunk(self._groups, 1), strict=True)
+        joined = torch.cat([x.t() @ e for x, e in parts])  # (channels × kernel, d_out / groups)
+        return joined.reshape(shape[0], -1, shape[1]).transpose(1, 2).reshape(*shape)
+
+    def apply(self, parameter: Tensor, queries: Tensor) -> Tensor:
+        """Return W_g q_g for every group g."""
+        parts = zip(queries.chunk(self._groups, 1), parameter.chunk(self._groups), strict=True)
+        return torch.cat([rows @ kernel.transpose(0, 1).flatten(1).T for rows, kernel in parts], dim=1)
+
+    def unit_factors(self, queries: Tensor, keys: Tensor, units: Tensor, matrix: Tensor) -> Tensor:
+        """Return x_g · (A[:, o] ⊙ q_g) with the unit's own group g."""
+        each = matrix.shape[1]  # units of a group
+        kernels = torch.stack([part.transpose(0, 1).flatten(1) for part in matrix.chunk(self._groups)])
+        group = units // each  # (Q,)
+        rows = torch.arange(len(queries), device=queries.device)
+        parts = queries.reshape(len(queries), self._groups, -1)
+        wide = torch.zeros_like(parts)
+        wide[rows, group] = parts[rows, group] * kernels[group, units % each]
+        return wide.flatten(1) @ keys.T
+
+
 class RowsMap(ParameterMap):
-    """A table looked up by an integer key, (T, 1): the value is added to the key's row."""
+    """A table (..., d_out) looked up by an integer key, (T, 1): the value is added to the key's row.
+
+    Rows are counted over all axes but the last, so that a table of positions may have axes of length 1 in front.
+    """
 
     multiplies_keys = False
     takes_ids = True
 
     def gradient(self, values: Tensor, keys: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the values summed by row."""
-        return values.new_zeros(*shape).index_add_(0, keys.reshape(-1), values)
+        rows = values.new_zeros(*shape).view(-1, shape[-1])
+        return rows.index_add_(0, keys.reshape(-1), values).view(*shape)
 
     def apply(self, parameter: Tensor, queries: Tensor) -> Tensor:
         """Return the query's row."""
-        return parameter[queries.reshape(-1)]
+        return parameter.flatten(0, -2)[queries.reshape(-1)]
 
     def unit_factors(self, queries: Tensor, keys: Tensor, units: Tensor, matrix: Tensor) -> Tensor:
         """Return A[row, o] where the keys are equal."""
-        return (queries.reshape(-1, 1) == keys.reshape(1, -1)) * matrix[queries.reshape(-1), units][:, None]
+        return (queries.reshape(-1, 1) == keys.reshape(1, -1)) * matrix.flatten(0, -2)[queries.reshape(-1), units][
+            :, None
+        ]
 
     def unit_contributions(
         self, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor, side: Tensor, shape: Sequence[int]
@@ -262,6 +302,7 @@ PARAMETER_MAPS: dict[str, ParameterMap] = {
     "outer": OuterMap(),
     "transposed": TransposedMap(),
     "grouped": GroupedMap(),
+    "transposed_kernel": TransposedKernelMap(),
     "rows": RowsMap(),
     "scale": ScaleMap(),
     "bias": BiasMap(),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from dualform.errors import FormatError
-from dualform.identity.parameter_maps import PARAMETER_MAPS, ParameterMap
+from dualform.identity.parameter_maps import PARAMETER_MAPS, ParameterMap, TransposedKernelMap
 from dualform.identity.sliced_map import SlicedMap
 
 Span = tuple[int, int]
@@ -35,6 +35,8 @@ class ParameterUse:
         values: the elements of a value that the parameter takes, one span after the other; empty for all.
         value_width: the width of a whole value; given with `values` only.
         rows: the rows of the parameter that the layer uses, or None for all.
+        groups: the number of groups of a transposed convolution, which the shape of its kernel does not tell; None for
+            one group, and for every other map.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ParameterUse:
     values: tuple[Span, ...] = ()
     value_width: int | None = None
     rows: Span | None = None
+    groups: int | None = None
 
     def __post_init__(self) -> None:
         if self.map not in PARAMETER_MAPS:
@@ -58,11 +61,16 @@ class ParameterUse:
                 f"Parameter {self.parameter!r} is used in ranges that cannot be: {self}. Each needs 0 <= start < stop, "
                 "and those of values end within value_width. Restore the manifest from a copy of the run."
             )
+        if self.groups is not None and (self.map != "transposed_kernel" or self.groups < 2):
+            raise FormatError(
+                f"Parameter {self.parameter!r} is used in {self.groups} groups by the map {self.map!r}; expected at "
+                "least 2, and the map 'transposed_kernel'. Restore the manifest from a copy of the run."
+            )
 
     @property
     def parameter_map(self) -> ParameterMap:
         """The parameter map, between the use's slices."""
-        return _parameter_map(self.map, self.keys, self.values, self.value_width, self.rows)
+        return _parameter_map(self.map, self.keys, self.values, self.value_width, self.rows, self.groups)
 
 
 def takes_ids(uses: Iterable[ParameterUse]) -> bool:
@@ -90,10 +98,15 @@ def matrix_and_bias(uses: Iterable[ParameterUse]) -> tuple[ParameterUse | None, 
 
 @cache
 def _parameter_map(
-    name: str, keys: Span | None, values: tuple[Span, ...], value_width: int | None, rows: Span | None
+    name: str,
+    keys: Span | None,
+    values: tuple[Span, ...],
+    value_width: int | None,
+    rows: Span | None,
+    groups: int | None,
 ) -> ParameterMap:
-    """Return a parameter map by name, restricted to slices where any are given."""
-    whole = PARAMETER_MAPS[name]
+    """Return a parameter map by name, in groups and restricted to slices where any are given."""
+    whole = PARAMETER_MAPS[name] if groups is None else TransposedKernelMap(groups)
     if keys is None and not values and rows is None:
         return whole
     return SlicedMap(

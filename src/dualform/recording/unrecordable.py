@@ -1,15 +1,19 @@
 """Why parameters of a model cannot be recorded, in words: whose they are, which of the usual reasons it is, what to do.
 
-Three reasons are usual: a subclass of a supported layer with a forward of its own, modules kept in a plain list (torch
-does not see those as parts of the model), and bare parameters that code of the user's own computes with.
+Five reasons are usual: a subclass of a supported layer with a forward of its own; an option of a supported layer that
+the identity does not cover; a weight that is computed from other parameters (weight norm, spectral norm, pruning);
+modules kept in a plain list, which torch does not see as parts of the model; and bare parameters that code of the
+user's own computes with.
 """
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from dualform.recording.layers import base_type
+from dualform.recording.layers import base_type, computed_parameters, kind_by_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +40,22 @@ def hidden_modules(model: nn.Module) -> Iterator[Hidden]:
 def describe(model: nn.Module, parameters: Collection[int] | None = None) -> str:
     """Say in a list whose parameters these are (by id; all of the model's and of hidden modules by default).
 
-    >>> describe(nn.Sequential(nn.ConvTranspose2d(1, 1, 2), nn.ConvTranspose2d(1, 1, 2)))
-    '2 ConvTranspose2d'
+    >>> describe(nn.Sequential(nn.PReLU(), nn.PReLU(), nn.Embedding(3, 2, sparse=True)))
+    '2 PReLU, 1 Embedding (with sparse=True)'
     """
     counts: dict[str, int] = {}
     bare: dict[str, list[str]] = {}
     known: set[int] = set()
+    inside = _parametrizing(model)
     for module in model.modules():
         mine = _own(module, parameters)
         known.update(id(parameter) for parameter in module.parameters(recurse=False))
-        if not mine:
+        if not mine or module in inside:
             continue
         kind, base = type(module).__name__, base_type(module)
         if base is not None or _is_of_torch(module):
-            kind += f" (a {base.__name__} with a forward of its own)" if base and _has_own_forward(module, base) else ""
+            reason = _reason(module, base)
+            kind += f" ({reason})" if reason else ""
             counts[kind] = counts.get(kind, 0) + 1
         else:
             bare.setdefault(kind, []).extend(mine)
@@ -73,11 +79,20 @@ def describe(model: nn.Module, parameters: Collection[int] | None = None) -> str
 def advise(model: nn.Module, parameters: Collection[int] | None = None) -> str:
     """Say what to do about parameters that cannot be recorded (by id; all by default): sentences, or nothing."""
     advice: list[str] = []
+    inside = _parametrizing(model)
     for module in model.modules():
-        if not _own(module, parameters):
+        if not _own(module, parameters) or module in inside:
             continue
         kind, base = type(module).__name__, base_type(module)
-        if base is not None and _has_own_forward(module, base):
+        if computed := computed_parameters(module):
+            advice.append(
+                f"The {' and '.join(computed)} of {kind} {'is' if len(computed) == 1 else 'are'} computed from other "
+                "parameters in every forward; only parameters that a layer applies as they are can be recorded: train "
+                "the layer without its parametrization, normalisation or pruning "
+                "(torch.nn.utils.parametrize.remove_parametrizations; remove_weight_norm, remove_spectral_norm or "
+                "prune.remove for the older ones)."
+            )
+        elif base is not None and _has_own_forward(module, base):
             advice.append(
                 f"{kind} is a subclass of {base.__name__} with a forward of its own, and nobody can know what that "
                 f"computes: let it hold an nn.{base.__name__} instead of being one."
@@ -85,7 +100,8 @@ def advise(model: nn.Module, parameters: Collection[int] | None = None) -> str:
         elif base is None and not _is_of_torch(module):
             advice.append(
                 f"{kind} computes with bare Parameters in code of its own: use a supported layer such as nn.Linear "
-                "for them."
+                "for them (nn.Embedding(1, width) for a class token), or a small module that only adds one to its "
+                "input or multiplies it by one."
             )
     registered = {id(module) for module in model.modules()}
     for found in hidden_modules(model):
@@ -106,9 +122,28 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
 
+def _reason(module: nn.Module, base: type[nn.Module] | None) -> str:
+    """Say why a module of a supported type is not recorded, as words to put in brackets; empty for other modules."""
+    if base is not None and _has_own_forward(module, base):
+        return f"a {base.__name__} with a forward of its own"
+    if computed := computed_parameters(module):
+        return f"its {' and '.join(computed)} {'is' if len(computed) == 1 else 'are'} computed from other parameters"
+    kind = kind_by_type(module)
+    options = "" if kind is None else kind.unsupported(module)
+    return f"with {options}" if options else ""
+
+
+def _parametrizing(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that hold the original parameters of parametrized layers, which the layers stand for."""
+    layers = [module for module in model.modules() if is_parametrized(module)]
+    return {part for layer in layers for part in cast("nn.ModuleDict", layer.parametrizations).modules()}
+
+
 def _own(module: nn.Module, parameters: Collection[int] | None) -> list[str]:
-    """Return the names of a module's own parameters that are asked about."""
-    own = module.named_parameters(recurse=False)
+    """Return the names of a module's own parameters that are asked about, those of its parametrizations included."""
+    own = list(module.named_parameters(recurse=False))
+    if is_parametrized(module):
+        own += cast("nn.ModuleDict", module.parametrizations).named_parameters(prefix="parametrizations")
     return [name for name, parameter in own if parameters is None or id(parameter) in parameters]
 
 

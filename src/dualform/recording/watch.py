@@ -125,7 +125,8 @@ def _parameters(
 ) -> dict[ParameterUse, tuple[str, nn.Parameter]]:
     """Return a layer's parameters by use, each with its name in the model.
 
-    Two uses of one name are refused: answers are kept by name, and one would stand for both.
+    Two uses of one name are refused: answers are kept by name, and one would stand for both. Two uses of one parameter
+    are refused too: what the patterns of one use add to the parameter would be missing from the other.
     """
     own = dict(candidate.module.named_parameters())
     found: dict[ParameterUse, tuple[str, nn.Parameter]] = {}
@@ -136,6 +137,11 @@ def _parameters(
             raise RefusedError(
                 f"Layer {layer!r} calls its uses of {same.parameter!r} and {name!r} by the same name, {use.name!r}, so "
                 "that they could not be told apart. Its layer kind has to give each use a name of its own."
+            )
+        if any(parameter is own[use.parameter] for _, parameter in found.values()):
+            raise RefusedError(
+                f"Layer {layer!r} uses its parameter {name!r} twice in one call; a layer kind can describe one use. "
+                "Split the module, so that each part uses the parameter once: uses in several layers are added up."
             )
         found[dataclasses.replace(use, parameter=name)] = name, own[use.parameter]
     return found
@@ -264,12 +270,13 @@ def report_uncovered(
     shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     total = sum(parameter.numel() for parameter in missing.values())
     whole = total + sum(parameter.numel() for parameter in recorded.values())
-    whose = describe(model, {id(parameter) for parameter in missing.values()})
+    asked = {id(parameter) for parameter in missing.values()}
+    whose, advice = describe(model, asked), advise(model, asked)
     text = f"{len(names)} trained parameters ({total / whole:.1%} of the elements) are not recorded: {shown}"
     text += f" ({whose})." if whose else "."
     if strict:
-        raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True.")
-    warn_user(f"{text} What they learn stays in the model but is no part of the memory.")
+        raise CoverageError(f"{text} Record their layers, freeze them, or leave out strict=True. {advice}".rstrip())
+    warn_user(f"{text} What they learn stays in the model but is no part of the memory. {advice}".rstrip())
 
 
 def report_joined(model: nn.Module, optimizer: Optimizer, joined: Mapping[str, Tensor], *, strict: bool) -> None:

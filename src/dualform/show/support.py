@@ -9,6 +9,12 @@ LAYER_KEYS = {
     "Linear": "input",
     "transformers.Conv1D": "input; the weight is stored transposed",
     "Embedding": "token, an integer; attention is 1 where tokens are equal, else 0",
+    "EmbeddingBag": "token, an integer; a pattern is one token of a bag, its value the token's part of the bag's error",
+    "Bilinear": "outer product of the two inputs, in1 · in2 wide",
+    "Elementwise": "input, elementwise (1 where a parameter is only added): any small module of yours that computes "
+    "`x * p`, `x + p` or `x * p + b`, with one number per element of one axis; a trial finds out",
+    "PositionTable": "position, an integer: any small module of yours that adds a table (..., positions, width) to its "
+    "input; a trial finds out",
     "MultiheadAttention": "the input of each projection: `in_proj` (or its slices `.q .k .v .kv`), `out_proj`",
 }
 
@@ -21,8 +27,11 @@ LOOP_OUTCOMES = (
     ("weights reloaded before the recorder closes (`load_best_model_at_end`)",
      "a warning that says which step they are of; not stored as final"),
     ("frozen layers (adapters on a base)", "left out; a frozen low-precision base is not refused"),
-    ("parameters of other modules, bare parameters", "listed as uncovered by type and name, with their share; "
-     "their final values are kept, so that the command line asks the whole model"),
+    ("parameters of other modules, bare parameters in code of yours", "listed as uncovered by type and name, with "
+     "their share; their final values are kept, so that the command line asks the whole model. Recorded instead: "
+     "`nn.Embedding(1, width)` for a class token, a small module for `x + p` or `x * p`, `dualform.register_layer`"),
+    ("weight norm, spectral norm and other parametrizations, old and new; pruning", "the layer is listed as uncovered, "
+     "with what to do: its weight is computed from other parameters, which the identity does not cover"),
     ("accelerate's and Lightning's wrapped optimizers; subclasses with the parent's own step", "recorded"),
     ("LBFGS", "keys only; the last evaluation of a step is kept, and a warning says so"),
     ("DistributedDataParallel, FSDP, several processes", "refused at the start; keys only on a plain module"),
@@ -90,6 +99,8 @@ def support_page() -> str:
 
 
 def _key(name: str) -> str:
+    if name.startswith("ConvTranspose"):
+        return "the inputs that reach an output location, zero where the stride has none; position = output location"
     if name.startswith("Conv"):
         return "unfolded patch; position = output location"
     if name.startswith(("LSTM", "GRU", "RNN")):

@@ -4,6 +4,7 @@ Everything is read where it lies and when it is asked for. A listed file that is
 cut short is an error at opening; changed bytes are found by `dualform.store.audit`.
 """
 
+import math
 import os
 import stat
 from collections.abc import Sequence
@@ -143,7 +144,7 @@ class Shard(PatternPart):
     def _table_rows(self, layer: str) -> int | None:
         """Return the number of rows of the table that a layer's keys are looked up in; None for other layers."""
         tables = [use.parameter for use in self._manifest.layers[layer].uses if use.parameter_map.takes_ids]
-        return min((self._manifest.parameters[table].shape[0] for table in tables), default=None)
+        return min((math.prod(self._manifest.parameters[table].shape[:-1]) for table in tables), default=None)
 
     def _tensors(self) -> TensorFile:
         return self._files.get(self.path("patterns"))

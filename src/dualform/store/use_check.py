@@ -30,7 +30,7 @@ def use_problem(use: ParameterUse, d_in: int, d_out: int, shape: Sequence[int]) 
         if rows is None or not shape:
             return f"use {cut(repr(use.name))} does not lie within the rows of shape {tuple(shape)}"
         shape = (rows, *shape[1:])
-    if not _fits(use.map, keys, values, tuple(shape)):
+    if not _fits(use.map, keys, values, tuple(shape), groups=use.groups or 1):
         return (
             f"shape {tuple(shape)} does not fit use {cut(repr(use.name))}, map {use.map!r}, with keys of width {d_in} "
             f"and values of width {d_out}"
@@ -48,7 +48,7 @@ def _covered(spans: Iterable[Span], width: int) -> int | None:
     return total
 
 
-def _fits(name: str, d_in: int, d_out: int, shape: tuple[int, ...]) -> bool:
+def _fits(name: str, d_in: int, d_out: int, shape: tuple[int, ...], *, groups: int) -> bool:
     """Say whether a parameter's shape is the one that a parameter map gives for these widths."""
     elements = math.prod(shape)
     if name == "outer":
@@ -59,6 +59,10 @@ def _fits(name: str, d_in: int, d_out: int, shape: tuple[int, ...]) -> bool:
         width = math.prod(shape[1:])
         groups, rest = divmod(d_in, width) if width else (0, 1)
         return len(shape) >= 2 and shape[0] == d_out and not rest and groups > 0 and d_out % groups == 0
+    if name == "transposed_kernel":
+        if len(shape) < 3 or shape[0] % groups:
+            return False
+        return shape[0] * math.prod(shape[2:]) == d_in and groups * shape[1] == d_out
     if name == "rows":
-        return len(shape) == 2 and d_in == 1 and shape[1] == d_out
+        return len(shape) >= 2 and d_in == 1 and shape[-1] == d_out
     return elements == d_out and (name == "bias" or d_in == d_out)

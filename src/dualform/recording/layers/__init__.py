@@ -6,8 +6,12 @@ module that computes several layers in one call is a `Composite`, registered by 
 
 from dualform.recording.layers import (  # noqa: F401 (these register)
     attention,
+    bilinear,
     conv,
+    conv_transpose,
+    elementwise,
     embedding,
+    embedding_bag,
     linear,
     norms,
     recurrent,
@@ -19,10 +23,20 @@ from dualform.recording.layers.composite import (
     base_type,
     composes,
     composites,
+    computed_parameters,
     find_composite,
     sums_in_own_order,
 )
-from dualform.recording.layers.kind import LayerKind, find_kind, kinds, present, records, register_layer, registered
+from dualform.recording.layers.kind import (
+    LayerKind,
+    find_kind,
+    kind_by_type,
+    kinds,
+    present,
+    records,
+    register_layer,
+    registered,
+)
 
 __all__ = [
     "Composite",
@@ -31,8 +45,10 @@ __all__ = [
     "base_type",
     "composes",
     "composites",
+    "computed_parameters",
     "find_composite",
     "find_kind",
+    "kind_by_type",
     "kinds",
     "present",
     "records",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dualform.recording.layers.kind import LayerKind, module_types, registered
+from dualform.recording.layers.kind import LayerKind, kind_by_type, module_types, registered
 
 Report = Callable[[str, Callable[[], Any], Sequence[Tensor]], None]
 """Takes a part's name, a function that makes its input as the part's kind takes it, and its outputs, whose errors the
@@ -36,16 +36,16 @@ class Composite(ABC):
 
 
 class Tracer(TorchFunctionMode):
-    """Lets every function of torch through but those it is after."""
+    """Calls every function of torch as it is, except for those that a stand-in is given for."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__()
-        self._functions = functions  # by the name of the function they stand in for
+        self._functions = functions  # the name of a function of torch -> its stand-in, which takes the function first
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function, or what stands in for it."""
+        """Call a function, or its stand-in."""
         stand_in = self._functions.get(getattr(func, "__name__", ""))
         if stand_in is None:
             return func(*args, **(kwargs or {}))
@@ -89,3 +89,17 @@ def find_composite(module: nn.Module) -> Composite | None:
         if isinstance(module, module_type) and type(module).forward is module_type.forward:
             return composite
     return None
+
+
+def computed_parameters(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of tensors that a layer of a supported type uses as parameters, but that are none.
+
+    Such a tensor is computed from other parameters in every forward: by a parametrization, or by a hook that runs
+    before the forward (the older weight and spectral norms, pruning).
+    """
+    composite, kind = find_composite(module), kind_by_type(module)
+    kinds = [] if kind is None else [kind]
+    if composite is not None:
+        kinds = list(composite.parts(module).values())
+    own = dict(module.named_parameters(remove_duplicate=False))
+    return tuple(dict.fromkeys(use.parameter for one in kinds for use in one.uses(module) if use.parameter not in own))

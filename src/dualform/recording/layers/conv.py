@@ -4,8 +4,7 @@ A convolution is a linear layer that is applied to every patch of its input: `z[
 as a (d_out, channels × kernel) matrix. A pattern's position is its output location.
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -32,10 +31,6 @@ class Convolution(LayerKind):
         conv = cast("_ConvNd", module)
         return conv.groups * conv.weight[0].numel(), conv.out_channels
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the input, (B, channels, ...) or without the batch."""
-        return cast("Tensor", args[0] if args else kwargs["input"])
-
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the patches, (B, *output locations, channels × kernel)."""
         conv = cast("_ConvNd", module)
@@ -57,20 +52,20 @@ class Convolution(LayerKind):
 
 @records(nn.Conv1d)
 class Conv1d(Convolution):
-    """One axis."""
+    """A convolution over one axis."""
 
     name = "Conv1d"
 
 
 @records(nn.Conv2d)
 class Conv2d(Convolution):
-    """Two axes."""
+    """A convolution over two axes."""
 
     name = "Conv2d"
 
 
 @records(nn.Conv3d)
 class Conv3d(Convolution):
-    """Three axes."""
+    """A convolution over three axes."""
 
     name = "Conv3d"

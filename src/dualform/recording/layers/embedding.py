@@ -4,8 +4,7 @@ Attention is 1 where tokens are equal, else 0. Sparse gradients, `max_norm` (whi
 `scale_grad_by_freq` are not covered.
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -19,10 +18,15 @@ class Embedding(LayerKind):
 
     name = "Embedding"
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Say whether every value goes to its token's row as it is."""
+    def unsupported(self, module: nn.Module) -> str:
+        """Name an option with which a value does not go to its token's row as it is."""
         table = cast("nn.Embedding", module)
-        return not table.sparse and table.max_norm is None and not table.scale_grad_by_freq
+        options = {
+            "sparse=True": table.sparse,
+            "max_norm": table.max_norm is not None,
+            "scale_grad_by_freq=True": table.scale_grad_by_freq,
+        }
+        return ", ".join(option for option, chosen in options.items() if chosen)
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The table takes values by row."""
@@ -31,10 +35,6 @@ class Embedding(LayerKind):
     def widths(self, module: nn.Module) -> tuple[int, int]:
         """Return (1, embedding_dim)."""
         return 1, cast("nn.Embedding", module).embedding_dim
-
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the tokens."""
-        return cast("Tensor", args[0] if args else kwargs["input"])
 
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the tokens with an axis of width 1 behind."""

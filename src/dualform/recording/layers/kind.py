@@ -17,10 +17,10 @@ class LayerKind(ABC):
     """A kind of layer whose parameters are sums over (key, value) patterns."""
 
     name: str
-    own_order = False  # whether torch sums its gradients in an order of its own, so that ours differ in the last bits
-    rounding = 1.0  # how many times more rounding its values carry than those that autograd hands over
-    optional = False  # whether a run that never used it does not list it
-    batch_axis: int | None = None  # where a layer of this kind always has it, whatever the model's other layers do
+    own_order = False  # whether torch sums the gradients in an order of its own, so that ours differ in the last bits
+    rounding = 1.0  # how many times more rounding the values carry than errors that autograd hands over
+    optional = False  # whether a run leaves a layer of this kind out of its list if the layer was never called
+    batch_axis: int | None = None  # the axis of the keys that counts the batch's rows; None for the model's own
 
     @abstractmethod
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
@@ -34,9 +34,16 @@ class LayerKind(ABC):
         """Return the input of a call, from the call's arguments."""
         return cast("Tensor", args[0] if args else kwargs["input"])
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Say whether the identity covers this module's options."""
-        return True
+    def for_module(self, module: nn.Module) -> "LayerKind":
+        """Return this kind as it serves one module: itself, or a copy that knows the module.
+
+        Only a kind whose `inputs` depend on the module's options needs a copy.
+        """
+        return self
+
+    def unsupported(self, module: nn.Module) -> str:
+        """Name the module's options that the identity does not cover, as in `sparse=True`; empty if it covers all."""
+        return ""
 
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the keys of a call, (..., d_in): here the input itself."""
@@ -56,7 +63,11 @@ class LayerKind(ABC):
 K = TypeVar("K", bound=LayerKind)
 _KINDS: dict[type[nn.Module], LayerKind] = {}
 _ELSEWHERE: dict[tuple[str, str], LayerKind] = {}  # (package, class) -> kind
-_RECOGNISERS: list[Callable[[nn.Module], LayerKind | None]] = []
+Recogniser = Callable[[nn.Module], LayerKind | None]
+"""Takes a module of no registered type, and returns its kind or None."""
+
+_RECOGNISERS: list[Recogniser] = []
+_RECOGNISED: dict[str, type[LayerKind]] = {}  # the kinds that recognisers return, by name
 
 
 def records(module_type: type[nn.Module]) -> Callable[[type[K]], type[K]]:
@@ -111,10 +122,15 @@ def records_elsewhere(package: str, name: str) -> Callable[[type[K]], type[K]]:
     return register
 
 
-def recognises(recogniser: Callable[[nn.Module], LayerKind | None]) -> Callable[[nn.Module], LayerKind | None]:
-    """Register a function that returns the kind of a module of no registered type, or None."""
-    _RECOGNISERS.append(recogniser)
-    return recogniser
+def recognises(*kinds: type[LayerKind]) -> Callable[[Recogniser], Recogniser]:
+    """Register a function that recognises modules by what they compute, and the kinds that it returns."""
+
+    def register(recogniser: Recogniser) -> Recogniser:
+        _RECOGNISERS.append(recogniser)
+        _RECOGNISED.update((kind.name, kind) for kind in kinds)
+        return recogniser
+
+    return register
 
 
 def kinds() -> tuple[str, ...]:
@@ -123,10 +139,11 @@ def kinds() -> tuple[str, ...]:
     return tuple(sorted([*own, *(f"{package}.{name}" for package, name in _ELSEWHERE)]))
 
 
-def registered() -> dict[str, LayerKind]:
-    """Return every kind by the name of its module type."""
-    own = {module_type.__name__: kind for module_type, kind in _KINDS.items()}
-    return own | {f"{package}.{name}": kind for (package, name), kind in _ELSEWHERE.items()}
+def registered() -> dict[str, type[LayerKind]]:
+    """Return every kind by the name of its module type, and those that are recognised by their own name."""
+    own = {module_type.__name__: type(kind) for module_type, kind in _KINDS.items()}
+    elsewhere = {f"{package}.{name}": type(kind) for (package, name), kind in _ELSEWHERE.items()}
+    return _RECOGNISED | elsewhere | own
 
 
 def module_types() -> tuple[type[nn.Module], ...]:
@@ -135,24 +152,30 @@ def module_types() -> tuple[type[nn.Module], ...]:
 
 
 def find_kind(module: nn.Module) -> LayerKind | None:
-    """Return the kind of a module, or nothing where it cannot be recorded.
+    """Return the kind of a module, or None if the module cannot be recorded.
 
     A subclass counts only when it computes what its base computes, that is, has the same `forward`.
     """
+    kind = kind_by_type(module)
+    if kind is None:
+        kind = next((found for recognise in _RECOGNISERS if (found := recognise(module)) is not None), None)
+    if kind is None or kind.unsupported(module):
+        return None
+    # A parametrized or otherwise computed weight is no parameter of the module itself.
+    own = dict(module.named_parameters(recurse=False))
+    uses = kind.uses(module)
+    return kind.for_module(module) if uses and all(use.parameter in own for use in uses) else None
+
+
+def kind_by_type(module: nn.Module) -> LayerKind | None:
+    """Return the kind that is registered for a module's type, whatever the module's options; or None."""
     kind = _ELSEWHERE.get((type(module).__module__.partition(".")[0], type(module).__name__))
     if kind is None:
         for module_type, candidate in _KINDS.items():
             same = isinstance(module, module_type) and type(module).forward is module_type.forward
             if same or type(module) is module_type:
                 kind = candidate
-    if kind is None:
-        kind = next((found for recognise in _RECOGNISERS if (found := recognise(module)) is not None), None)
-    if kind is None or not kind.accepts(module):
-        return None
-    # A parametrized or otherwise computed weight is no parameter of the module itself.
-    own = dict(module.named_parameters(recurse=False))
-    uses = kind.uses(module)
-    return kind if uses and all(use.parameter in own for use in uses) else None
+    return kind
 
 
 def present(module: nn.Module, *uses: ParameterUse) -> tuple[ParameterUse, ...]:

@@ -25,10 +25,6 @@ class Linear(LayerKind):
         linear = cast("nn.Linear", module)
         return linear.in_features, linear.out_features
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the input."""
-        return cast("Tensor", args[0] if args else kwargs["input"])
-
 
 @records_elsewhere("transformers", "Conv1D")
 class TransposedLinear(LayerKind):

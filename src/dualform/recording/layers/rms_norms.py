@@ -43,7 +43,7 @@ class OtherRMSNorm(Norm):
         return functional.rms_norm(inputs, inputs.shape[-1:], eps=self._epsilon)
 
 
-@recognises
+@recognises(OtherRMSNorm)
 def find_rms_norm(module: nn.Module) -> OtherRMSNorm | None:
     """Return the kind of a module that is called RMSNorm and computes `weight · x / rms(x)`; None for any other."""
     parameters = dict(module.named_parameters())
@@ -77,6 +77,6 @@ def _computes(module: nn.Module, epsilon: float) -> bool:
                 return False
             if not torch.allclose(found.float(), expected, rtol=TOLERANCE, atol=TOLERANCE):
                 return False
-    except Exception:  # a module that cannot be tried is none that we know
+    except Exception:  # a module that fails in the trial is not recognised
         return False
     return True

@@ -1,0 +1,238 @@
+"""Modules that multiply their input by a parameter or add one, element by element: recognised by what they compute.
+
+Layer scales (`x * gamma`), affine modules (`x * alpha + beta`), added biases and learned position tables (`x + table`)
+are small modules that every project writes for itself. A module is recorded as one of them if it has no children, its
+`forward` takes one argument, and a copy of it with random parameters computes just that for random inputs, in training
+and in evaluation, and leaves its input as it is. Any other module is left alone, and its parameters are reported as not
+covered.
+
+Two kinds are recognised:
+
+- `Elementwise`, `z = factor ⊙ x + shift`: one number per element of one axis. The key is the input, as for the affine
+  part of a normalisation; without a factor it is the constant 1.
+- `PositionTable`, `z = x + table[position]`: the key is the position, an integer that names a row of the table, as a
+  token names a row of an embedding. A shorter input takes the first rows.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dualform.errors import RefusedError
+from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.layers.kind import LayerKind, recognises
+from dualform.torch_modes import without_gradients
+
+MAX_ELEMENTS = 1 << 21  # of a parameter whose module is tried: a trial of that many takes about a second
+RANKS = (1, 2, 3, 4, 5)  # numbers of axes of the trial inputs
+SCALES = (
+    (1.0, 1.0),
+    (1e3, 1e-2),
+    (1e-2, 1e3),
+)  # of trial inputs and parameters; a bound of either shows in one of them
+TOLERANCE = 1e-6  # relative, of float32
+
+
+class _Recognised(LayerKind):
+    """A kind that a trial has found for one module; knows the numbers of axes that the trial's inputs had."""
+
+    own_order = True
+    ranks: tuple[int, ...]
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the only argument; one with a number of axes that was not tried, or did not work, is refused."""
+        given = cast("Tensor", args[0] if args else next(iter(kwargs.values())))
+        if given.dim() not in self.ranks:
+            raise RefusedError(
+                f"A module that was recognised as {self.name} for inputs of {' or '.join(map(str, self.ranks))} axes "
+                f"got one of shape {tuple(given.shape)}. Leave the layer out of layers=[...]."
+            )
+        return given
+
+
+class Elementwise(_Recognised):
+    """z = factor ⊙ x + shift along one axis of the input; either may be missing."""
+
+    name = "Elementwise"
+
+    def __init__(self, width: int, axes: Mapping[int, int], *, factor: str | None, shift: str | None) -> None:
+        """Describe a module.
+
+        Args:
+            width: the number of elements of each parameter.
+            axes: for each number of axes that an input may have, the axis that the parameters lie along.
+            factor: the name of the parameter that multiplies, or None.
+            shift: the name of the parameter that is added, or None.
+        """
+        self.ranks = tuple(axes)
+        self._width, self._axes = width, axes
+        self._factor, self._shift = factor, shift
+
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
+        """The factor takes value ⊙ key, the shift takes the value."""
+        named = (("factor", self._factor, "scale"), ("shift", self._shift, "bias"))
+        return tuple(ParameterUse(use, parameter, how) for use, parameter, how in named if parameter is not None)
+
+    def widths(self, module: nn.Module) -> tuple[int, int]:
+        """Return the number of elements, twice; without a factor the key has width 1."""
+        return (1 if self._factor is None else self._width), self._width
+
+    def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the input with the parameters' axis last; without a factor 1 for each pattern."""
+        rows = inputs.movedim(self._axes[inputs.dim()], -1)
+        return torch.ones_like(rows[..., :1]) if self._factor is None else rows
+
+    def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
+        """Return the error with the parameters' axis last."""
+        return error.movedim(self._axes[inputs.dim()], -1)
+
+
+class PositionTable(_Recognised):
+    """z = x + table[position], with positions on the last axis but one of the input."""
+
+    name = "PositionTable"
+
+    def __init__(self, table: str, width: int, ranks: tuple[int, ...]) -> None:
+        """Describe a module.
+
+        Args:
+            table: the name of the parameter, (..., positions, width) with axes of length 1 in front.
+            width: the length of the table's last axis.
+            ranks: the numbers of axes that an input may have.
+        """
+        self.ranks = ranks
+        self._table, self._width = table, width
+
+    def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
+        """The table takes values by row."""
+        return (ParameterUse("table", self._table, "rows"),)
+
+    def widths(self, module: nn.Module) -> tuple[int, int]:
+        """Return (1, the width of a row)."""
+        return 1, self._width
+
+    def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the position of each pattern, (..., positions, 1)."""
+        positions = torch.arange(inputs.shape[-2], device=inputs.device)
+        return positions.expand(inputs.shape[:-1])[..., None]
+
+
+@recognises(Elementwise, PositionTable)
+def find_elementwise(module: nn.Module) -> LayerKind | None:
+    """Return the kind of a module that only multiplies by a parameter or adds one, element by element; or None."""
+    parameters = dict(module.named_parameters())
+    if not 1 <= len(parameters) <= 2 or next(module.children(), None) is not None:
+        return None
+    if any(is_lazy(one) or not 1 < one.numel() <= MAX_ELEMENTS for one in parameters.values()):
+        return None
+    if len(inspect.signature(type(module).forward).parameters) != 2:  # self and the input
+        return None
+    shapes = {tuple(size for size in parameter.shape if size != 1) for parameter in parameters.values()}
+    if len(shapes) != 1:
+        return None
+    (shape,) = shapes
+    try:
+        trial = _Trial(module)
+    except Exception:  # a module that cannot be copied is not recognised
+        return None
+    if len(shape) == 1:
+        return _find_along_an_axis(trial, list(parameters), shape[0])
+    (name, parameter), *others = parameters.items()
+    if not others and len(shape) == 2 and tuple(parameter.shape[-2:]) == shape:
+        return _find_table(trial, name, *shape)
+    return None
+
+
+def _find_along_an_axis(trial: "_Trial", names: Sequence[str], width: int) -> Elementwise | None:
+    """Return the kind of a module whose parameters all have `width` elements along one axis, if it is `Elementwise`."""
+    other = 3 if width == 2 else 2  # the length of every other axis
+    ways: Sequence[tuple[str | None, str | None]]
+    ways = [(names[0], names[1]), (names[1], names[0])] if len(names) == 2 else [(names[0], None), (None, names[0])]
+    for factor, shift in ways:
+
+        def expected(inputs: Tensor, factor: str | None = factor, shift: str | None = shift) -> Tensor:
+            axis = inputs.shape.index(width)
+            along = [-1 if i == axis else 1 for i in range(inputs.dim())]
+            scaled = inputs if factor is None else inputs * trial.parameters[factor].reshape(along)
+            return scaled if shift is None else scaled + trial.parameters[shift].reshape(along)
+
+        axes = {
+            rank: axis
+            for rank in RANKS
+            for axis in range(rank)
+            if trial.computes(expected, [*[other] * axis, width, *[other] * (rank - 1 - axis)])
+        }
+        if axes:
+            return Elementwise(width, axes, factor=factor, shift=shift)
+    return None
+
+
+def _find_table(trial: "_Trial", name: str, positions: int, width: int) -> PositionTable | None:
+    """Return the kind of a module with one parameter (..., positions, width), if it is a `PositionTable`.
+
+    The module must take inputs of all positions. It may refuse shorter ones, but not compute anything else for them.
+    """
+
+    def expected(inputs: Tensor) -> Tensor:
+        return inputs + trial.parameters[name].reshape(positions, width)[: inputs.shape[-2]]
+
+    shapes = {2: [positions, width], 3: [2, positions, width], 4: [2, 1, positions, width]}
+    ranks = [rank for rank, shape in shapes.items() if trial.computes(expected, shape)]
+    for length in {max(1, positions // 2), positions - 1}:
+        shape = [*shapes[3 if 3 in ranks else 2][:-2], length, width]
+        if ranks and trial.accepts(shape) and not trial.computes(expected, shape):
+            return None
+    return PositionTable(name, width, tuple(ranks)) if ranks else None
+
+
+class _Trial:
+    """A copy of a module, to be run with random parameters and inputs on the CPU.
+
+    Attributes:
+        parameters: the copy's parameters as they are drawn for the run that is being compared.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = copy.deepcopy(module).cpu().float()
+        self._own = dict(self._module.named_parameters())
+        self._generator = torch.Generator().manual_seed(0)
+        self.parameters: dict[str, Tensor] = {}
+
+    def accepts(self, shape: Sequence[int]) -> bool:
+        """Say whether the module returns a tensor of the same shape for an input of this shape."""
+        return self._run(self._draw(shape)) is not None
+
+    def computes(self, expected: Callable[[Tensor], Tensor], shape: Sequence[int]) -> bool:
+        """Say whether the module computes a function of its input, in both modes and at all scales, for this shape."""
+        for of_inputs, of_parameters in SCALES:
+            inputs = self._draw(shape).mul_(of_inputs)
+            self.parameters = {name: self._draw(old.shape).mul_(of_parameters) for name, old in self._own.items()}
+            for name, parameter in self._own.items():
+                parameter.data.copy_(self.parameters[name])
+            wanted = expected(inputs)
+            for training in (True, False):
+                self._module.train(training)
+                found = self._run(inputs)
+                if found is None or not torch.allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE * of_parameters):
+                    return False
+        return True
+
+    def _draw(self, shape: Sequence[int]) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu")
+
+    @without_gradients
+    def _run(self, inputs: Tensor) -> Tensor | None:
+        """Return the module's output, or None where it fails, changes its input, or returns another shape or dtype."""
+        given = inputs.clone()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                found = self._module.forward(given)  # and none of the hooks, which a copy keeps
+        except Exception:
+            return None
+        same = isinstance(found, Tensor) and found.shape == inputs.shape and found.dtype == inputs.dtype
+        return found if same and torch.equal(given, inputs) else None
