@@ -110,3 +110,8 @@ def leftovers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
         found += [f"{name}.{kind}" for kind in vars(parameter)]
     found += [kind for kind, hooks in vars(optimizer).items() if kind.startswith("_optimizer_") and hooks]
     return found
+
+
+def tolerances(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tolerances of `torch.testing.assert_close` for answers that are equal but for rounding."""
+    return {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-11}

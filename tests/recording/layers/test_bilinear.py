@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
+from helpers.loops import tolerances
 
 
 class Similar(nn.Module):
@@ -41,12 +42,14 @@ def test_a_bilinear_layer_is_recorded(run: Path, name: str, dtype: torch.dtype) 
     x, y = torch.randn(2, 4, dtype=dtype), torch.randn(2, 4, dtype=dtype)
     layer = memory.attend(model, (x, y))["pair"]
     live = model(x, y).detach()
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-11}
+    close = tolerances(dtype)
     torch.testing.assert_close(layer.output(), live, **close)
     totals = layer.totals("sample", of="contribution").values.sum(1) + layer.start()
     torch.testing.assert_close(totals, live, **close)
     masked = memory.where(half=0).apply(model)
-    torch.testing.assert_close(masked.pair.weight, memory.where(half=0).weights()["pair.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        masked.get_parameter("pair.weight"), memory.where(half=0).weights()["pair.weight"], rtol=0, atol=0
+    )
 
 
 def test_attention_is_the_product_of_two_attentions(run: Path) -> None:

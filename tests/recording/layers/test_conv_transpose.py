@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import RefusedError
 from dualform.recording.layers import find_kind
+from helpers.loops import tolerances
 
 OPTIONS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
     "1-D": (nn.ConvTranspose1d, {"kernel_size": 3}, (5,)),
@@ -81,8 +82,9 @@ def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.
     assert found.passed, found
     assert dtype == torch.float32 or all((layer.error or 0) <= 1e-11 for layer in found.layers), found
     inputs = torch.randn(2, 4, *size, dtype=dtype)
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-11}
+    close = tolerances(dtype)
     spotlight = memory.attend(model, inputs)["1"]
+    assert isinstance(model, nn.Sequential)
     live = model[:2](inputs).detach().movedim(1, -1)
     torch.testing.assert_close(spotlight.output(), live, **close)
     totals = spotlight.totals("sample", of="contribution").values.sum(1) + spotlight.start()

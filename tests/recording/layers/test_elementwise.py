@@ -12,6 +12,7 @@ from torch.nn import functional
 import dualform
 from dualform.errors import DualformError
 from dualform.recording.layers import LayerKind, find_kind
+from helpers.loops import tolerances
 
 
 class Module(nn.Module):
@@ -137,11 +138,12 @@ def test_a_module_that_computes_something_else_is_left_alone(name: str) -> None:
 
 
 def test_the_trial_leaves_everything_as_it_was() -> None:
-    module, called = Module(lambda x, a: x * a + 0 * torch.rand(1), (6,)).double(), []
+    module = Module(lambda x, a: x * a + 0 * torch.rand(1), (6,)).double()
+    called: list[object] = []
     module.register_forward_hook(lambda *args: called.append(args))
-    before, random = module.a.detach().clone(), torch.get_rng_state()
+    before, random = module.get_parameter("a").detach().clone(), torch.get_rng_state()
     assert isinstance(find_kind(module), LayerKind)
-    assert torch.equal(module.a, before)
+    assert torch.equal(module.get_parameter("a"), before)
     assert module.training
     assert torch.equal(torch.get_rng_state(), random)
     assert not called
@@ -216,7 +218,7 @@ def test_a_vision_transformer_is_covered_whole(run: Path, name: str, dtype: torc
     assert (kinds["positions"], kinds["scale"]) == ("PositionTable", "Elementwise")
     spotlight = memory.attend(model, torch.randn(2, 4, 4, dtype=dtype))
     table, scale = spotlight["positions"], spotlight["scale"]
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-11}
+    close = tolerances(dtype)
     torch.testing.assert_close(table.output(), model.positions.table.detach().expand(2, 5, 6), **close)
     torch.testing.assert_close(scale.output(), scale.queries.reshape(2, 5, 6) * model.scale.gamma.detach(), **close)
     for one in (table, scale):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import CoverageError
 from dualform.recording.layers import find_kind
+from helpers.loops import tolerances
 
 OFFSETS = torch.tensor([0, 3, 3, 4])  # the second bag is empty
 CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {  # the module's options; with offsets; with weights
@@ -67,7 +68,7 @@ def test_bags_are_recorded(run: Path, case: str, optimizer: str, dtype: torch.dt
     tokens = torch.randint(7, (4, 3))
     spotlight = memory.attend(model, tokens)["bags"]
     rows = model.bags.weight.detach()[tokens.flatten()]
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-11}
+    close = tolerances(dtype)
     torch.testing.assert_close(spotlight.output().reshape(rows.shape), rows, **close)
     totals = spotlight.totals("half", of="contribution").values.sum(1) + spotlight.start()
     torch.testing.assert_close(totals, rows, **close)
