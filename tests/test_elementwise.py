@@ -10,11 +10,11 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import dualform
-from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Replay, Share
 from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay
 from dualform.errors import QueryError, ResumeError
+from dualform.identity.families import kinds
+from dualform.identity.families.replayed import Replay, Share
 from dualform.store.reader import Run
 from helpers.loops import state
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.attend.slopes import slopes
+from dualform.effects.slopes import slopes
 from dualform.modes import evaluating, evaluation_copy
 from dualform.show.predictions import predict
 from dualform.show.session import Session

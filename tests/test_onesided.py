@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.coefficients import kinds
-from dualform.coefficients.onesided import polynomial
 from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay
 from dualform.engine.verification import Verification
 from dualform.errors import ResumeError
+from dualform.identity.families import kinds
+from dualform.identity.families.onesided import polynomial
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
@@ -299,7 +299,7 @@ def test_where_the_replay_need_not_be_equal_rounding_is_allowed_for(run: Path, s
 
 
 def test_another_machine_rounds_otherwise(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualform.coefficients.onesided.machine", lambda device: "cuda of another kind")
+    monkeypatch.setattr("dualform.identity.families.onesided.machine", lambda device: "cuda of another kind")
     model, _ = train(run)
     found = dualform.open(run).verify(model)
     assert found.passed
@@ -335,7 +335,7 @@ def test_rounding_does_not_hide_a_wrong_map(run: Path, monkeypatch: pytest.Monke
     """The third term takes up whatever the map does not say; its size is what tells."""
     model, _ = train(run)
     wrong = lambda update, *chosen: 1.1 * polynomial(update, *chosen)  # noqa: E731
-    monkeypatch.setattr("dualform.coefficients.onesided.polynomial", wrong)
+    monkeypatch.setattr("dualform.identity.families.onesided.polynomial", wrong)
     found = dualform.open(run).verify(model)
     assert all(check.rounding.replay == 0.0 for check in checked(found))
     assert not any(layer.passed for layer in found.layers), found

@@ -15,7 +15,6 @@ import dualform
 from conformance.executors import ExecutorConformance, executed_run
 from conformance.sources import SourceConformance
 from dualform.attend.memory import Memory
-from dualform.coefficients import Facts
 from dualform.engine.addresses import Calls
 from dualform.engine.description import LayerEntry, ParameterEntry, RunDescription
 from dualform.engine.jobs import Executor, Pass, Sweep
@@ -25,6 +24,7 @@ from dualform.engine.reading import BlockReader, PatternRange, pattern_ranges
 from dualform.engine.reducers import one_group
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.engine.sweep import run_sweep
+from dualform.identity.families import Facts
 from dualform.identity.parameter_use import ParameterUse
 from dualform.store.reader import Run
 from dualform.store.rows import MemoryRows

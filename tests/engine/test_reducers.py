@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from dualform.algebra import attend, scale
 from dualform.engine.block import Block
 from dualform.engine.reducers import (
     Best,
@@ -25,6 +24,7 @@ from dualform.engine.reducers import (
     Reducer,
 )
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.products import attend, scale
 
 WEIGHT, BIAS = ParameterUse("weight", "fc.weight", "outer"), ParameterUse("bias", "fc.bias", "bias")
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Replay
 from dualform.engine import verification as audit
 from dualform.engine.replay import doubts
+from dualform.identity.families import kinds
+from dualform.identity.families.replayed import Replay
 from helpers.small import state
 
 WIDTH = 16

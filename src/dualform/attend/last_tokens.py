@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend.context import naming_failures
-from dualform.attend.queries import Captured, capture_calls, check, find_watched
+from dualform.attend.queries import Captured, capture_calls, check
 from dualform.engine.description import LayerEntry
+from dualform.engine.model_layers import find_watched
 from dualform.errors import QueryError
 from dualform.recording.watch import Watched
 

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from dualform.attend.answers import Effects, GroupTotals, Ranking
-from dualform.attend.cache import Cache
-from dualform.attend.effects import LayerEffects
-from dualform.attend.effects_asked import Asked
 from dualform.attend.groups import By, Grouping, Table
 from dualform.attend.layer_plans import LayerPlans, check_per
 from dualform.attend.queries import Captured
 from dualform.attend.questions import Per, Plan, Question, Top, Totals, answer_all
 from dualform.attend.sums import LayerSums, apply_uses
+from dualform.effects.layer_effects import LayerEffects
+from dualform.effects.output_gradients import OutputGradients
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.measures import Of, PatternMeasure
 from dualform.errors import QueryError
 from dualform.identity.parameter_use import takes_ids
@@ -30,11 +30,11 @@ class LayerSpotlight:
     def __init__(
         self,
         table: Table,
-        cache: Cache,
+        cache: AnswerCache,
         layer: str,
         queries: Captured,
         *,
-        asked: Asked | None = None,
+        gradients: OutputGradients | None = None,
         chunk_size: int | None = None,
     ) -> None:
         self.name = layer
@@ -46,7 +46,7 @@ class LayerSpotlight:
         self.queries = queries.rows.to(torch.int64 if ids else self._dtype)  # (Q, d_in)
         like = torch.empty(0, dtype=self._dtype, device=self.queries.device)
         self._sums = LayerSums(table, cache, layer, like)
-        effects = None if asked is None else LayerEffects(table, cache, layer, self.queries, asked, self._dtype)
+        effects = None if gradients is None else LayerEffects(table, cache, layer, self.queries, gradients, self._dtype)
         self._plans = LayerPlans(table, layer, self.queries, self._sums, effects, chunk_size)
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class LayerSpotlight:
         grouping = self._group(by if by is not None else self._plans.column(per))
         self._plans.check_affordable(8 * len(source) * len(grouping.labels), "effects()")
         values = source.totals(grouping)
-        return Effects((self.name,), source.asked.quantity, grouping.by, grouping.labels, values, {})
+        return Effects((self.name,), source.gradients.quantity, grouping.by, grouping.labels, values, {})
 
     @in_own_dtype
     def top(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dualform.attend.answers import Columns, GroupTotals, Ranking
-from dualform.attend.effects import LayerEffects
-from dualform.attend.effects_moments import outside
 from dualform.attend.groups import By, Grouping, Table
 from dualform.attend.questions import Per, Plan, Top, Totals
 from dualform.attend.sums import LayerSums, apply_uses
+from dualform.effects.layer_effects import LayerEffects
+from dualform.effects.moments import outside
 from dualform.engine.jobs import Pass, Sweep
 from dualform.engine.measures import Of, PatternMeasure
 from dualform.engine.reducers import Best, BestMembers, Everything, GroupSums, Outputs, Reducer, joined

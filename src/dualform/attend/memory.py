@@ -17,10 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend import text
-from dualform.attend.cache import Cache
 from dualform.attend.course import Course, follow
-from dualform.attend.effects_asked import Asked, Quantity, ask
-from dualform.attend.effects_moments import outside
 from dualform.attend.groups import Bins, By, Condition, Table, condition
 from dualform.attend.info import Info, describe
 from dualform.attend.layer import LayerSpotlight
@@ -30,7 +27,10 @@ from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
+from dualform.effects.moments import outside
+from dualform.effects.output_gradients import OutputGradients, Quantity, find_output_gradients
 from dualform.engine import rebuild
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.coverage import Coverage, coverage
 from dualform.engine.description import LayerEntry, RowsEntry
 from dualform.engine.fingerprints import matching_steps
@@ -65,7 +65,7 @@ class Memory:
         shared: "_Shared | None" = None,
     ) -> None:
         self._run = source
-        self._shared = shared or _Shared(Cache(source), executor or LocalExecutor())
+        self._shared = shared or _Shared(AnswerCache(source), executor or LocalExecutor())
         self._cache = self._shared.cache
         self._conditions = conditions
         self._horizon = source.steps if horizon is None else horizon
@@ -402,13 +402,13 @@ class Memory:
             assert model is not None, "checked above"
             inputs = list(batches(inputs))
             captured = capture_queries(model, inputs, entries)
-        asked: Mapping[str, Asked] = {}
+        gradients: Mapping[str, OutputGradients] = {}
         if targets is not None or quantity is not None:
             if model is None:
                 raise QueryError("Effects need a model and inputs: queries alone have no gradients.")
             linear = {name: entry for name, entry in entries.items() if outside(self._run, name) is None}
             axis = self._run.description.batch_axis
-            asked = ask(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
+            gradients = find_output_gradients(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
         if model is not None and not other_model:
             self._say_other_model(model)
         self._say_unknown(names)
@@ -419,7 +419,7 @@ class Memory:
                     self._cache,
                     name,
                     rows,
-                    asked=asked.get(name),
+                    gradients=gradients.get(name),
                     chunk_size=chunk_size,
                 )
                 for name, rows in captured.items()
@@ -558,7 +558,7 @@ class _Shared:
         state: what the run knows of uncovered state at its end, once it was asked for.
     """
 
-    cache: Cache
+    cache: AnswerCache
     executor: Executor
     said: set[object] = dataclasses.field(default_factory=set)
     marks: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)

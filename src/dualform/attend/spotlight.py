@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualform.attend.answers import Effects, Vote, add_effects
-from dualform.attend.effects_moments import outside
 from dualform.attend.groups import By
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.questions import Per, Question, answer_all
 from dualform.drawing import notebook_html
+from dualform.effects.moments import outside
 from dualform.engine.measures import Of
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.threads import in_own_dtype

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.attend.cache import Cache
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.questions import Plan, answer_all
 from dualform.engine import rebuild
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.jobs import Pass
 from dualform.engine.reading import kept_by_part
 from dualform.engine.reducers import GroupShares, KeySums
@@ -29,7 +29,7 @@ class LayerSums:
     """The sums of one layer in one view; `like` says where and in which dtype to compute."""
 
     table: Table
-    cache: Cache
+    cache: AnswerCache
     layer: str
     like: Tensor
 

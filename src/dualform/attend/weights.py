@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.attend.cache import Cache
 from dualform.attend.groups import Bins, Condition, Table
 from dualform.attend.removal import Removal, uncovered
 from dualform.attend.sums import LayerSums
 from dualform.engine import rebuild
+from dualform.engine.answer_cache import AnswerCache
 from dualform.identity.parameter_use import ParameterUse
 
 MOST_BINS = 60
@@ -68,7 +68,7 @@ class _Cells:
 class GroupWeights:
     """The group weights of one view. Made by `Memory.group_weights`."""
 
-    def __init__(self, table: Table, cache: Cache, by: Sequence[str | Bins], *, budget: int) -> None:
+    def __init__(self, table: Table, cache: AnswerCache, by: Sequence[str | Bins], *, budget: int) -> None:
         self._table = table
         self._cache = cache
         self.plan = make_plan(table, by, budget=budget)

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Kind, Replay
-from dualform.coefficients.scalar import Descent
+from dualform.identity.families import kinds
+from dualform.identity.families.replayed import Kind, Replay
+from dualform.identity.families.scalar import Descent
 
 BELOW_ONE = ("beta1", "beta2", "alpha", "rho")
 """Settings that are shares of what an average keeps: 0 <= share < 1."""

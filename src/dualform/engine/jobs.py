@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients.family import Of
 from dualform.engine.measures import Measure
 from dualform.engine.reading import PatternRange, count_kept
 from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
+from dualform.identity.families.family import Of
 
 R = TypeVar("R")
 

@@ -23,7 +23,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.algebra import FEW
 from dualform.engine.block import Block
 from dualform.engine.distinct import DistinctKeys, distinct_ranges, find_distinct
 from dualform.engine.jobs import Pass, Sweep
@@ -33,6 +32,7 @@ from dualform.engine.reading import BLOCK_PATTERNS, BlockReader, PatternRange, p
 from dualform.engine.reducers import FEW_GROUPS, Best, Everything, GroupSums, Reducer, one_group
 from dualform.engine.source import PatternSource
 from dualform.engine.sweep import sweep_blocks
+from dualform.identity.products import FEW
 from dualform.progress import bar
 from dualform.threads import side_by_side
 

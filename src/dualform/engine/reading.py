@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients.family import Of
 from dualform.engine.block import Block
 from dualform.engine.source import PatternPart, PatternSource, Rows
+from dualform.identity.families.family import Of
 
 Mask = Callable[[PatternPart, str], npt.NDArray[np.bool_] | None]
 """Which patterns of a part and layer a view keeps, (n,); None for all of them."""

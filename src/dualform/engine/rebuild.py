@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.coefficients.family import Of
 from dualform.engine.description import LayerEntry
 from dualform.engine.jobs import Executor, Pass, View, WholeView
 from dualform.engine.reading import keep_all
 from dualform.engine.reducers import GroupShares
 from dualform.engine.replay import Rounding, kept, replay, replayed_parameters
 from dualform.engine.source import PatternSource
+from dualform.identity.families.family import Of
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.sinks import RESIDUAL
 

@@ -1,6 +1,6 @@
 """Replay the optimizers that have no coefficients: one forward pass over the steps, from the recorded gradients.
 
-Used for every optimizer in `dualform.coefficients.kinds()`. A step's gradient is summed again call by call, in the
+Used for every optimizer in `dualform.identity.families.kinds()`. A step's gradient is summed again call by call, in the
 order in which autograd summed it, torch's own optimizer takes the step, and each share (the start's, and each group's)
 follows the linear map of that step. Only as many matrices are held as there are shares.
 
@@ -18,15 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Kind, Map, Multiplier, Replay, Share, Spread, machine
-from dualform.coefficients.scalar import Descent
 from dualform.engine.addresses import Calls
 from dualform.engine.description import LayerEntry
 from dualform.engine.facts_check import state_problem
 from dualform.engine.reading import Mask, decode, keep_all
 from dualform.engine.source import PatternPart, PatternSource, Rows, find_part
 from dualform.errors import CorruptError
+from dualform.identity.families import kinds
+from dualform.identity.families.replayed import Kind, Map, Multiplier, Replay, Share, Spread, machine
+from dualform.identity.families.scalar import Descent
 from dualform.identity.parameter_use import ParameterUse
 from dualform.progress import bar
 from dualform.recording.layers import sums_in_own_order

@@ -16,11 +16,11 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from dualform.coefficients import Coefficients, Facts, derive, kinds
-from dualform.coefficients.family import Of
 from dualform.engine.addresses import Calls, addresses
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
+from dualform.identity.families import Coefficients, Facts, derive, kinds
+from dualform.identity.families.family import Of
 
 Factors = npt.NDArray[np.float64]
 """What a parameter's gradient was multiplied with between backward and step, (steps, micros)."""

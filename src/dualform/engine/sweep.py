@@ -14,8 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients.elementwise import Entrywise
-from dualform.coefficients.replayed import Multiplier
 from dualform.engine.block import Block
 from dualform.engine.jobs import Sweep
 from dualform.engine.measures import PatternMeasure
@@ -23,6 +21,8 @@ from dualform.engine.reading import PatternRange, kept_by_part, read_rows
 from dualform.engine.reducers import one_group
 from dualform.engine.replay import multipliers
 from dualform.engine.source import PatternSource
+from dualform.identity.families.elementwise import Entrywise
+from dualform.identity.families.replayed import Multiplier
 from dualform.identity.parameter_use import ParameterUse
 
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dualform
-from dualform.attend.effects import LayerEffects
 from dualform.attend.groups import Grouping
+from dualform.effects.layer_effects import LayerEffects
 from dualform.engine.block import Block
 from dualform.engine.jobs import Pass
 from dualform.engine.measures import PatternMeasure
@@ -157,7 +157,7 @@ def _magnitudes(source: LayerEffects, grouping: Grouping) -> Tensor:
         reducer=GroupSums(len(grouping.labels)),
         like=source.queries,
         queries=source.queries,
-        measure=_MagnitudeOfInputs(len(source), source.asked.of),
+        measure=_MagnitudeOfInputs(len(source), source.gradients.of),
         rows=len(source),
         groups=grouping,
     )

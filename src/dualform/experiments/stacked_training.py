@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 
 import dualform
-from dualform.attend.effects_asked import measure
+from dualform.effects.output_gradients import measure_quantity
 from dualform.experiments.retraining_config import RetrainingConfig
 from dualform.progress import bar
 
@@ -110,7 +110,7 @@ def measure_stack(config: RetrainingConfig, stacked: StackedState, inputs: Tenso
     skeleton = initial(config, 0).to(device).eval()
 
     def margins(parameters: Mapping[str, Tensor], batch: Tensor, wanted: Tensor) -> Tensor:
-        return measure(functional_call(skeleton, dict(parameters), (batch,)), wanted, "margin")
+        return measure_quantity(functional_call(skeleton, dict(parameters), (batch,)), wanted, "margin")
 
     found: Tensor = vmap(margins, in_dims=(0, None, None))(stacked, inputs.to(device), targets.to(device))
     return found.cpu()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Kind, Setting
 from dualform.errors import RefusedError
+from dualform.identity.families import kinds
+from dualform.identity.families.replayed import Kind, Setting
 
 
 class FactLogger(ABC):

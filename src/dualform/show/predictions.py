@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualform.attend.slopes import output_rows
+from dualform.effects.slopes import output_rows
 from dualform.errors import DualformError, QueryError
 from dualform.modes import evaluating
 from dualform.show.job import Cancelled

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from dualform.attend.context import context_of
 from dualform.attend.memory import Memory
 from dualform.attend.removal import Removal
-from dualform.attend.slopes import output_rows, slopes
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.weights import GroupWeights
+from dualform.effects.slopes import output_rows, slopes
 from dualform.errors import QueryError
 from dualform.modes import evaluation_copy
 from dualform.recording.watch import plain_name

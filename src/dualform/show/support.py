@@ -1,7 +1,7 @@
 """The support matrix, read off the registries: what can be recorded, and how. `dualform support` prints it."""
 
-from dualform.coefficients import kinds
-from dualform.coefficients import optimizers as scalar
+from dualform.identity.families import kinds
+from dualform.identity.families import optimizers as scalar
 from dualform.recording.layers import composites, registered
 from dualform.recording.optimizers import supported
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.coefficients.replayed import (
+from dualform.identity.families.replayed import (
     Backward,
     Kind,
     Map,

@@ -1,4 +1,4 @@
-"""What is asked of effects: a quantity of each test input, and its gradient at every layer's output.
+"""The gradient of a quantity of each test input at every layer's output: what effects are measured along.
 
 One forward and one backward pass in eval mode. The inputs of a batch do not see each other then, so that the gradient
 of the sum of their quantities is at each row the gradient of its own input's. The model's gradients stay as they are.
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dualform.attend.outputs import logits_of
-from dualform.attend.queries import find_watched, move
 from dualform.engine.description import LayerEntry
+from dualform.engine.model_layers import find_watched, move
 from dualform.errors import QueryError
+from dualform.logits import logits_of
 from dualform.modes import evaluating
 from dualform.recording.listening import ListenedCall, listen
 from dualform.recording.watch import Watched
@@ -31,7 +31,7 @@ IGNORED = -100  # a target that counts for nothing, as in torch's cross-entropy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class OutputGradients:
     """The gradients of a quantity at one layer's output.
 
     Attributes:
@@ -47,7 +47,7 @@ class Asked:
     inputs: int
 
 
-def ask(
+def find_output_gradients(
     model: nn.Module,
     batches: Sequence[Any],
     targets: Tensor | None,
@@ -55,14 +55,14 @@ def ask(
     layers: Mapping[str, LayerEntry],
     *,
     batch_axis: int,
-) -> dict[str, Asked]:
+) -> dict[str, OutputGradients]:
     """Find the gradient of a quantity at every wanted layer's output.
 
     Args:
         model: the model, on the device to compute on.
         batches: what it is called with, one after the other.
         targets: of all inputs together; by default what the model says.
-        quantity: what is asked about.
+        quantity: the quantity that effects are predicted for.
         layers: the layers that are wanted, as they were recorded.
         batch_axis: which leading axis of inputs and outputs counts the inputs.
     """
@@ -85,16 +85,16 @@ def ask(
     if targets is not None and targets.shape[batch_axis] != taken:
         raise QueryError(f"There are {targets.shape[batch_axis]} targets for {taken} inputs.")
     name = getattr(quantity, "__name__", "quantity") if callable(quantity) else quantity
-    asked = {}
+    gradients = {}
     for layer, parts in rows.items():
         joined = torch.cat(parts)
         if not bool(torch.isfinite(joined).all()):
             raise QueryError(f"The gradient of the {name} at layer {layer!r} is not finite. Is the model's output?")
-        asked[layer] = Asked(name, joined, torch.cat(of[layer]), taken)
-    return asked
+        gradients[layer] = OutputGradients(name, joined, torch.cat(of[layer]), taken)
+    return gradients
 
 
-def measure(outputs: Any, targets: Tensor | None, quantity: Quantity, *, batch_axis: int = 0) -> Tensor:
+def measure_quantity(outputs: Any, targets: Tensor | None, quantity: Quantity, *, batch_axis: int = 0) -> Tensor:
     """Return the quantity of each input of a batch, (B,).
 
     The margin is the target's logit less the log-sum-exp of all others; the loss is the cross-entropy. Where an input
@@ -192,7 +192,7 @@ def _backward(
                 outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
             size = _size(batch if callable(quantity) else _class_logits(outputs, quantity), batch_axis)
             part = None if targets is None else _slice(targets, first, size, batch_axis)
-            found = measure(outputs, part, quantity, batch_axis=batch_axis)
+            found = measure_quantity(outputs, part, quantity, batch_axis=batch_axis)
             if not found.requires_grad:
                 raise QueryError("The quantity does not depend on the model's parameters, so it has no effects.")
             torch.autograd.grad(found.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dualform.coefficients import Coefficients, Facts, derive, optimizers
 from dualform.errors import FormatError
+from dualform.identity.families import Coefficients, Facts, derive, optimizers
 
 Step = dict[str, Any]
 DEFAULTS: Step = {

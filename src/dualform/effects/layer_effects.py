@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.attend.cache import Cache
-from dualform.attend.effects_asked import Asked
-from dualform.attend.effects_filter import Filter, make_filter, no_filter
-from dualform.attend.effects_losses import Losses, find_losses
-from dualform.attend.effects_moments import Extended, extension, find_moments, is_linear, pattern_rates
-from dualform.attend.effects_rates import Rates, find_rates
-from dualform.attend.groups import Grouping, Table
+from dualform.effects.filter import Filter, make_filter, no_filter
+from dualform.effects.losses import Losses, find_losses
+from dualform.effects.moments import Extended, extension, find_moments, is_linear, pattern_rates
+from dualform.effects.output_gradients import OutputGradients
+from dualform.effects.rates import Rates, find_rates
+from dualform.effects.views import EffectGroups, EffectView
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.block import Block
 from dualform.engine.jobs import Pass
 from dualform.engine.reading import BLOCK_PATTERNS
@@ -38,21 +38,21 @@ PASS = 1 << 12  # queries of one pass at most
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerEffects:
-    """The effects of one layer's patterns in a view, on what was asked. The filter is that of the whole training."""
+    """The effects of one layer's patterns in a view on a quantity of test inputs; the filter is of all of training."""
 
-    table: Table
-    cache: Cache
+    table: EffectView
+    cache: AnswerCache
     layer: str
     queries: Tensor  # (Q, d_in)
-    asked: Asked
+    gradients: OutputGradients
     dtype: torch.dtype
     unfiltered: bool = False  # for comparison: what the updates did themselves, all later steps held as they were
     held: dict[bool, Filter] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return self.asked.inputs
+        return self.gradients.inputs
 
-    def totals(self, grouping: Grouping) -> Tensor:
+    def totals(self, grouping: EffectGroups) -> Tensor:
         """Return the sum of effects per group, (M, G), in float64, the cheaper way."""
         groups = len(grouping.labels)
         if self._shares_are_cheaper(groups, len(grouping.codes)):
@@ -61,7 +61,11 @@ class LayerEffects:
 
     def _shares_are_cheaper(self, groups: int, patterns: int) -> bool:
         """Say whether to multiply with the groups' shares, (G, d_out, d_in), or to measure every pattern."""
-        queries, d_in, d_out = len(self.queries), self._extend.width(self.queries.shape[1]), self.asked.rows.shape[1]
+        queries, d_in, d_out = (
+            len(self.queries),
+            self._extend.width(self.queries.shape[1]),
+            self.gradients.rows.shape[1],
+        )
         size = d_in * d_out
         if 8 * max(groups, len(self)) * size > SHARES:
             return False
@@ -71,7 +75,7 @@ class LayerEffects:
 
     def reduce(
         self,
-        grouping: Grouping | None,
+        grouping: EffectGroups | None,
         reducer: Reducer[Any, R],
         *,
         block: int | None,
@@ -80,9 +84,9 @@ class LayerEffects:
         """Measure every pattern of the view for each input, and reduce, in blocks of inputs."""
         rates, results = self._pattern_rates(), []
         for inputs in self._blocks(block):
-            rows = torch.isin(self.asked.of, inputs).nonzero()[:, 0]
-            place = torch.searchsorted(inputs, self.asked.of[rows])
-            values, keys = self.filter().turn(self.asked.rows[rows].double(), self._extended[rows].double())
+            rows = torch.isin(self.gradients.of, inputs).nonzero()[:, 0]
+            place = torch.searchsorted(inputs, self.gradients.of[rows])
+            values, keys = self.filter().turn(self.gradients.rows[rows].double(), self._extended[rows].double())
             measure = _Effect(
                 values.to(self.dtype),
                 keys.to(self.dtype),
@@ -124,7 +128,7 @@ class LayerEffects:
         self.require()
         if self.unfiltered not in self.held:
             if self.unfiltered:
-                made = no_filter(self._extend.width(self.queries.shape[1]), self.asked.rows.shape[1])
+                made = no_filter(self._extend.width(self.queries.shape[1]), self.gradients.rows.shape[1])
             else:
                 made = Filter(**self.cache.get(("effect filter", self.layer, self.table.horizon), compute))
             self.held[self.unfiltered] = made.to(self.queries.device)
@@ -167,11 +171,11 @@ class LayerEffects:
         parts = [pattern_rates(run, self.layer, shard, rates) for shard in run.parts()]
         return torch.from_numpy(np.concatenate(parts)).to(self.queries.device, self.dtype)
 
-    def _shares(self, grouping: Grouping) -> Tensor:
+    def _shares(self, grouping: EffectGroups) -> Tensor:
         """Return sum_t rate_t e_t x_tᵀ over each group's patterns, filtered, (G, d_out, d_in)."""
 
         def compute() -> dict[str, Tensor]:
-            shape = (len(grouping.labels), self.asked.rows.shape[1], self._extend.width(self.queries.shape[1]))
+            shape = (len(grouping.labels), self.gradients.rows.shape[1], self._extend.width(self.queries.shape[1]))
             reducer = _EffectShares(shape, self._extend, self._pattern_rates())
             like = torch.empty(0, dtype=self.dtype, device=self.queries.device)
             job = Pass(self.layer, self.table, reducer, like, groups=grouping, values=True)
@@ -182,11 +186,11 @@ class LayerEffects:
 
     def _by_shares(self, shares: Tensor) -> Tensor:
         """Return -⟨sum of g qᵀ over an input's queries, share⟩ per input and group, (M, G)."""
-        queries, gradients = self._extended.double(), self.asked.rows.double()
-        order = self.asked.of.argsort(stable=True)
-        parts = order.split(torch.bincount(self.asked.of, minlength=len(self)).tolist())
-        asked = torch.stack([gradients[rows].T @ queries[rows] for rows in parts])  # (M, d_out, d_in)
-        return -asked.flatten(1) @ shares.flatten(1).T
+        queries, gradients = self._extended.double(), self.gradients.rows.double()
+        order = self.gradients.of.argsort(stable=True)
+        parts = order.split(torch.bincount(self.gradients.of, minlength=len(self)).tolist())
+        per_input = torch.stack([gradients[rows].T @ queries[rows] for rows in parts])  # (M, d_out, d_in)
+        return -per_input.flatten(1) @ shares.flatten(1).T
 
     def _blocks(self, block: int | None) -> list[Tensor]:
         """Return the inputs in blocks, each with few enough queries for one pass."""
@@ -195,7 +199,7 @@ class LayerEffects:
         return list(torch.arange(len(self), device=self.queries.device).split(size))
 
 
-def losses(table: Table, cache: Cache) -> Losses:
+def losses(table: EffectView, cache: AnswerCache) -> Losses:
     """Return what the values say about the loss, found once for the run."""
     run = table.run
     layers = [n for n, e in run.layers.items() if e.store != "keys" and run.count(n) and is_linear(run, n)]

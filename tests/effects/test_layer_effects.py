@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.attend import effects
-from dualform.attend.effects_filter import factorise, make_filter, remaining
-from dualform.attend.effects_moments import Extended, MomentSums
 from dualform.attend.memory import Memory
+from dualform.effects import layer_effects
+from dualform.effects.filter import factorise, make_filter, remaining
+from dualform.effects.moments import Extended, MomentSums
 from dualform.engine.block import Block
 from dualform.errors import KeysOnlyError, QueryError
 from helpers.dense_effects import asked_of, dense_effects, train_densely
@@ -69,7 +69,7 @@ def test_effects_are_the_dense_formulas(run: Path, monkeypatch: pytest.MonkeyPat
         assert found.groups == tuple(range(3 * ROWS))
         torch.testing.assert_close(found.values, by_sample, **EXACT)
         with monkeypatch.context() as patch:
-            patch.setattr(effects, "SHARES", 0)  # by a pass over the patterns, with the fast form
+            patch.setattr(layer_effects, "SHARES", 0)  # by a pass over the patterns, with the fast form
             size = float(expected.norm())
             streamed = spot[layer].effects(per="pattern").values
             assert float((streamed - expected).norm()) < 1e-3 * size
@@ -273,8 +273,8 @@ def fit(path: Path, model: nn.Module, loss: Any, batches: Any, **options: Any) -
     return dualform.open(path)
 
 
-def known_losses(memory: Memory) -> effects.Losses:
-    return effects.losses(memory._table, memory._cache)
+def known_losses(memory: Memory) -> layer_effects.Losses:
+    return layer_effects.losses(memory._table, memory._cache)
 
 
 def test_a_loss_that_is_no_softmax_has_weights_of_one(run: Path) -> None:
@@ -374,8 +374,8 @@ def test_an_input_has_the_effects_of_all_its_positions(run: Path, monkeypatch: p
     torch.testing.assert_close(both.values, torch.cat([one.effects().values for one in alone]), **EXACT)
     parts = memory.attend(model, [inputs[:2], inputs[2:]], targets=targets, quantity="loss")
     torch.testing.assert_close(both.values, parts.effects().values, **EXACT)
-    monkeypatch.setattr(effects, "SHARES", 0)
-    monkeypatch.setattr(effects, "PASS", 4)  # one input a pass
+    monkeypatch.setattr(layer_effects, "SHARES", 0)
+    monkeypatch.setattr(layer_effects, "PASS", 4)  # one input a pass
     streamed = spot.effects().values
     assert float((streamed - both.values).norm()) < 1e-3 * float(both.values.norm())
     assert all(parameter.grad is not None for parameter in model.parameters()), "as the last training step left them"
@@ -405,7 +405,7 @@ def test_filters_are_kept_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("built twice")
 
     for name in ("find_moments", "find_rates", "find_losses"):
-        monkeypatch.setattr(effects, name, never)
+        monkeypatch.setattr(layer_effects, name, never)
     again = dualform.open(run).attend(model, inputs, targets=labels).effects().values
     torch.testing.assert_close(first, again, rtol=0.0, atol=0.0)
 

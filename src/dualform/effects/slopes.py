@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualform.attend.outputs import logits_of
+from dualform.logits import logits_of
 from dualform.modes import evaluating
 from dualform.recording.layers import find_kind
 from dualform.recording.watch import plain_name

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dualform.attend.effects_asked import measure
-from dualform.attend.outputs import last_logits_of, logits_of
+from dualform.effects.output_gradients import measure_quantity
 from dualform.errors import QueryError
+from dualform.logits import last_logits_of, logits_of
 from helpers.language_models import Output
 
 LOGITS = torch.arange(6.0).reshape(2, 3)
@@ -38,7 +38,7 @@ def test_logits_are_found(outputs):
 @pytest.mark.parametrize("outputs", OUTPUTS, ids=lambda outputs: type(outputs).__name__)
 def test_effects_measure_the_logits(outputs, quantity):
     targets = torch.tensor([0, 2])
-    assert torch.equal(measure(outputs, targets, quantity), measure(LOGITS, targets, quantity))
+    assert torch.equal(measure_quantity(outputs, targets, quantity), measure_quantity(LOGITS, targets, quantity))
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,22 @@ def test_outputs_without_logits_are_refused(outputs, words):
     with pytest.raises(QueryError, match=words):
         logits_of(outputs)
     with pytest.raises(QueryError, match="Give a function of the model's outputs as the quantity"):
-        measure(outputs, None, "margin")
+        measure_quantity(outputs, None, "margin")
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(4), torch.zeros(2, 3, dtype=torch.int64)])
 def test_a_margin_needs_classes(logits):
     with pytest.raises(QueryError, match=r"A margin needs logits \(\.\.\., classes\)"):
-        measure(logits, None, "margin")
+        measure_quantity(logits, None, "margin")
 
 
 def test_a_head_at_the_last_position_is_measured_with_one_target_each():
     targets = torch.tensor([0, 2])
-    expected = measure(LOGITS, targets, "loss")
-    assert torch.equal(measure((LOGITS[:, None], None), targets, "loss"), expected)
-    assert torch.equal(measure(LOGITS[:, None], targets[:, None], "loss"), expected)
+    expected = measure_quantity(LOGITS, targets, "loss")
+    assert torch.equal(measure_quantity((LOGITS[:, None], None), targets, "loss"), expected)
+    assert torch.equal(measure_quantity(LOGITS[:, None], targets[:, None], "loss"), expected)
     with pytest.raises(QueryError, match=r"\(2, 4\) for logits \(2, 1, 3\).*give the last token's alone"):
-        measure(LOGITS[:, None], torch.zeros(2, 4, dtype=torch.int64), "loss")
+        measure_quantity(LOGITS[:, None], torch.zeros(2, 4, dtype=torch.int64), "loss")
 
 
 def test_the_last_positions_logits_are_taken():

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.coefficients.family import Coefficients, Facts, Of, derives
-from dualform.coefficients.replayed import Kind, Setting, Settings, Taken
+from dualform.identity.families.family import Coefficients, Facts, Of, derives
+from dualform.identity.families.replayed import Kind, Setting, Settings, Taken
 
 
 @derives("SGD")

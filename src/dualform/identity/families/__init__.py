@@ -6,10 +6,10 @@ what a new family has to give). Both belong to a horizon (a number of steps), be
 a pattern's share after its step.
 """
 
-import dualform.coefficients.elementwise
-import dualform.coefficients.onesided  # noqa: F401 (both register their optimizers)
-from dualform.coefficients.family import Coefficients, Facts, derive, derives, optimizers
-from dualform.coefficients.replayed import kinds
-from dualform.coefficients.scalar import derive_scalar
+import dualform.identity.families.elementwise
+import dualform.identity.families.onesided  # noqa: F401 (both register their optimizers)
+from dualform.identity.families.family import Coefficients, Facts, derive, derives, optimizers
+from dualform.identity.families.replayed import kinds
+from dualform.identity.families.scalar import derive_scalar
 
 __all__ = ["Coefficients", "Facts", "derive", "derive_scalar", "derives", "kinds", "optimizers"]

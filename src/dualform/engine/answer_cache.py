@@ -19,7 +19,7 @@ MAX_MEMORY_BYTES = 512 << 20  # of all answers of a run that are kept in this pr
 Answer = dict[str, Tensor]
 
 
-class Cache:
+class AnswerCache:
     """The cache of one opened source."""
 
     def __init__(self, source: PatternSource) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.attend.effects_asked import measure
+from dualform.effects.output_gradients import measure_quantity
 
 CLASSES = 4
 
@@ -113,7 +113,7 @@ def test_without_a_filter_effects_sum_to_the_gradient_times_the_change(run: Path
         mine = memory.layers[layer].parameters.values()
         for i in range(3):
             model.zero_grad()
-            measure(model.eval()(inputs[i : i + 1]), labels[i : i + 1], "margin").sum().backward()
+            measure_quantity(model.eval()(inputs[i : i + 1]), labels[i : i + 1], "margin").sum().backward()
             parameters = dict(model.named_parameters())
             moved = [(parameters[p].detach() - before[p].detach(), parameters[p].grad) for p in dict.fromkeys(mine)]
             expected = sum(float((change * gradient).sum()) for change, gradient in moved)
@@ -126,7 +126,7 @@ def test_the_pass_over_patterns_agrees_with_the_shares(run: Path, name: str, mon
     inputs = torch.randn(3, *shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     spot = memory.attend(model, inputs, quantity="loss")
     exact = {layer: spot[layer].effects().values for layer in spot}
-    monkeypatch.setattr("dualform.attend.effects.SHARES", 0)
+    monkeypatch.setattr("dualform.effects.layer_effects.SHARES", 0)
     for layer, expected in exact.items():
         assert float((spot[layer].effects().values - expected).norm()) < 1e-3 * float(expected.norm()), layer
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.attend.effects_losses import Losses
-from dualform.attend.effects_rates import Rates, trained_uses
+from dualform.effects.losses import Losses
+from dualform.effects.rates import Rates, trained_uses
 from dualform.engine.block import Block
 from dualform.engine.jobs import Executor, Pass, WholeView
 from dualform.engine.reducers import Reducer

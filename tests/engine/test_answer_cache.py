@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend import cache
+from dualform.engine import answer_cache
 from dualform.engine.local import LocalExecutor
 from dualform.store import derived_sums
 from dualform.store import format as run_format
@@ -103,7 +103,7 @@ def test_what_is_larger_than_the_budget_is_not_kept(
     run: Path, monkeypatch: pytest.MonkeyPatch, sums: list[str]
 ) -> None:
     model = recorded(run, 6)
-    monkeypatch.setattr(cache, "MAX_ANSWER_BYTES", 10)
+    monkeypatch.setattr(answer_cache, "MAX_ANSWER_BYTES", 10)
     layer = dualform.open(run).attend(model, batch(99)[0])["0"]
     layer.totals(by="label")
     layer.totals(by="label")
@@ -265,15 +265,15 @@ def test_the_folder_is_bounded_and_the_least_recently_used_goes_first(
 ) -> None:
     recorded(run, 3)
     monkeypatch.setattr(derived_sums, "MAX_FOLDER_BYTES", 2500)  # four files
-    monkeypatch.setattr(cache, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(answer_cache, "MAX_ANSWER_BYTES", 1000)
     names = {}
     for i in range(7):
         before = set((run / "cache").glob("*")) if i else set()
-        cache.Cache(dualform.open(run)._run).get(i, answer(i))
+        answer_cache.AnswerCache(dualform.open(run)._run).get(i, answer(i))
         (names[i],) = set((run / "cache").glob("*")) - before
         os.utime(names[i], ns=(i * 10**9, i * 10**9))
         if i == 3:
-            cache.Cache(dualform.open(run)._run).get(0, answer(-1))  # used again, now
+            answer_cache.AnswerCache(dualform.open(run)._run).get(0, answer(-1))  # used again, now
     kept = {i for i, path in names.items() if path.exists()}
     assert sum(path.stat().st_size for path in (run / "cache").iterdir()) <= 2500
     assert {0, 6} <= kept
@@ -287,7 +287,7 @@ def test_what_a_killed_writer_left_in_the_cache_goes(run: Path) -> None:
     os.utime(left, (0, 0))
     fresh = run / "cache" / ".partial-new"
     fresh.mkdir()
-    cache.Cache(dualform.open(run)._run).get("x", answer(1.0))
+    answer_cache.AnswerCache(dualform.open(run)._run).get("x", answer(1.0))
     assert not left.exists()
     assert fresh.exists(), "somebody may be writing it"
 
@@ -295,8 +295,8 @@ def test_what_a_killed_writer_left_in_the_cache_goes(run: Path) -> None:
 def test_the_memory_of_the_cache_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(run, 3)
     (run / "cache").write_text("in the way, so that nothing is kept on disk")
-    monkeypatch.setattr(cache, "MAX_MEMORY_BYTES", 1000)
-    kept = cache.Cache(dualform.open(run)._run)
+    monkeypatch.setattr(answer_cache, "MAX_MEMORY_BYTES", 1000)
+    kept = answer_cache.AnswerCache(dualform.open(run)._run)
     for i in (0, 1, 0, 2):
         kept.get(i, answer(i))
     computed = []

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Kind, Map
 from dualform.engine.replay import maps
 from dualform.engine.source import PatternSource
+from dualform.identity.families import kinds
+from dualform.identity.families.replayed import Kind, Map
 from dualform.identity.parameter_use import ParameterUse
 from dualform.progress import bar
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import dualform
-from dualform.attend.effects_rates import Rates, find_rates
 from dualform.attend.memory import Memory
+from dualform.effects.rates import Rates, find_rates
 from helpers.small import batch
 
 STEPS = 6
