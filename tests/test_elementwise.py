@@ -13,8 +13,8 @@ import dualform
 from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay
 from dualform.errors import QueryError, ResumeError
-from dualform.identity.families import kinds
-from dualform.identity.families.replayed import Replay, Share
+from dualform.identity.families import optimizer_kinds
+from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 from dualform.store.reader import Run
 from helpers.loops import state
 
@@ -152,8 +152,8 @@ def test_shares_follow_the_naive_simulation() -> None:
         initial = torch.randn(3, 2, dtype=torch.float64)
         live = nn.Parameter(initial.clone())
         optimizer = optimizer_type([live], **settings)
-        kind = kinds()[optimizer_type.__name__]
-        again = Replay(kind, initial, dict(optimizer.state[live]))
+        kind = optimizer_kinds()[optimizer_type]
+        again = OptimizerReplay(kind, initial, dict(optimizer.state[live]))
         start, first, second = Share(initial.clone()), Share(initial * 0), Share(initial * 0)
         for _ in range(40):
             one, two = torch.randn(2, 3, 2, dtype=torch.float64)

@@ -17,7 +17,7 @@ from dualform.engine.reading import keep_all
 from dualform.engine.replay import kept, replay
 from dualform.engine.verification import Verification
 from dualform.errors import ResumeError
-from dualform.identity.families import kinds
+from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.onesided import polynomial
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
@@ -439,7 +439,7 @@ def test_frozen_biases_stay_and_missing_gradients_are_no_steps(run: Path) -> Non
 def test_the_settings_of_a_step_survive_the_steps_table(run: Path) -> None:
     train(run, "another polynomial")
     row = dualform.open(run).steps().to_pylist()[-1]
-    kind = kinds()["Muon"]
+    kind = optimizer_kinds()[torch.optim.Muon]
     group = muon(network(), **SETTINGS["another polynomial"]).param_groups[0]
     group["lr"] = row["lr"]
     settings = dict(kind.decode(row))
@@ -582,11 +582,7 @@ def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: type[torch.o
         outputs.pow(4).mean().backward()
         facts = []
         for name, optimizer, _ in names.values():
-            kind = kinds().get(type(optimizer).__name__)
-            group = optimizer.param_groups[0]
-            sgd = {"lr": 0.02, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
-            off = {"nesterov": False, "maximize": False, "buffer": False}
-            settings = kind.encode(group) if kind else {**sgd, **off}
+            settings = optimizer_kinds()[type(optimizer)].encode(optimizer.param_groups[0], {})
             facts.append(ParameterFacts(name, type(optimizer).__name__, True, settings, [1.0]))
             optimizer.step()
             optimizer.zero_grad()

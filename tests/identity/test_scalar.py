@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dualform.errors import FormatError
-from dualform.identity.families import Coefficients, Facts, derive, optimizers
+from dualform.identity.families import Coefficients, Facts, derive, optimizer_kinds
+from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 
 Step = dict[str, Any]
 DEFAULTS: Step = {
@@ -146,7 +147,7 @@ def test_settings_are_rounded_to_the_parameters_dtype(name: str) -> None:
 
 
 def test_optimizers_without_a_family_are_named() -> None:
-    assert optimizers() == ("SGD",)
+    assert [kind.name for kind in optimizer_kinds().values() if kind.has_coefficients] == ["torch.optim:SGD"]
     with pytest.raises(FormatError, match=r"'Adam'.*known for SGD"):
         derive(Facts("Adam", "float32", np.zeros(0, dtype=np.int64), {}), horizon=0)
 
@@ -155,3 +156,80 @@ def test_what_dampening_leaves_is_rounded_too() -> None:
     steps = [{**DEFAULTS, "lr": 1.0, "momentum": 0.5, "dampening": 0.3}]
     found = derive(facts_of(steps, warm=True, dtype="float32"), horizon=1)
     assert found.step[0] == -float(np.float32(0.7)) != -0.7
+
+
+def folded(steps: list[Step], *, warm: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what SGD's step maps make of W_0, of a warm buffer and of every gradient, and the replayed parameter.
+
+    The parts are those of `torch_coefficients`: each is one share, moved by every step with its own gradient alone.
+    """
+    kind = optimizer_kinds()[torch.optim.SGD]
+    count = len(steps) + 2
+    unit = torch.eye(count, dtype=torch.float64)
+    warm_state = {"momentum_buffer": unit[1].to(dtype)} if warm else {}
+    replay = OptimizerReplay(kind, unit[0].to(dtype), warm_state)
+    shares = [Share(torch.zeros(count, dtype=torch.float64)) for _ in range(count)]
+    shares[0] = Share(unit[0].clone())
+    shares[1] = Share(torch.zeros(count, dtype=torch.float64), unit[1].clone() if warm else None)
+    for number, step in enumerate(steps):
+        if not step["updated"]:
+            continue
+        row = {**step, "buffer": "momentum_buffer" in replay.state}
+        linear = replay.step(kind.decode(row), unit[number + 2].to(dtype))
+        for place, share in enumerate(shares):
+            share.step(linear, unit[place] if place == number + 2 else None)
+    weights = torch.stack([share.weight for share in shares]).sum(dim=0)
+    averages = torch.stack([share.average for share in shares]).sum(dim=0)
+    return weights, averages, replay.parameter.detach()
+
+
+@settings(deadline=None, max_examples=60)
+@given(schedules(), st.booleans())
+def test_step_maps_are_the_optimizer_and_the_coefficients(steps: list[Step], warm: bool) -> None:
+    weight, buffer, replayed = folded(steps, warm=warm, dtype=torch.float64)
+    parameter, live_buffer = torch_coefficients(steps, warm=warm, dtype=torch.float64)
+    assert torch.equal(replayed, parameter)
+    torch.testing.assert_close(weight, parameter, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(buffer, live_buffer, rtol=1e-12, atol=1e-12)
+    facts = facts_of(steps, warm=warm, dtype="float64")
+    for found, of in ((weight, "parameter"), (buffer, "buffer")):
+        derived = as_vector(derive(facts, horizon=len(steps), of=of))
+        if not warm:
+            derived[1] = 0.0  # there is no buffer that this would multiply
+        torch.testing.assert_close(found, derived, rtol=1e-12, atol=1e-12)
+
+
+def test_step_maps_are_rounded_as_the_step_is() -> None:
+    steps = [{**DEFAULTS, "lr": 3e-3, "momentum": 0.999, "weight_decay": 0.3, "dampening": 0.3}] * 200
+    weight, _, replayed = folded(steps, warm=False, dtype=torch.float32)
+    derived = as_vector(derive(facts_of(steps, warm=False, dtype="float32"), horizon=200))
+    derived[1] = 0.0
+    torch.testing.assert_close(weight, derived, rtol=1e-12, atol=1e-12)
+    assert (weight - replayed.double()).norm() < 2e-6 * weight.norm()
+
+
+def test_a_buffer_that_was_cleared_in_training_is_cleared_in_the_replay() -> None:
+    kind = optimizer_kinds()[torch.optim.SGD]
+    row = {**DEFAULTS, "momentum": 0.9, "dampening": 0.5}
+    replay = OptimizerReplay(kind, torch.zeros(1, dtype=torch.float64), {})
+    one = torch.ones(1, dtype=torch.float64)
+    for buffer in (False, True, False):
+        linear = replay.step(kind.decode({**row, "buffer": buffer}), one.clone())
+    assert linear.alpha == 0.0
+    assert float(replay.state["momentum_buffer"]) == 1.0, "a new buffer is the gradient itself"
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_rate_from_settings_is_the_rate_along_a_gradient(nesterov: bool) -> None:
+    step = {**DEFAULTS, "momentum": 0.9, "dampening": 0.0 if nesterov else 0.4, "nesterov": nesterov, "maximize": True}
+    facts = facts_of([{**step, "weight_decay": 0.01}] * 2, warm=True, dtype="float64")
+    kind = optimizer_kinds()[torch.optim.SGD]
+    row = {name: column[1].item() for name, column in facts.settings.items()}
+    gradient = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    taken = OptimizerReplay(kind, gradient, {"momentum_buffer": gradient}).step(
+        kind.decode({**row, "weight_decay": 0.0}), gradient
+    )
+    measured, known = taken.rate(gradient), kind.setting_rates(facts)
+    assert known is not None
+    assert measured.along / measured.square == pytest.approx(known.rate[1], rel=1e-12)
+    np.testing.assert_allclose(known.decay, 0.01 * np.abs(known.rate), rtol=1e-12)

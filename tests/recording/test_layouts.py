@@ -117,9 +117,7 @@ def test_gradients_are_replayed_to_the_bit_in_every_layout(
             expected.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
             optimizer.step()
     memory = dualform.open(run)
-    found = [
-        {name: gradient for name, (_, gradient, _) in step.items()} for _, step in maps(memory._run, "0", horizon=3)
-    ]
+    found = [{name: gradient for name, (_, gradient) in step.items()} for _, step in maps(memory._run, "0", horizon=3)]
     for step, gradients in zip(found, expected, strict=True):
         for name, gradient in gradients.items():
             assert torch.equal(step[name], gradient), name

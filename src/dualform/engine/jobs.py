@@ -17,7 +17,7 @@ from dualform.engine.measures import Measure
 from dualform.engine.reading import PatternRange, count_kept
 from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.identity.families.family import Of
+from dualform.identity.families.facts import Of
 
 R = TypeVar("R")
 

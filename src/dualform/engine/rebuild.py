@@ -18,7 +18,7 @@ from dualform.engine.reading import keep_all
 from dualform.engine.reducers import GroupShares
 from dualform.engine.replay import Rounding, kept, replay, replayed_parameters
 from dualform.engine.source import PatternSource
-from dualform.identity.families.family import Of
+from dualform.identity.families.facts import Of
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.sinks import RESIDUAL
 

@@ -24,9 +24,9 @@ from dualform.engine.facts_check import state_problem
 from dualform.engine.reading import Mask, decode, keep_all
 from dualform.engine.source import PatternPart, PatternSource, Rows, find_part
 from dualform.errors import CorruptError
-from dualform.identity.families import kinds
-from dualform.identity.families.replayed import Kind, Map, Multiplier, Replay, Share, Spread, machine
-from dualform.identity.families.scalar import Descent
+from dualform.identity.families.kind import Multiplier, OptimizerKind, Spread, StepMap, require_optimizer_kind
+from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
+from dualform.identity.families.rounding import machine
 from dualform.identity.parameter_use import ParameterUse
 from dualform.progress import bar
 from dualform.recording.layers import sums_in_own_order
@@ -197,7 +197,7 @@ def multipliers(
     steps = min(horizon, run.steps)
     length = max(1, math.isqrt(steps))
     parameters = {name: _Parameter(run, name) for name in names}
-    saved: list[dict[str, Replay]] = []
+    saved: list[dict[str, OptimizerReplay]] = []
     for step in range(steps):
         if step % length == 0:
             saved.append({name: parameter.replay.copy() for name, parameter in parameters.items()})
@@ -206,7 +206,7 @@ def multipliers(
             parameter.step(step, calls)
     backward = {name: parameter.replay.kind.backward(run.initial[name].shape) for name, parameter in parameters.items()}
     for segment in reversed(range(len(saved))):
-        maps: list[dict[str, Map]] = []
+        maps: list[dict[str, StepMap]] = []
         for name, parameter in parameters.items():
             parameter.replay = saved[segment][name]
         for step in range(segment * length, min((segment + 1) * length, steps)):
@@ -219,11 +219,8 @@ def multipliers(
             yield step, {use: by_name[use.parameter] for use in uses if use.parameter in by_name}
 
 
-def maps(run: PatternSource, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, tuple[Map, Tensor, float]]]]:
-    """Yield, for each step, the linear map of each of a layer's replayed parameters, its gradient, and its age.
-
-    The age is how many steps the parameter's optimizer has taken, as bias corrections count them.
-    """
+def maps(run: PatternSource, layer: str, *, horizon: int) -> Iterator[tuple[int, dict[str, tuple[StepMap, Tensor]]]]:
+    """Yield, for each step, the linear map of each of a layer's replayed parameters, and its gradient."""
     names = replayed_parameters(run, [layer])
     reader = _Reader(run, names, kept(keep_all), None)
     parameters = {name: _Parameter(run, name) for name in names}
@@ -234,7 +231,7 @@ def maps(run: PatternSource, layer: str, *, horizon: int) -> Iterator[tuple[int,
             if (linear := parameter.step(step, calls)) is not None:
                 gradient = parameter.replay.parameter.grad
                 assert gradient is not None, "the step was taken with it"
-                found[name] = (linear, gradient, float(parameter.replay.state.get("step", 0.0)))
+                found[name] = (linear, gradient)
         yield step, found
 
 
@@ -282,9 +279,9 @@ def doubts(run: PatternSource, names: Collection[str], *, horizon: int) -> dict[
     return {name: parameter.doubt() for name, parameter in parameters.items()}
 
 
-def _kind(run: PatternSource, name: str) -> Kind[Any]:
-    """Return how a parameter's steps are taken again; those of an optimizer that has coefficients by torch's SGD."""
-    return kinds().get(run.facts(name)[0].optimizer, Descent())
+def _kind(run: PatternSource, name: str) -> OptimizerKind[Any]:
+    """Return the optimizer of a parameter, whose steps can be taken again."""
+    return require_optimizer_kind(run.facts(name)[0].optimizer)
 
 
 class _Parameter:
@@ -301,7 +298,7 @@ class _Parameter:
         self._settings = facts.settings
         if problem := state_problem(kind, state, self._row_at(0) if len(facts.step) else {}):
             raise CorruptError(f"{run.name}: parameter {name!r} at the start: {problem}. Restore the run from a copy.")
-        self.replay = Replay(kind, initial, state)
+        self.replay = OptimizerReplay(kind, initial, state)
         self._start = None if groups is None else self.replay.share()
         self._shares = [Share(torch.zeros(initial.shape, dtype=torch.float64)) for _ in range(groups or 0)]
         followed = kind.rounds and groups is not None
@@ -313,7 +310,7 @@ class _Parameter:
         self._spread: Spread[Any] | None = kind.spread(initial.shape) if doubted else None
         self._travelled = torch.zeros(initial.shape, dtype=torch.float64) if doubted else None  # sum of |parameter|
 
-    def step(self, step: int, calls: list[_Call]) -> Map | None:
+    def step(self, step: int, calls: list[_Call]) -> StepMap | None:
         """Take a step, if this parameter was updated in it, and return its linear map."""
         if step not in self._at:
             return None
@@ -327,7 +324,7 @@ class _Parameter:
         was = self.replay.parameter.detach().clone() if RESIDUAL in row else None
         settings = self.replay.kind.decode(row)
         try:
-            linear: Map | None = self.replay.step(settings, gradient)
+            linear: StepMap = self.replay.step(settings, gradient)
         except ArithmeticError as error:
             raise CorruptError(
                 f"Step {step} of parameter {self._name!r} cannot be taken again ({error}): its logged settings, or the "
@@ -337,8 +334,6 @@ class _Parameter:
             self._travelled += self.replay.parameter.detach().double().abs()
         if self._spread is not None:
             self._spread.step(linear, settings, self._doubt(mine, self._factors[step], row.get(RESIDUAL, 0.0)))
-        if linear is None:  # an optimizer with coefficients, of which nothing is followed step by step
-            return None
         if was is not None and (size := float(gradient.double().norm())):
             moved = float((self.replay.parameter.detach() - was).double().norm())
             self._noise = math.hypot(self._noise, moved * row[RESIDUAL] / size)
@@ -426,7 +421,7 @@ class _Parameter:
             earlier = parts[code]
             parts[code] = scaled if earlier is None else earlier + scaled
 
-    def _round(self, rounding: Share, linear: Map, moved: Share, gradient: Tensor) -> None:
+    def _round(self, rounding: Share, linear: StepMap, moved: Share, gradient: Tensor) -> None:
         """Let the rounding so far follow a step, and add what the step did beyond its linear map."""
         after = self.replay.share()
         moved.step(linear, gradient)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from dualform.engine.addresses import Calls, addresses
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
-from dualform.identity.families import Coefficients, Facts, derive, kinds
-from dualform.identity.families.family import Of
+from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
+from dualform.identity.families.facts import Of
 
 Factors = npt.NDArray[np.float64]
 """What a parameter's gradient was multiplied with between backward and step, (steps, micros)."""
@@ -252,7 +252,8 @@ class PatternSource(ABC):
     def is_replayed(self, parameter: str) -> bool:
         """Say whether a parameter's optimizer has no coefficients, so that its steps have to be taken again."""
         facts, _ = self.facts(parameter)
-        return facts.optimizer in kinds() and len(facts.step) > 0
+        kind = find_optimizer_kind(facts.optimizer)
+        return kind is not None and not kind.has_coefficients and len(facts.step) > 0
 
     def exact_parameters(self) -> tuple[str, ...]:
         """Return the parameters that can be rebuilt: those of layers whose values are kept."""

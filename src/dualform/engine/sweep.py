@@ -21,8 +21,8 @@ from dualform.engine.reading import PatternRange, kept_by_part, read_rows
 from dualform.engine.reducers import one_group
 from dualform.engine.replay import multipliers
 from dualform.engine.source import PatternSource
-from dualform.identity.families.elementwise import Entrywise
-from dualform.identity.families.replayed import Multiplier
+from dualform.identity.families.elementwise import ElementwiseMultiplier
+from dualform.identity.families.kind import Multiplier
 from dualform.identity.parameter_use import ParameterUse
 
 
@@ -83,7 +83,8 @@ def _steps(source: PatternSource, job: Sweep[Any]) -> Iterator[_Step]:
         by_use = {use: multiplier.to(like) for use, multiplier in found.items()}
         for use, coefficients in scalar.items():
             shape = source.description.parameters[use.parameter].shape
-            by_use[use] = Entrywise(torch.full(shape, float(coefficients[step]), dtype=torch.float64)).to(like)
+            matrix = torch.full(shape, float(coefficients[step]), dtype=torch.float64)
+            by_use[use] = ElementwiseMultiplier(matrix).to(like)
         assert wanted.part is not None, "a step lies in a part"
         block = Block(
             patterns=wanted.rows + wanted.count_before,

@@ -16,50 +16,49 @@ place of the orthogonalisation. A tall matrix (rows > cols) is orthogonalised as
 is one in uᵀ u, (cols, cols), and stands on the right.
 
 torch computes the polynomials in bfloat16, whatever the parameter's dtype. What that leaves, orthogonalise(u) − L u, is
-no pattern's: `dualform.engine.replay` follows it as a third term, rounding. Nothing here hides it in a share.
+no pattern's: `dualform.engine.fold` follows it as a third term, rounding. Nothing here hides it in a share.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.identity.families.replayed import (
+from dualform.identity.families.kind import (
     Backward,
-    Kind,
-    Map,
     Multiplier,
+    OptimizerKind,
     Setting,
     Settings,
-    Taken,
-    machine,
-    near,
-    replays,
+    State,
+    StepMap,
+    TakenStep,
+    register_optimizer,
 )
+from dualform.identity.families.rounding import machine, near
 from dualform.identity.parameter_maps import ParameterMap
 
 UNIT = 2.0**-9  # half an ulp of 1 in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Sided(Map):
-    """One step, as the numbers of the three lines above and the matrix L (float64)."""
+class OneSidedStep(StepMap):
+    """One step of Muon, as the numbers of the three lines above and the matrix L (float64)."""
 
     alpha: float
     beta: float
     kappa: float
-    rate: float  # γ
+    gamma: float
     ahead: float  # ν
     side: Tensor  # L
     tall: bool
     noise: float
 
-    def move(self, weight: Tensor, average: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return W' and m'."""
+    def step(self, share: Tensor, average: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return a share of W' and of m'."""
         average = self.alpha * average
         if gradient is not None:
             average = average + self.beta * gradient
@@ -67,19 +66,19 @@ class Sided(Map):
         if gradient is not None and self.ahead != 1.0:
             update = update + (1 - self.ahead) * gradient
         turned = update @ self.side if self.tall else self.side @ update
-        return self.kappa * weight - self.rate * turned, average
+        return self.kappa * share - self.gamma * turned, average
 
 
 @dataclass(frozen=True, slots=True)
-class OneSided(Multiplier):
+class OneSidedMultiplier(Multiplier):
     """A matrix K_s that multiplies the gradient from the left, or for a tall parameter from the right."""
 
     matrix: Tensor
     shape: tuple[int, ...]  # the parameter's
 
-    def to(self, like: Tensor) -> "OneSided":
+    def to(self, like: Tensor) -> "OneSidedMultiplier":
         """Return it on the device and in the dtype of a tensor."""
-        return OneSided(self.matrix.to(like), self.shape)
+        return OneSidedMultiplier(self.matrix.to(like), self.shape)
 
     def contribute(
         self, parameter_map: ParameterMap, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor
@@ -88,7 +87,7 @@ class OneSided(Multiplier):
         return parameter_map.unit_contributions(queries, keys, values, units, self.matrix, self.shape)
 
 
-class OneSidedBackward(Backward[Sided]):
+class OneSidedBackward(Backward[OneSidedStep]):
     """The way back of this family.
 
     With the number v on W' and the matrix U on m', where `W' = κ W − γ L u`, `u = (1 − ν) g + ν m'`, `m' = α m + β g`:
@@ -102,14 +101,14 @@ class OneSidedBackward(Backward[Sided]):
         self._on_weight = 1.0
         self._on_average = torch.zeros(min(shape), min(shape), dtype=torch.float64)
 
-    def step(self, linear: Sided) -> OneSided:
+    def step(self, linear: OneSidedStep) -> OneSidedMultiplier:
         """Go back over one step, and return its K_s."""
-        taken = self._on_weight * linear.rate
+        taken = self._on_weight * linear.gamma
         average = self._on_average - taken * linear.ahead * linear.side
         found = linear.beta * average - taken * (1 - linear.ahead) * linear.side
         self._on_average = linear.alpha * average
         self._on_weight *= linear.kappa
-        return OneSided(found, self._shape)
+        return OneSidedMultiplier(found, self._shape)
 
 
 def polynomial(update: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -145,18 +144,14 @@ _NUMBERS = ("lr", "weight_decay", "momentum", "eps")
 _POLYNOMIAL = ("ns_a", "ns_b", "ns_c")
 
 
-class Muon(Kind[Sided]):
+class MuonKind(OptimizerKind[OneSidedStep]):
     """torch.optim.Muon in every setting."""
 
     family = "one-sided: one matrix per step, from the left or the right; bfloat16 rounding is a third, reported term"
     rounds = True
+    options: ClassVar[Mapping[str, Any]] = {}
 
-    def make(self, parameter: Tensor) -> Optimizer:
-        """Return torch's own optimizer."""
-        make: Callable[..., Optimizer] = self.optimizer
-        return make([parameter], lr=0.0)
-
-    def encode(self, group: Mapping[str, Any]) -> dict[str, Setting]:
+    def encode(self, group: Mapping[str, Any], state: State) -> dict[str, Setting]:
         """Return the settings, and the machine, since no two round alike in bfloat16."""
         return {
             **{name: float(group[name]) for name in _NUMBERS},
@@ -177,7 +172,7 @@ class Muon(Kind[Sided]):
             "adjust_lr_fn": row["adjust_lr_fn"],
         }
 
-    def read(self, taken: Taken) -> Sided:
+    def read(self, taken: TakenStep) -> OneSidedStep:
         """Return a step, with its numbers as the step itself rounded them."""
         settings, buffer = taken.settings, taken.after["momentum_buffer"]
         momentum, lr = settings["momentum"], settings["lr"]
@@ -191,11 +186,11 @@ class Muon(Kind[Sided]):
         rate = rounded(adjusted(lr, settings["adjust_lr_fn"], (rows, cols)))
         # Entries of u that are off by UNIT of themselves at random, multiplied by L.
         noise = rate * UNIT * float(side.norm() * update.norm()) / math.sqrt(len(side))
-        return Sided(
+        return OneSidedStep(
             alpha=1 - beta,
             beta=beta,
             kappa=rounded(1 - lr * settings["weight_decay"]),
-            rate=rate,
+            gamma=rate,
             ahead=rounded(momentum) if settings["nesterov"] else 1.0,
             side=side,
             tall=tall,
@@ -207,4 +202,4 @@ class Muon(Kind[Sided]):
         return OneSidedBackward(shape)
 
 
-replays(Muon(torch.optim.Muon, average="momentum_buffer"))
+register_optimizer(MuonKind(torch.optim.Muon, average="momentum_buffer"))
