@@ -10,12 +10,11 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import dualform
-from dualform.engine.reading import keep_all
-from dualform.engine.replay import kept, replay
 from dualform.errors import QueryError, ResumeError
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 from dualform.store.reader import Run
+from helpers.folds import folded
 from helpers.loops import state
 
 SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -140,7 +139,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
     model, _ = train(run, *SETTINGS[name], dtype=dtype, tricks=False)
     stored = Run(run)
-    found = replay(stored, ["0", "2"], horizon=STEPS, groups=0, codes=kept(keep_all))
+    found = folded(stored, ["0", "2"], horizon=STEPS)
     for parameter, tensor in model.named_parameters():
         assert torch.equal(found[parameter].parameter, tensor.detach()), parameter
 

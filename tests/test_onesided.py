@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.engine.reading import keep_all
-from dualform.engine.replay import kept, replay
 from dualform.engine.verification import Verification
 from dualform.errors import ResumeError
 from dualform.identity.families import optimizer_kinds
@@ -26,6 +24,7 @@ from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
+from helpers.folds import folded
 from helpers.loops import state
 
 WIDE, SQUARE, TALL = "0", "2", "4"
@@ -247,7 +246,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
 @EVERY
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
     model, _ = train(run, name, dtype=dtype)
-    found = replay(Run(run), LAYERS, horizon=STEPS, groups=0, codes=kept(keep_all))
+    found = folded(Run(run), LAYERS, horizon=STEPS)
     for parameter, tensor in model.named_parameters():
         assert torch.equal(found[parameter].parameter, tensor.detach()), parameter
 
@@ -371,8 +370,8 @@ def test_a_warm_buffer_is_part_of_the_start(run: Path, dtype: torch.dtype) -> No
     # Without the buffer, its share of every later step would be missing.
     run_without = Run(run)
     run_without.initial_states.clear()
-    cold = replay(run_without, LAYERS, horizon=20, groups=0, codes=kept(keep_all))
-    warm = replay(Run(run), LAYERS, horizon=20, groups=0, codes=kept(keep_all))
+    cold = folded(run_without, LAYERS, horizon=20)
+    warm = folded(Run(run), LAYERS, horizon=20)
     assert all(not torch.equal(cold[name].parameter, warm[name].parameter) for name in warm)
 
 

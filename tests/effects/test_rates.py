@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import dualform
 from dualform.attend.memory import Memory
 from dualform.effects.rates import Rates, find_rates
+from dualform.engine.plain import PlainExecutor
 from helpers.small import batch
 
 STEPS = 6
@@ -38,7 +39,7 @@ def train(path: Path, make: Callable[[Any], Optimizer], *, frozen: tuple[int, ..
 
 def rates_of(memory: Memory) -> Rates:
     (layer,) = memory.layers
-    return find_rates(memory._run, layer, horizon=STEPS)
+    return find_rates(memory._run, PlainExecutor(), layer, horizon=STEPS)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 import dualform
 from dualform.engine import verification as audit
-from dualform.engine.replay import doubts
+from dualform.engine.doubt import fold_doubts
+from dualform.engine.plain import PlainExecutor
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from helpers.small import state
@@ -208,7 +209,7 @@ def test_drift_counts_only_as_far_as_rounding_goes_and_only_its_way(run: Path) -
     model = trained(run, adamw)
     memory = dualform.open(run)
     name = "query.weight"
-    doubt = doubts(memory._run, [name], horizon=STEPS)[name]
+    doubt = PlainExecutor().run(memory._run, [fold_doubts(memory._run, [name], horizon=STEPS)])[0][name]
     live = model.get_parameter(name).detach().double()
     assert float(doubt.largest.max()) < 1e-5
     torch.testing.assert_close(doubt.replayed, live, rtol=1e-6, atol=1e-9)

@@ -23,6 +23,9 @@ from dualform.threads import in_own_dtype
 
 A = TypeVar("A")
 
+SWEEP_UNITS = 64
+"""Output units whose contributions one sweep over the steps finds together: each has a measure of every pattern."""
+
 
 class LayerSpotlight:
     """What each query of one layer attends to, over the patterns of a view."""
@@ -82,10 +85,13 @@ class LayerSpotlight:
         """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
         size = self._dtype.itemsize * len(self) * self.count() * self._entry.d_out
         self._plans.check_affordable(size, "contributions()")
-        parts = []
-        for unit in range(self._entry.d_out):
-            units = torch.full((len(self),), unit, device=self.queries.device)
-            parts.append(self._answer(self._plans.everything(self._plans.contribution(units))))
+        d_out = self._entry.d_out
+        together = SWEEP_UNITS if self._plans.sums.replayed else 1
+        parts: list[Tensor] = []
+        for start in range(0, d_out, together):
+            units = [torch.full((len(self),), u, device=self.queries.device) for u in range(d_out)[start:][:together]]
+            plans = [self._plans.everything(self._plans.contribution(unit)) for unit in units]
+            parts += answer_all(self._table.run, self._table.executor, plans)
         return torch.stack(parts, dim=2)
 
     @in_own_dtype

@@ -138,7 +138,7 @@ class LayerEffects:
         """Return the layer's rates."""
 
         def compute() -> dict[str, Tensor]:
-            found = find_rates(self.table.run, self.layer, horizon=self.table.horizon)
+            found = find_rates(self.table.run, self.table.executor, self.layer, horizon=self.table.horizon)
             return {"rate": torch.from_numpy(found.rate), "decay": torch.from_numpy(found.decay)}
 
         found = self.cache.get(("effect rates", self.layer, self.table.horizon), compute)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dualform.engine.replay import maps
+from dualform.engine.jobs import Executor, Fold
+from dualform.engine.parameter_steps import Following, GroupsByPart, RetakenStep
 from dualform.engine.source import PatternSource
 from dualform.identity.families import UpdateRates
-from dualform.identity.families.facts import Series
+from dualform.identity.families.facts import MeasuredRate, Series
 from dualform.identity.families.kind import require_optimizer_kind
+from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.identity.parameter_use import ParameterUse
-from dualform.progress import bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Rates:
     decay: Series
 
 
-def find_rates(run: PatternSource, layer: str, *, horizon: int) -> Rates:
+def find_rates(run: PatternSource, executor: Executor, layer: str, *, horizon: int) -> Rates:
     """Return a layer's rates over the first `horizon` steps, 0 where it was not updated.
 
     Weight and bias of a layer have one rate: the weight's, or where all are replayed the mean of theirs, each counting
@@ -49,15 +50,38 @@ def find_rates(run: PatternSource, layer: str, *, horizon: int) -> Rates:
     first = next((use.parameter for use in trained if not use.parameter_map.is_bias), names[0])
     if not replayed or first in scalar:
         return scalar[first]
+    folded = executor.run(run, [Fold(tuple(replayed), horizon, RatesOf())])[0]
     rate, decay = np.zeros(horizon), np.zeros(horizon)
-    with bar(f"replaying {layer}", total=horizon) as advance:
-        for step, found in maps(run, layer, horizon=horizon):
-            moved = [linear.rate(gradient) for linear, gradient in (found[n] for n in replayed if n in found)]
-            if total := sum(one.square for one in moved):
-                rate[step] = sum(one.along for one in moved) / total
-                decay[step] = sum(one.square * one.decay for one in moved) / total
-            advance(1)
+    for step in range(min(horizon, run.steps)):
+        moved = [found for name in replayed if (found := folded[name].get(step)) is not None]
+        if total := sum(one.square for one in moved):
+            rate[step] = sum(one.along for one in moved) / total
+            decay[step] = sum(one.square * one.decay for one in moved) / total
     return Rates(rate, decay)
+
+
+@dataclass(frozen=True, slots=True)
+class RatesOf:
+    """Measure the rate of a parameter in each of its steps, along the step's gradient."""
+
+    def start(self, replay: OptimizerReplay, groups: GroupsByPart | None) -> "_FollowingRates":
+        """Return the following of one parameter."""
+        return _FollowingRates()
+
+
+class _FollowingRates(Following[dict[int, MeasuredRate]]):
+    """The rates of one parameter: step -> measured rate."""
+
+    def __init__(self) -> None:
+        self._rates: dict[int, MeasuredRate] = {}
+
+    def after_step(self, taken: RetakenStep) -> None:
+        """Measure a step's rate."""
+        self._rates[taken.step] = taken.linear.rate(taken.gradient)
+
+    def result(self) -> dict[int, MeasuredRate]:
+        """Return the rates."""
+        return self._rates
 
 
 def trained_uses(run: PatternSource, layer: str, *, horizon: int) -> list[ParameterUse]:

@@ -2,7 +2,7 @@
 
 `weight = start + share` (and `+ rounding`, where the optimizer rounds coarsely), each parameter summed over all layers
 that use it, in float64 over float32 products. Parameters whose optimizer has coefficients are summed in any order; the
-others are replayed step by step.
+others take a fold over the steps.
 """
 
 from collections.abc import Collection
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from dualform.engine.description import LayerEntry
 from dualform.engine.jobs import Executor, Pass, View, WholeView
-from dualform.engine.reading import keep_all
 from dualform.engine.reducers import GroupShares
-from dualform.engine.replay import Rounding, kept, replay, replayed_parameters
+from dualform.engine.shares import MaskGroup, Rounding, fold_shares, replayed_parameters
 from dualform.engine.source import PatternSource
 from dualform.identity.families.facts import Of
 from dualform.identity.parameter_use import ParameterUse
@@ -52,7 +51,8 @@ def parts(
         for name, share in scalar.items()
     }
     if replayed_parameters(source, layers):
-        for name, outcome in replay(source, layers, horizon=horizon, groups=1, codes=kept(view.mask)).items():
+        fold = fold_shares(source, layers, horizon=horizon, groups=1, by=MaskGroup(view.mask))
+        for name, outcome in executor.run(source, [fold])[0].items():
             found[name] = Parts(outcome.start, outcome.shares[0], outcome.rounding, outcome.noise)
     return found
 
@@ -118,6 +118,7 @@ def states(source: PatternSource, executor: Executor, *, horizon: int) -> dict[s
         if not len(source.facts(name)[0].step):
             found[name] = {entry: tensor.double() for entry, tensor in source.initial_states.get(name, {}).items()}
     if replayed_parameters(source, layers):
-        for name, outcome in replay(source, layers, horizon=horizon, groups=0, codes=kept(keep_all)).items():
+        fold = fold_shares(source, layers, horizon=horizon, groups=0)
+        for name, outcome in executor.run(source, [fold])[0].items():
             found[name] = {e: t.double() for e, t in outcome.state.items() if isinstance(t, Tensor)}
     return found

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from dualform.engine.block import Block
 from dualform.engine.coverage import Coverage, coverage
+from dualform.engine.doubt import fold_doubts
 from dualform.engine.jobs import Executor, Pass, WholeView
 from dualform.engine.rebuild import Parts, parts
 from dualform.engine.reducers import Sums
-from dualform.engine.replay import doubts
 from dualform.engine.source import PatternSource
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.estimate import size_text
@@ -262,7 +262,7 @@ def compare(
         )
         bound = bound if rounding.repeatable else bound + chance  # rounded otherwise, at random
         checks[name] = ParameterCheck(name, error, change, bound, check)
-    return _excused(run, rebuilt, live, checks, horizon=horizon)
+    return _excused(run, rebuilt, live, checks, executor, horizon=horizon)
 
 
 def _excused(
@@ -270,6 +270,7 @@ def _excused(
     rebuilt: Mapping[str, Parts],
     live: Mapping[str, Tensor],
     checks: Mapping[str, ParameterCheck],
+    executor: Executor,
     *,
     horizon: int,
 ) -> dict[str, ParameterCheck]:
@@ -280,7 +281,7 @@ def _excused(
     """
     found = dict(checks)
     outside = [name for name, check in checks.items() if not check.error <= check.bound]
-    for name, doubt in doubts(run, outside, horizon=horizon).items():
+    for name, doubt in executor.run(run, [fold_doubts(run, outside, horizon=horizon)])[0].items():
         check, whole, now = checks[name], rebuilt[name].whole, live[name].detach().cpu().double()
         apart = doubt.apart(whole, now)
         excuse = apart.minimum(DOUBTS * doubt.spread)
