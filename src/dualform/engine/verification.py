@@ -16,7 +16,7 @@ part of the proof: `‖start + shares − live‖` may be 5e-2 · ‖change‖ a
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,12 +111,7 @@ class LayerCheck:
 
         A bias is one more column of the weight, whose key is 1.
         """
-        if not self.parameters:
-            return None
-        error, change = (
-            math.hypot(*parts) for parts in zip(*((c.error, c.change) for c in self.parameters), strict=True)
-        )
-        return relative(error, change)
+        return self._relative_to_change([check.error for check in self.parameters])
 
     @property
     def bound(self) -> float | None:
@@ -124,12 +119,13 @@ class LayerCheck:
 
         Each parameter has a bound of its own, and the layer passes only where each is kept.
         """
+        return self._relative_to_change([check.bound for check in self.parameters])
+
+    def _relative_to_change(self, sizes: Sequence[float]) -> float | None:
+        """Return sizes, one per parameter, relative to the parameters' change, all together; None for keys only."""
         if not self.parameters:
             return None
-        bound, change = (
-            math.hypot(*parts) for parts in zip(*((c.bound, c.change) for c in self.parameters), strict=True)
-        )
-        return relative(bound, change)
+        return relative(math.hypot(*sizes), math.hypot(*(check.change for check in self.parameters)))
 
     @property
     def rounding(self) -> float | None:

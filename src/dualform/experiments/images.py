@@ -1,6 +1,5 @@
 """Run an image study, from data to numbers and figures; its findings are stored as JSON beside the run."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.attend.memory import Memory
 from dualform.experiments.agreement import agreement
-from dualform.experiments.findings import Clock, Row, describe_machine, exactness, make_room, store_findings
+from dualform.experiments.findings import Clock, Row, finish_study, make_room, verified_findings
 from dualform.experiments.image_examples import attend_examples, choose_examples, draw_figures
 from dualform.experiments.image_studies import ImageStudy, load_sets
 from dualform.experiments.image_training import Task, accuracy, make_tasks, train_classifier
@@ -40,12 +39,8 @@ def reproduce_images(study: ImageStudy, folder: Path, *, seed: int, device: str 
         "training", lambda: train_classifier(tasks, study.phases, study.recipe, run, seed=seed, device=device)
     )
     memory = dualform.open(run)
-    verification = clock("verify", lambda: memory.verify(model))
     findings: Row = {
-        "study": plain(study),
-        "seed": seed,
-        "verified": verification.passed,
-        "layers": exactness(verification),
+        **verified_findings(memory, model, study, clock, seed=seed),
         "accuracy": {task.name: accuracy(model, task) for task in tasks},
         "table_1": clock("table 1", lambda: _table_1(memory, model, tasks[0])) if len(tasks) == 1 else None,
         "sharing": clock("sharing", lambda: _sharing(memory, model, tasks)) if len(tasks) > 1 else None,
@@ -55,12 +50,7 @@ def reproduce_images(study: ImageStudy, folder: Path, *, seed: int, device: str 
         else None,
     }
     findings["figures"] = clock("figures", lambda: _figures(memory, model, tasks, study, folder / "figures"))
-    findings["seconds"] = clock.seconds
-    findings["machine"] = describe_machine(device)
-    result = store_findings(folder, findings)
-    if not keep:
-        shutil.rmtree(run)
-    return result
+    return finish_study(folder, findings, clock, device=device, keep=keep)
 
 
 def _table_1(memory: Memory, model: nn.Module, task: Task) -> Row:
