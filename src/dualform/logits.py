@@ -33,8 +33,8 @@ def logits_of(outputs: Any, *, instead: str = "Wrap the model in a module that r
             if part is not None and not (isinstance(part, Tensor) and not part.dim()):
                 return logits_of(part, instead=instead)
     raise QueryError(
-        f"The model returned {_described(outputs)}; expected logits as a tensor, alone or first of a tuple, or as the "
-        f"entry or attribute 'logits'. {instead}."
+        f"The model returned {_outputs_text(outputs)}; expected logits as a tensor, alone or first of a tuple, or as "
+        f"the entry or attribute 'logits'. {instead}."
     )
 
 
@@ -63,7 +63,7 @@ def last_logits_of(outputs: Any, *, rows: int, length: int, batch_axis: int = 0)
     )
 
 
-def _described(outputs: Any) -> str:
+def _outputs_text(outputs: Any) -> str:
     if isinstance(outputs, Mapping):
         return f"a {type(outputs).__name__} with the entries {', '.join(map(repr, outputs)) or 'none'}"
     if isinstance(outputs, tuple | list):

@@ -15,7 +15,16 @@ from dualform.engine.doubt import fold_doubts
 from dualform.engine.jobs import Executor, Fold, Pass, Sweep
 from dualform.engine.measures import PatternMeasure
 from dualform.engine.plain import PlainExecutor
-from dualform.engine.reducers import Best, BestMembers, Everything, GroupShares, GroupSums, KeySums, Outputs, Places
+from dualform.engine.reducers import (
+    Best,
+    BestMembers,
+    Everything,
+    GroupPlaces,
+    GroupShares,
+    GroupSums,
+    KeySums,
+    Outputs,
+)
 from dualform.engine.shares import MaskGroup, SharesOf, fold_shares
 from dualform.store.reader import Run
 
@@ -94,7 +103,7 @@ def jobs_of(source: Run, view: Table, layer: str, queries: Tensor) -> dict[str, 
     return {
         "everything": measured(Everything(), attention, grouped=False),
         "sums": measured(GroupSums(groups), magnitude),
-        "places": measured(Places(groups), attention),
+        "places": measured(GroupPlaces(groups), attention),
         "best": measured(Best(groups, 3), attention),
         "worst of all": measured(Best(1, 4, largest=False), attention, grouped=False),
         "best members": measured(members, magnitude),

@@ -126,7 +126,7 @@ def test_the_pass_over_patterns_agrees_with_the_shares(run: Path, name: str, mon
     inputs = torch.randn(3, *shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     spot = memory.attend(model, inputs, quantity="loss")
     exact = {layer: spot[layer].effects().values for layer in spot}
-    monkeypatch.setattr("dualform.effects.layer_effects.SHARES", 0)
+    monkeypatch.setattr("dualform.effects.layer_effects.MAX_EFFECT_SHARES_BYTES", 0)
     for layer, expected in exact.items():
         assert float((spot[layer].effects().values - expected).norm()) < 1e-3 * float(expected.norm()), layer
 

@@ -69,7 +69,9 @@ def test_effects_are_the_dense_formulas(run: Path, monkeypatch: pytest.MonkeyPat
         assert found.groups == tuple(range(3 * ROWS))
         torch.testing.assert_close(found.values, by_sample, **EXACT)
         with monkeypatch.context() as patch:
-            patch.setattr(layer_effects, "SHARES", 0)  # by a pass over the patterns, with the fast form
+            patch.setattr(
+                layer_effects, "MAX_EFFECT_SHARES_BYTES", 0
+            )  # by a pass over the patterns, with the fast form
             size = float(expected.norm())
             streamed = spot[layer].effects(per="pattern").values
             assert float((streamed - expected).norm()) < 1e-3 * size
@@ -374,8 +376,8 @@ def test_an_input_has_the_effects_of_all_its_positions(run: Path, monkeypatch: p
     torch.testing.assert_close(both.values, torch.cat([one.effects().values for one in alone]), **EXACT)
     parts = memory.attend(model, [inputs[:2], inputs[2:]], targets=targets, quantity="loss")
     torch.testing.assert_close(both.values, parts.effects().values, **EXACT)
-    monkeypatch.setattr(layer_effects, "SHARES", 0)
-    monkeypatch.setattr(layer_effects, "PASS", 4)  # one input a pass
+    monkeypatch.setattr(layer_effects, "MAX_EFFECT_SHARES_BYTES", 0)
+    monkeypatch.setattr(layer_effects, "MAX_EFFECT_QUERIES", 4)  # one input a pass
     streamed = spot.effects().values
     assert float((streamed - both.values).norm()) < 1e-3 * float(both.values.norm())
     assert all(parameter.grad is not None for parameter in model.parameters()), "as the last training step left them"

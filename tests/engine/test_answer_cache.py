@@ -103,7 +103,7 @@ def test_what_is_larger_than_the_budget_is_not_kept(
     run: Path, monkeypatch: pytest.MonkeyPatch, sums: list[str]
 ) -> None:
     model = recorded(run, 6)
-    monkeypatch.setattr(answer_cache, "MAX_ANSWER_BYTES", 10)
+    monkeypatch.setattr(answer_cache, "MAX_CACHED_BYTES", 10)
     layer = dualform.open(run).attend(model, batch(99)[0])["0"]
     layer.totals(by="label")
     layer.totals(by="label")
@@ -265,7 +265,7 @@ def test_the_folder_is_bounded_and_the_least_recently_used_goes_first(
 ) -> None:
     recorded(run, 3)
     monkeypatch.setattr(derived_sums, "MAX_FOLDER_BYTES", 2500)  # four files
-    monkeypatch.setattr(answer_cache, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(answer_cache, "MAX_CACHED_BYTES", 1000)
     names = {}
     for i in range(7):
         before = set((run / "cache").glob("*")) if i else set()

@@ -319,7 +319,7 @@ def numbers_of(answer: Any) -> Tensor:
 
 def test_equal_keys_have_equal_scores_in_a_short_last_chunk_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which product is used goes by the pass, not by the chunk."""
-    monkeypatch.setattr(products, "REUSED", 2000)
+    monkeypatch.setattr(products, "MAX_REUSED_SCORES", 2000)
     keys, queries = torch.randn(100, 800), torch.randn(30, 800)
     out = torch.empty(30 * 100)
     whole = attend(queries, keys, out).clone()

@@ -58,7 +58,7 @@ def _rows(layer: Mapping[str, Any]) -> str:
     return f", rows {layer['rows']['outcome']}{why}"
 
 
-def describe(run: PatternSource, view: str) -> Info:
+def describe_run(run: PatternSource, view: str) -> Info:
     """Describe a run; `view` says which part of it is looked at."""
     described = run.description
     layers = {

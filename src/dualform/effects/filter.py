@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOLERANCE = 1e-4  # of the weighted filter, that its low-rank form may be off by
+FILTER_TOLERANCE = 1e-4  # of the weighted filter, that its low-rank form may be off by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class Filter:
 
 
 def make_filter(
-    key_moment: Tensor, value_moment: Tensor, time: float, decay: float, *, tolerance: float = TOLERANCE
+    key_moment: Tensor, value_moment: Tensor, time: float, decay: float, *, tolerance: float = FILTER_TOLERANCE
 ) -> Filter:
     """Make the filter of a layer.
 

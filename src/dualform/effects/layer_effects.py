@@ -30,10 +30,10 @@ from dualform.engine.reducers import GroupSums, Reducer, Sums, each_group, joine
 from dualform.errors import QueryError
 
 R = TypeVar("R")
-SHARES = 1 << 30  # bytes of group shares that may be held at most
-CALL = 100_000  # multiplications that take as long as a small product's overhead
-FEW = 64  # groups, whose shares are worth keeping for the next question
-PASS = 1 << 12  # queries of one pass at most
+MAX_EFFECT_SHARES_BYTES = 1 << 30  # bytes of group shares that may be held at most
+PRODUCT_OVERHEAD = 100_000  # multiplications that take as long as a small product's overhead
+MAX_CACHED_GROUPS = 64  # groups, whose shares are worth keeping for the next question
+MAX_EFFECT_QUERIES = 1 << 12  # queries of one pass at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +67,11 @@ class LayerEffects:
             self.gradients.rows.shape[1],
         )
         size = d_in * d_out
-        if 8 * max(groups, len(self)) * size > SHARES:
+        if 8 * max(groups, len(self)) * size > MAX_EFFECT_SHARES_BYTES:
             return False
         products = min(patterns, groups * math.ceil(patterns / BLOCK_PATTERNS))
-        by_shares = (patterns + queries + groups * (len(self) + d_in + d_out)) * size + products * CALL
-        return by_shares < patterns * queries * (d_in + d_out) * len(self.filter().left) or groups <= FEW
+        by_shares = (patterns + queries + groups * (len(self) + d_in + d_out)) * size + products * PRODUCT_OVERHEAD
+        return by_shares < patterns * queries * (d_in + d_out) * len(self.filter().left) or groups <= MAX_CACHED_GROUPS
 
     def reduce(
         self,
@@ -194,7 +194,7 @@ class LayerEffects:
 
     def _blocks(self, block: int | None) -> list[Tensor]:
         """Return the inputs in blocks, each with few enough queries for one pass."""
-        most = max(1, len(self) * PASS // max(len(self.queries), 1))
+        most = max(1, len(self) * MAX_EFFECT_QUERIES // max(len(self.queries), 1))
         size = min(most, block or most)
         return list(torch.arange(len(self), device=self.queries.device).split(size))
 
@@ -208,9 +208,9 @@ def losses(table: EffectView, cache: AnswerCache) -> Losses:
     def compute() -> dict[str, Tensor]:
         found.append(find_losses(run, table.executor, layers))
         one = found[0]
-        numbers = torch.tensor([layers.index(one.head), one.softmax, one.scaled])
+        head = torch.tensor([layers.index(one.head), one.softmax, one.scaled])
         weights = {f"weights/{i}": torch.from_numpy(w) for i, w in one.weights.items()}
-        return {"what": numbers, **weights, **{f"terms/{i}": torch.from_numpy(n) for i, n in one.terms.items()}}
+        return {"what": head, **weights, **{f"terms/{i}": torch.from_numpy(n) for i, n in one.terms.items()}}
 
     tensors = cache.get(("effect losses", tuple(layers)), compute)
     if found:
@@ -235,7 +235,7 @@ class _Effect:
 
     def __call__(self, queries: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         """Return the effects, (inputs, n)."""
-        assert block.values is not None, "values were asked for"
+        assert block.values is not None, "this pass reads values"
         keys = self.extend(block.keys)
         total = torch.zeros(len(queries), len(keys), dtype=keys.dtype, device=keys.device)
         for on_values, on_keys in zip(self.values, self.keys, strict=True):
@@ -259,7 +259,7 @@ class _EffectShares(Sums):
 
     def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
         """Add a block's updates by group."""
-        assert block.values is not None, "values were asked for"
+        assert block.values is not None, "this pass reads values"
         rates = self.rates[torch.from_numpy(block.patterns).to(groups_of.device)]
         values, keys = block.values * rates[:, None], self.extend(block.keys)
         for group, members in each_group(groups_of):

@@ -21,10 +21,10 @@ from dualform.engine.jobs import Executor, Pass, WholeView
 from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
 
-Numbers = npt.NDArray[np.float64]
-LARGEST = 1e4  # weight
-SLACK = 2e-3  # of a sum, relatively: float16 rows are off by less
-ROUNDING = 1e-5  # of a probability
+FloatArray = npt.NDArray[np.float64]
+MAX_LOSS_WEIGHT = 1e4  # weight
+SUM_SLACK = 2e-3  # of a sum, relatively: float16 rows are off by less
+PROBABILITY_ROUNDING = 1e-5  # of a probability
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +43,10 @@ class Losses:
     head: str
     softmax: bool
     scaled: bool
-    weights: Mapping[int, Numbers]
-    terms: Mapping[int, Numbers]
+    weights: Mapping[int, FloatArray]
+    terms: Mapping[int, FloatArray]
 
-    def of(self, part: PatternPart, layer: str) -> tuple[Numbers, Numbers]:
+    def of(self, part: PatternPart, layer: str) -> tuple[FloatArray, FloatArray]:
         """Return w and N for each of a layer's patterns in a part.
 
         A pattern has the w of the head's pattern of the same row and position; where the head has no such position, the
@@ -63,15 +63,15 @@ class Losses:
         for used in (columns, columns[:3], columns[:2], columns[:1]):
             codes = [np.ravel_multi_index([each[name] for name in used], size[: len(used)]) for each in (mine, heads)]
             lacking = np.isnan(found)
-            found[lacking] = _mean(codes[1], weights, codes[0][lacking])
-            counted[lacking] = _mean(codes[1], terms, codes[0][lacking])
+            found[lacking] = _mean_by_code(codes[1], weights, codes[0][lacking])
+            counted[lacking] = _mean_by_code(codes[1], terms, codes[0][lacking])
         return np.nan_to_num(found, nan=1.0), np.nan_to_num(counted, nan=1.0)
 
 
-def _mean(codes: npt.NDArray[np.int64], numbers: Numbers, wanted: npt.NDArray[np.int64]) -> Numbers:
-    """Return the mean of the numbers with each of the wanted codes, NaN where there are none."""
+def _mean_by_code(codes: npt.NDArray[np.int64], values: FloatArray, wanted: npt.NDArray[np.int64]) -> FloatArray:
+    """Return the mean of the values with each of the wanted codes, NaN where there are none."""
     present, at = np.unique(codes, return_inverse=True)
-    means = np.bincount(at, weights=numbers) / np.maximum(np.bincount(at), 1)
+    means = np.bincount(at, weights=values) / np.maximum(np.bincount(at), 1)
     if not len(present):
         return np.full(len(wanted), np.nan)
     place = np.searchsorted(present, wanted).clip(max=len(present) - 1)
@@ -89,9 +89,9 @@ class _Head:
         alike: whether no other element is negative.
     """
 
-    positive: Numbers
-    square: Numbers
-    target: Numbers
+    positive: FloatArray
+    square: FloatArray
+    target: FloatArray
     alike: npt.NDArray[np.bool_]
 
 
@@ -129,8 +129,8 @@ class ValueFeatures(Reducer[tuple[Tensor, ...], Tensor]):
         return (torch.zeros(5, 0, dtype=torch.float64),)
 
     def add(self, state: tuple[Tensor, ...], block: Block, measures: Tensor, groups_of: Tensor) -> tuple[Tensor, ...]:
-        """Keep the features of a block's values, with the patterns' numbers."""
-        assert block.values is not None, "values were asked for"
+        """Keep the features of a block's values, with the patterns' ids."""
+        assert block.values is not None, "this pass reads values"
         found = _features(block.values.double())
         return (*state, torch.cat([found, torch.from_numpy(block.patterns).double()[None]]))
 
@@ -144,11 +144,11 @@ class ValueFeatures(Reducer[tuple[Tensor, ...], Tensor]):
         return every[:4, every[4].argsort()]
 
 
-def _look(run: PatternSource, executor: Executor, layer: str, *, horizon: int) -> Numbers:
+def _look(run: PatternSource, executor: Executor, layer: str, *, horizon: int) -> FloatArray:
     """Return positive, square, target and alike of each of a layer's values in the first steps, (4, n)."""
     like = torch.empty(0, dtype=torch.float64)
     job = Pass(layer, WholeView(run, horizon), ValueFeatures(), like, values=True)
-    found: Numbers = executor.run(run, [job])[0].numpy()
+    found: FloatArray = executor.run(run, [job])[0].numpy()
     return found
 
 
@@ -161,8 +161,8 @@ def _features(values: Tensor) -> Tensor:
 
 def _weigh(run: PatternSource, layer: str, heads: Mapping[int, _Head], way: str, *, scaled: bool) -> Losses | None:
     """Return the losses if N counted this way makes every value a softmax's."""
-    weights: dict[int, Numbers] = {}
-    terms: dict[int, Numbers] = {}
+    weights: dict[int, FloatArray] = {}
+    terms: dict[int, FloatArray] = {}
     largest = 0.0
     _, factors = run.facts(next(iter(run.layer(layer).parameters.values())))
     for part in run.parts():
@@ -173,22 +173,22 @@ def _weigh(run: PatternSource, layer: str, heads: Mapping[int, _Head], way: str,
         if not factor.all():  # not what was trained
             return None
         positive, target = n * factor * head.positive, n * factor * head.target
-        balanced = np.abs(positive + target) <= SLACK * positive + ROUNDING
-        if not bool((balanced & (positive <= 1 + SLACK)).all()):
+        balanced = np.abs(positive + target) <= SUM_SLACK * positive + PROBABILITY_ROUNDING
+        if not bool((balanced & (positive <= 1 + SUM_SLACK)).all()):
             return None
         square = (n * factor) ** 2 * head.square  # |N e|²
         # p is N e but at the label, where it is 1 + N e; so |p|² = |N e|² + 1 + 2 N e_label
         uncertain = -square - 2 * target
         ratio = np.divide(uncertain, square, out=np.zeros_like(square), where=square > 0)
-        weights[part.index] = ratio.clip(0.0, LARGEST)
+        weights[part.index] = ratio.clip(0.0, MAX_LOSS_WEIGHT)
         terms[part.index] = n
         largest = max(largest, float(positive.max(initial=0.0)))
-    if largest < 100 * ROUNDING:  # anything would pass
+    if largest < 100 * PROBABILITY_ROUNDING:  # anything would pass
         return None
     return Losses(run, layer, True, scaled, weights, terms)
 
 
-def _count(part: PatternPart, layer: str, way: str, head: _Head | None) -> Numbers:
+def _count(part: PatternPart, layer: str, way: str, head: _Head | None) -> FloatArray:
     """Return N for each of a layer's patterns: how many share its step (or backward), all or those with an error."""
     address = part.addresses(layer)
     step, micro = address["step"], address["micro"]

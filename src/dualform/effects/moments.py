@@ -61,7 +61,7 @@ class MomentSums(Reducer[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]):
         self, state: tuple[Tensor, Tensor], block: Block, measures: Tensor, groups_of: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Add a block's moments."""
-        assert block.values is not None, "values were asked for"
+        assert block.values is not None, "this pass reads values"
         at = block.pattern_ids
         pairs = ((self.extend(block.keys), self.on_keys[at]), (block.values, self.on_values[at]))
         for total, (rows, weights) in zip(state, pairs, strict=True):
@@ -139,7 +139,7 @@ def find_moments(source: PatternSource, executor: Executor, layer: str, rates: R
     horizon = len(rates.rate)
     entry = source.require_values(layer)
     extend = extension(source, layer, horizon=horizon)
-    weights = [_weights(source, layer, part, rates, losses) for part in source.parts() if part.start < horizon]
+    weights = [_moment_weights(source, layer, part, rates, losses) for part in source.parts() if part.start < horizon]
     on_keys, on_values, decay = (torch.from_numpy(np.concatenate(each)) for each in zip(*weights, strict=True))
     reducer = MomentSums(on_keys, on_values, extend, (entry.d_out, extend.width(entry.d_in)))
     like = torch.empty(0, dtype=torch.float64 if entry.dtype == "float64" else torch.float32)
@@ -154,7 +154,7 @@ def find_moments(source: PatternSource, executor: Executor, layer: str, rates: R
     return Moments(keys, values, float(on_keys.sum()), float(decay.sum()))
 
 
-def _weights(
+def _moment_weights(
     source: PatternSource, layer: str, part: PatternPart, rates: Rates, losses: Losses
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return rate / n, rate · N · w and the part of what weight decay takes, for each of a layer's patterns, (n,).

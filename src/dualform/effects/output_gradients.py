@@ -190,7 +190,7 @@ def _backward(
                 outputs = model(**batch)
             else:
                 outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
-            size = _size(batch if callable(quantity) else _class_logits(outputs, quantity), batch_axis)
+            size = _batch_size(batch if callable(quantity) else _class_logits(outputs, quantity), batch_axis)
             part = None if targets is None else _slice(targets, first, size, batch_axis)
             found = measure_quantity(outputs, part, quantity, batch_axis=batch_axis)
             if not found.requires_grad:
@@ -218,7 +218,7 @@ def _inputs(call: ListenedCall, count: int, batch_axis: int) -> Tensor:
     raise QueryError(f"Layer {call.layer.name!r} saw {leading} rows for {count} inputs: they cannot be told apart.")
 
 
-def _size(batch: Any, axis: int) -> int:
+def _batch_size(batch: Any, axis: int) -> int:
     """Return how many inputs a batch has, from the first tensor in it."""
     if isinstance(batch, Mapping):
         batch = tuple(batch.values())

@@ -43,7 +43,7 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
         if kind is None or not isinstance(output, Tensor):
             return None
         calls[name].append((module, kind.inputs(args, kwargs), output))
-        return output.clone()  # an activation that works in place must not change what was kept
+        return output.clone()  # an activation that works in place must not change the output that was noted
 
     device = next((parameter.device for parameter in model.parameters()), inputs.device)
     try:
@@ -53,21 +53,21 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
         with evaluating(model):
             target = output_rows(model(inputs.to(device)))[-1, unit]
-            kept = [output for found in calls.values() for _, _, output in found if output.requires_grad]
-            gradients = torch.autograd.grad(target, kept, allow_unused=True) if kept else ()
+            outputs = [output for found in calls.values() for _, _, output in found if output.requires_grad]
+            gradients = torch.autograd.grad(target, outputs, allow_unused=True) if outputs else ()
     finally:
         try:
             remove_all(handles)
         finally:
             remove_all(handles)  # once more: an interrupt may have cut the first short
-    by_output = {id(output): gradient for output, gradient in zip(kept, gradients, strict=True)}
+    by_output = {id(output): gradient for output, gradient in zip(outputs, gradients, strict=True)}
     found = {}
     for name, rows in calls.items():
         parts = []
         for module, given, output in rows:
             gradient = by_output.get(id(output))
             kind = find_kind(module)
-            assert kind is not None, "only recorded kinds were kept"
+            assert kind is not None, "only recorded kinds were noted"
             whole = torch.zeros_like(output) if gradient is None else gradient
             values = kind.values(module, given.detach(), whole.detach())
             parts.append(values.reshape(-1, values.shape[-1]))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dualform.engine.source import PatternSource
 
-MAX_ANSWER_BYTES = 256 << 20  # a larger answer is computed each time
+MAX_CACHED_BYTES = 256 << 20  # a larger answer is computed each time
 MAX_MEMORY_BYTES = 512 << 20  # of all answers of a run that are kept in this process
 
-Answer = dict[str, Tensor]
+CachedTensors = dict[str, Tensor]
 
 
 class AnswerCache:
@@ -25,15 +25,15 @@ class AnswerCache:
     def __init__(self, source: PatternSource) -> None:
         self._digest = source.digest
         self._sums = source.derived_sums
-        self._here: OrderedDict[str, Answer] = OrderedDict()
+        self._here: OrderedDict[str, CachedTensors] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, what: object, compute: Callable[[], Answer], *, budget: int | None = None) -> Answer:
+    def get(self, what: object, compute: Callable[[], CachedTensors], *, budget: int | None = None) -> CachedTensors:
         """Return the tensors named by `what` (anything with a faithful repr), computing them if need be."""
         found = self.find(what)
         return self.keep(what, compute(), budget=budget) if found is None else found
 
-    def find(self, what: object) -> Answer | None:
+    def find(self, what: object) -> CachedTensors | None:
         """Return the tensors named by `what`; None where there are none."""
         name = self._name(what)
         with self._lock:
@@ -45,10 +45,10 @@ class AnswerCache:
             self._remember(name, found)
         return found
 
-    def keep(self, what: object, answer: Answer, *, budget: int | None = None) -> Answer:
+    def keep(self, what: object, answer: CachedTensors, *, budget: int | None = None) -> CachedTensors:
         """Keep tensors under the name of `what`, unless they are larger than a budget of bytes; return them."""
         found = {key: tensor.cpu().contiguous() for key, tensor in answer.items()}
-        if _size(found) > (MAX_ANSWER_BYTES if budget is None else budget):
+        if _bytes_of(found) > (MAX_CACHED_BYTES if budget is None else budget):
             return found
         name = self._name(what)
         if self._sums is not None:
@@ -59,14 +59,14 @@ class AnswerCache:
     def _name(self, what: object) -> str:
         return xxhash.xxh3_128_hexdigest(f"{self._digest} {what!r}".encode())
 
-    def _remember(self, name: str, answer: Answer) -> None:
+    def _remember(self, name: str, answer: CachedTensors) -> None:
         """Keep an answer in memory; the least recently used go while all together are too large."""
         with self._lock:
             self._here[name] = answer
             self._here.move_to_end(name)
-            while self._here and sum(map(_size, self._here.values())) > MAX_MEMORY_BYTES:
+            while self._here and sum(map(_bytes_of, self._here.values())) > MAX_MEMORY_BYTES:
                 self._here.popitem(last=False)
 
 
-def _size(answer: Mapping[str, Tensor]) -> int:
+def _bytes_of(answer: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in answer.values())

@@ -18,7 +18,7 @@ from dualform.engine.parameter_steps import Follower, GroupsByPart
 from dualform.engine.reading import PatternRange, count_kept
 from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.identity.families.facts import Of
+from dualform.identity.families.facts import CoefficientsOf
 
 R = TypeVar("R")
 
@@ -107,7 +107,7 @@ class Pass(Generic[R]):
     rows: int | None = None
     groups: Groups | None = None
     values: bool = False
-    coefficients_of: Of = "parameter"
+    coefficients_of: CoefficientsOf = "parameter"
     block_patterns: int | None = None
     again: bool = True
 

@@ -33,7 +33,7 @@ from dualform.engine.reading import BLOCK_PATTERNS, BlockReader, PatternRange, p
 from dualform.engine.reducers import FEW_GROUPS, Best, Everything, GroupSums, Reducer, one_group
 from dualform.engine.source import PatternSource
 from dualform.engine.sweep import sweep_blocks
-from dualform.identity.products import FEW
+from dualform.identity.products import MAX_BATCHED_QUERIES
 from dualform.progress import bar
 from dualform.threads import side_by_side
 
@@ -116,7 +116,7 @@ class LocalExecutor:
         for members in together.values():
             mine = [jobs[i] for i in members]
             sweeps = [job for job in mine if isinstance(job, Sweep)]
-            found = _sweep(source, sweeps) if sweeps else self._read_once(source, mine)
+            found = _run_sweeps(source, sweeps) if sweeps else self._read_once(source, mine)
             results |= dict(zip(members, found, strict=True))
         return [results[i] for i in range(len(jobs))]
 
@@ -269,7 +269,7 @@ def _slices(count: int) -> Iterator[slice]:
         start = stop
 
 
-def _sweep(source: PatternSource, jobs: Sequence[Sweep[Any]]) -> list[Any]:
+def _run_sweeps(source: PatternSource, jobs: Sequence[Sweep[Any]]) -> list[Any]:
     """Return the results of sweeps of one layer and view, each block taken by the fastest reducer."""
     running = [_running(job, None) for job in jobs]
     for place, block, measures, groups_of in sweep_blocks(source, jobs):
@@ -290,7 +290,7 @@ def block_patterns(job: Pass[Any]) -> int:
     multiple = BLOCK_PATTERNS_MULTIPLE
     if job.queries.device.type != "cpu":
         return max(MIN_BLOCK_PATTERNS_GPU, MAX_BLOCK_MEASURES_GPU // max(count, 1) // multiple * multiple)
-    times = 1 if count > MAX_QUERIES_READING_ONCE else 2 if count > FEW else 4
+    times = 1 if count > MAX_QUERIES_READING_ONCE else 2 if count > MAX_BATCHED_QUERIES else 4
     most = min(times * BLOCK_PATTERNS, times * MAX_BLOCK_KEY_ELEMENTS // max(width, 1))
     size = min(most, MAX_BLOCK_MEASURES // max(count, 1))
     return max(multiple, size // multiple * multiple)

@@ -14,10 +14,10 @@ from dualform.recording.watch import Candidate, Watched, find_candidates, plain_
 def find_watched(model: nn.Module, layers: Mapping[str, LayerEntry]) -> dict[str, Watched]:
     """Return recorded layers as they are found in a model, or raise."""
     candidates = find_candidates(model)
-    return {name: _find(model, candidates.get(name), name, entry) for name, entry in layers.items()}
+    return {name: _find_layer(model, candidates.get(name), name, entry) for name, entry in layers.items()}
 
 
-def _find(model: nn.Module, candidate: Candidate | None, name: str, entry: LayerEntry) -> Watched:
+def _find_layer(model: nn.Module, candidate: Candidate | None, name: str, entry: LayerEntry) -> Watched:
     if candidate is None or candidate.kind.name != entry.kind:
         modules = {plain_name(path): module for path, module in model.named_modules()}
         module = modules.get(name) if candidate is None else candidate.module

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualform.engine.jobs import Fold
 from dualform.engine.parameter_steps import Following, GroupsByPart, RetakenStep, SettingsRow
-from dualform.engine.reading import Mask
+from dualform.engine.reading import PartMask
 from dualform.engine.source import PatternPart, PatternSource
 from dualform.engine.step_calls import StepCall
 from dualform.identity.families.kind import StepMap
@@ -81,7 +81,7 @@ def replayed_parameters(source: PatternSource, layers: Collection[str]) -> tuple
 class MaskGroup:
     """The grouping whose only group is the patterns that a mask keeps."""
 
-    mask: Mask
+    mask: PartMask
 
     def codes(self, part: PatternPart, layer: str) -> npt.NDArray[np.int64] | None:
         """Return 0 for each kept pattern of a part and layer and -1 for the others; None if all are kept."""

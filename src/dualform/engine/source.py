@@ -20,7 +20,7 @@ from dualform.engine.addresses import Calls, addresses
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
 from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
-from dualform.identity.families.facts import Of
+from dualform.identity.families.facts import CoefficientsOf
 
 Factors = npt.NDArray[np.float64]
 """What a parameter's gradient was multiplied with between backward and step, (steps, micros)."""
@@ -241,7 +241,9 @@ class PatternSource(ABC):
         ranges = [found for part in self.parts() if (found := part.key_range(layer)) is not None]
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (0.0, 0.0)
 
-    def coefficients(self, parameter: str, horizon: int, of: Of = "parameter") -> tuple[Coefficients, Factors]:
+    def coefficients(
+        self, parameter: str, horizon: int, of: CoefficientsOf = "parameter"
+    ) -> tuple[Coefficients, Factors]:
         """Return a parameter's coefficients after `horizon` steps, and its gradient's factors."""
         facts, factors = self.facts(parameter)
         if not len(facts.step):  # never updated: the start, whatever the optimizer

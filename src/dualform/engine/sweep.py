@@ -70,7 +70,7 @@ def _contribution(step: _Step, job: Sweep[Any]) -> Tensor:
     assert queries is not None, "a contribution is one to a query"
     assert isinstance(measure, PatternMeasure), "a sweep measures contributions"
     assert measure.units is not None, "to one output unit"
-    assert step.block.values is not None, "values were asked for"
+    assert step.block.values is not None, "this pass reads values"
     keys, values = step.block.keys, step.block.values
     total = torch.zeros(len(queries), len(keys), dtype=values.dtype, device=queries.device)
     for use, multiplier in step.multipliers.items():
@@ -87,7 +87,7 @@ def _steps(source: PatternSource, job: Sweep[Any]) -> Iterator[_Step]:
         if not source.is_replayed(use.parameter)
     }
     factors = {use: source.facts(use.parameter)[1] for use in entry.uses}
-    places = _places(source, job)
+    places = _step_places(source, job)
     for step, found in multipliers(source, layer, horizon=horizon):
         if step not in places:
             continue
@@ -111,7 +111,7 @@ def _steps(source: PatternSource, job: Sweep[Any]) -> Iterator[_Step]:
         )
 
 
-def _places(source: PatternSource, job: Sweep[Any]) -> dict[int, tuple[PatternRange, npt.NDArray[np.int64]]]:
+def _step_places(source: PatternSource, job: Sweep[Any]) -> dict[int, tuple[PatternRange, npt.NDArray[np.int64]]]:
     """Return each step's kept patterns, and their micros."""
     places = {}
     view = job.view

@@ -90,7 +90,7 @@ def train_stack(
         return loss_of(functional_call(skeleton, dict(parameters), (batch,)), wanted)
 
     losses: Callable[..., Tensor] = vmap(loss)
-    kept: list[StackedState] = []
+    checkpoints: list[StackedState] = []
     with bar("retraining", total=orders.shape[1]) as advance:
         for step in range(orders.shape[1]):
             chosen = rows.gather(1, orders[:, step])  # (K, batch)
@@ -98,9 +98,9 @@ def train_stack(
             losses(stacked, inputs[chosen], targets[chosen]).sum().backward()
             optimizer.step()
             if step + 1 in keep:
-                kept.append({name: tensor.detach().cpu().clone() for name, tensor in stacked.items()})
+                checkpoints.append({name: tensor.detach().cpu().clone() for name, tensor in stacked.items()})
             advance(1)
-    return {name: tensor.detach() for name, tensor in stacked.items()}, kept
+    return {name: tensor.detach() for name, tensor in stacked.items()}, checkpoints
 
 
 @torch.no_grad()

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FEW = 4  # queries at most whose products are faster in a batch of two
-MANY = 64  # keys at least
-REUSED = 1 << 22  # scores at most for which an allocator uses the same memory again
+MAX_BATCHED_QUERIES = 4  # queries at most whose products are faster in a batch of two
+MIN_BATCHED_KEYS = 64  # keys at least
+MAX_REUSED_SCORES = 1 << 22  # scores at most for which an allocator uses the same memory again
 
 
 def attend(queries: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
@@ -40,13 +40,13 @@ def attend(queries: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
         return (queries == keys.T).to(torch.get_default_dtype())
     if keys.device.type != "cpu":
         return queries @ keys.T
-    if len(queries) <= FEW and len(keys) >= MANY:
+    if len(queries) <= MAX_BATCHED_QUERIES and len(keys) >= MIN_BATCHED_KEYS:
         return _attend_few(queries, keys)
     # Row by row of the keys: sums over keys, which come next, read that in order and are several times faster.
     # Which product it is goes by the largest chunk of a pass: equal keys get equal scores in the last chunk too.
     product, count = _product(), len(queries) * len(keys)
     most, plain = count if out is None else len(out), queries.dtype == keys.dtype == torch.float32
-    if product is not None and plain and most <= REUSED and keys.shape[1]:
+    if product is not None and plain and most <= MAX_REUSED_SCORES and keys.shape[1]:
         return product(keys, queries).T
     if out is None:
         return (keys @ queries.T).T

@@ -76,7 +76,7 @@ def curves(path: Path, panels: LayerPanels) -> Path:
         _tidy(axes)
     drawn[0][0].set_ylabel("attention", fontsize=8)
     _finish(figure, panels, mark="dashed")
-    return _save(figure, path)
+    return _save_figure(figure, path)
 
 
 def totals(path: Path, panels: LayerPanels) -> Path:
@@ -95,7 +95,7 @@ def totals(path: Path, panels: LayerPanels) -> Path:
         _tidy(axes)
     drawn[0][0].set_ylabel("total attention", fontsize=8)
     _finish(figure, panels, mark="hatched")
-    return _save(figure, path)
+    return _save_figure(figure, path)
 
 
 def gallery(
@@ -119,7 +119,7 @@ def gallery(
             axes.set_yticks([])
             axes.spines[:].set_visible(False)
     figure.suptitle(title, fontsize=9)
-    return _save(figure, path)
+    return _save_figure(figure, path)
 
 
 def _class(group: Any) -> Any:
@@ -147,7 +147,7 @@ def _finish(figure: Any, panels: LayerPanels, *, mark: str) -> None:
     figure.suptitle(panels.title, fontsize=9)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save_figure(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return path

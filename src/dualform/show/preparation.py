@@ -7,14 +7,14 @@ from dualform.attend.memory import Memory
 from dualform.attend.weights import GroupWeights
 from dualform.engine.verification import LayerCheck
 from dualform.progress import watching
-from dualform.show.job import Cancelled, Job
+from dualform.show.job import Cancelled, ReportedJob
 
 
 class Preparation:
     """A thread that prepares group weights, and then measures how well they rebuild the run's weights."""
 
     def __init__(self, memory: Memory, weights: GroupWeights) -> None:
-        self.job = Job()
+        self.job = ReportedJob()
         self.error: str | None = None
         self.checks: Mapping[str, LayerCheck] = {}
         self._memory = memory

@@ -26,7 +26,7 @@ from dualform.recording.watch import plain_name
 from dualform.show.grouping import GroupingColumns, unit_name
 from dualform.show.held_out import held_out_windows, shorten_to_context
 from dualform.show.lru_cache import LruCache
-from dualform.show.predictions import model_failures_named, predict, run_model
+from dualform.show.predictions import model_failures_named, predict_units, run_model
 from dualform.show.preparation import Preparation
 
 
@@ -108,7 +108,7 @@ class Session:
 
     def predictions(self) -> Tensor:
         """Return the model's output for every test, (M,)."""
-        found: Tensor = self.answers.get("predictions", lambda: predict(self.model, self.tests))
+        found: Tensor = self.answers.get("predictions", lambda: predict_units(self.model, self.tests))
         return found
 
     # One input ----------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def reproduce_language(
         **verified,
         "layers": _stored(memory, verified["layers"]),
         "stored": plain(chosen),
-        "corpus": _describe(corpus),
+        "corpus": _describe_corpus(corpus),
         **_findings(study, corpus, memory, model, chosen, clock),
     }
     return finish_study(folder, findings, clock, device=device, keep=keep)
@@ -110,7 +110,7 @@ def _stored(memory: Memory, layers: list[Row]) -> list[Row]:
     ]
 
 
-def _describe(corpus: Corpus) -> Row:
+def _describe_corpus(corpus: Corpus) -> Row:
     return {
         "name": corpus.name,
         "unit": corpus.unit,

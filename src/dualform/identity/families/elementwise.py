@@ -69,9 +69,9 @@ class ElementwiseStep(StepMap):
         after = self.kappa * share - self.on_average * average
         return (after if moved is None else after - self.on_gradient * moved), average
 
-    def bias_correction(self, kept: float) -> float:
+    def bias_correction(self, alpha: float) -> float:
         """Return 1 − αᵗ where the step divides the average by it."""
-        return 1 - kept**self.corrected if self.corrected else 1.0
+        return 1 - alpha**self.corrected if self.corrected else 1.0
 
 
 Reading = Callable[[Settings, State, State], ElementwiseStep]

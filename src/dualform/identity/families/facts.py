@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-Of = Literal["parameter", "buffer"]
+CoefficientsOf = Literal["parameter", "buffer"]
 Series = npt.NDArray[np.float64]
 """One number per step."""
 

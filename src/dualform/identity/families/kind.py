@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import FormatError
-from dualform.identity.families.facts import Coefficients, Facts, MeasuredRate, Of, UpdateRates
+from dualform.identity.families.facts import Coefficients, CoefficientsOf, Facts, MeasuredRate, UpdateRates
 from dualform.identity.families.naming import class_name, full_name, optimizer_name
 from dualform.identity.parameter_maps import ParameterMap
 
@@ -62,12 +62,12 @@ class StepMap(ABC):
         now, average = self.step(zero, zero, wide)
         later, left = self.step(zero, average, None)
         norm = float(average.square().sum())
-        kept = float((left * average).sum()) / norm if norm else 0.0  # what a step leaves of the average
-        total = now + later / (1 - kept)
-        along = -float((total * wide).sum()) * self.bias_correction(kept)
+        alpha = float((left * average).sum()) / norm if norm else 0.0  # what a step leaves of the average
+        total = now + later / (1 - alpha)
+        along = -float((total * wide).sum()) * self.bias_correction(alpha)
         return MeasuredRate(along, square, self.decay * abs(along) / square - math.log(self.kappa))
 
-    def bias_correction(self, kept: float) -> float:
+    def bias_correction(self, alpha: float) -> float:
         """Return what undoes the division of the average by 1 − αᵗ, where the step divides it, given α; else 1."""
         return 1.0
 
@@ -189,7 +189,7 @@ class OptimizerKind(ABC, Generic[M]):
     def read(self, taken: TakenStep) -> M:
         """Return a step as a linear map."""
 
-    def coefficients(self, facts: Facts, horizon: int, of: Of) -> Coefficients:
+    def coefficients(self, facts: Facts, horizon: int, of: CoefficientsOf) -> Coefficients:
         """Return a parameter's coefficients after `horizon` steps, if the optimizer has coefficients."""
         raise _no_coefficients(facts.optimizer)
 
@@ -206,27 +206,27 @@ class OptimizerKind(ABC, Generic[M]):
         return None
 
 
-_KINDS: dict[type[Optimizer], OptimizerKind[Any]] = {}
-_KINDS_BY_NAME: dict[str, OptimizerKind[Any]] = {}
+_OPTIMIZER_KINDS: dict[type[Optimizer], OptimizerKind[Any]] = {}
+_OPTIMIZER_KINDS_BY_NAME: dict[str, OptimizerKind[Any]] = {}
 
 
 def register_optimizer(kind: OptimizerKind[Any]) -> None:
     """Register an optimizer, by its type."""
-    _KINDS[kind.optimizer] = kind
-    _KINDS_BY_NAME[kind.name] = kind
+    _OPTIMIZER_KINDS[kind.optimizer] = kind
+    _OPTIMIZER_KINDS_BY_NAME[kind.name] = kind
 
 
 def optimizer_kinds() -> Mapping[type[Optimizer], OptimizerKind[Any]]:
     """Return every known optimizer by its type."""
-    return _KINDS
+    return _OPTIMIZER_KINDS
 
 
 def find_optimizer_kind(name: str) -> OptimizerKind[Any] | None:
     """Return the optimizer that a run names, or None if it is not known; a name without a module is torch's."""
-    return _KINDS_BY_NAME.get(full_name(name))
+    return _OPTIMIZER_KINDS_BY_NAME.get(full_name(name))
 
 
-def derive(facts: Facts, *, horizon: int, of: Of = "parameter") -> Coefficients:
+def derive(facts: Facts, *, horizon: int, of: CoefficientsOf = "parameter") -> Coefficients:
     """Derive the coefficients of a parameter (or of its momentum buffer) after `horizon` steps."""
     return require_optimizer_kind(facts.optimizer).coefficients(facts, horizon, of)
 
@@ -240,7 +240,7 @@ def require_optimizer_kind(name: str) -> OptimizerKind[Any]:
 
 
 def _no_coefficients(name: str) -> FormatError:
-    known = ", ".join(sorted(class_name(kind.name) for kind in _KINDS.values() if kind.has_coefficients))
+    known = ", ".join(sorted(class_name(kind.name) for kind in _OPTIMIZER_KINDS.values() if kind.has_coefficients))
     return FormatError(
         f"The run was trained by {class_name(name)!r}; coefficients are known for {known}. "
         "Open it with a newer dualform."

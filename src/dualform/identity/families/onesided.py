@@ -140,7 +140,7 @@ def adjusted(lr: float, how: str, shape: Sequence[int]) -> float:
     return lr * (math.sqrt(max(1, rows / cols)) if how == "original" else 0.2 * math.sqrt(max(rows, cols)))
 
 
-_NUMBERS = ("lr", "weight_decay", "momentum", "eps")
+_MUON_NUMBERS = ("lr", "weight_decay", "momentum", "eps")
 _POLYNOMIAL = ("ns_a", "ns_b", "ns_c")
 
 
@@ -154,7 +154,7 @@ class MuonKind(OptimizerKind[OneSidedStep]):
     def encode(self, group: Mapping[str, Any], state: State) -> dict[str, Setting]:
         """Return the settings, and the machine, since no two round alike in bfloat16."""
         return {
-            **{name: float(group[name]) for name in _NUMBERS},
+            **{name: float(group[name]) for name in _MUON_NUMBERS},
             **dict(zip(_POLYNOMIAL, map(float, group["ns_coefficients"]), strict=True)),
             "ns_steps": int(group["ns_steps"]),
             "nesterov": bool(group["nesterov"]),
@@ -165,7 +165,7 @@ class MuonKind(OptimizerKind[OneSidedStep]):
     def decode(self, row: Mapping[str, Any]) -> Settings:
         """Return the settings."""
         return {
-            **{name: row[name] for name in _NUMBERS},
+            **{name: row[name] for name in _MUON_NUMBERS},
             "ns_coefficients": tuple(row[name] for name in _POLYNOMIAL),
             "ns_steps": int(row["ns_steps"]),
             "nesterov": bool(row["nesterov"]),

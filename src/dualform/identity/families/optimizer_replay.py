@@ -30,7 +30,7 @@ class OptimizerReplay:
         self.parameter = torch.nn.Parameter(parameter.clone())
         self._optimizer = kind.make(self.parameter)
         if state:
-            self._optimizer.state[self.parameter].update(_cloned(state))
+            self._optimizer.state[self.parameter].update(_cloned_state(state))
 
     @without_gradients
     def step(self, settings: Settings, gradient: Tensor) -> Any:
@@ -38,7 +38,7 @@ class OptimizerReplay:
         self.kind.restart(settings, self._optimizer.state[self.parameter])
         self._optimizer.param_groups[0].update(settings)
         self.parameter.grad = gradient
-        before = _cloned(self._optimizer.state[self.parameter])
+        before = _cloned_state(self._optimizer.state[self.parameter])
         self._optimizer.step()
         return self.kind.read(TakenStep(settings, gradient, before, self.state))
 
@@ -59,5 +59,5 @@ class OptimizerReplay:
         return OptimizerReplay(self.kind, self.parameter.detach(), copy.deepcopy(dict(self.state)))
 
 
-def _cloned(state: State) -> dict[str, Any]:
+def _cloned_state(state: State) -> dict[str, Any]:
     return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in state.items()}

@@ -22,17 +22,17 @@ import torch
 
 from dualform.errors import RefusedError
 from dualform.identity.families.elementwise import ElementwiseBackward, ElementwiseStep
-from dualform.identity.families.facts import Coefficients, Facts, Of, Series, UpdateRates
+from dualform.identity.families.facts import Coefficients, CoefficientsOf, Facts, Series, UpdateRates
 from dualform.identity.families.kind import OptimizerKind, Setting, Settings, State, TakenStep, register_optimizer
 from dualform.identity.families.rounding import near
 
-_NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
+_SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
 _SWITCHES = ("nesterov", "maximize")
 _BUFFER = "buffer"
 """The setting that says whether the parameter had a momentum buffer before the step."""
 
 
-def derive_scalar(facts: Facts, horizon: int, of: Of) -> Coefficients:
+def derive_scalar(facts: Facts, horizon: int, of: CoefficientsOf) -> Coefficients:
     """Derive SGD's coefficients; settings are rounded to the parameter's dtype first, as the step rounds them."""
     seen = int(np.searchsorted(facts.step, horizon))
     settings = facts.settings
@@ -42,8 +42,8 @@ def derive_scalar(facts: Facts, horizon: int, of: Of) -> Coefficients:
         return column.astype(facts.dtype).astype(np.float64).tolist()  # type: ignore[no-any-return]
 
     lr, momentum, decay = rounded("lr"), rounded("momentum"), rounded("weight_decay")
-    kept = (1.0 - np.asarray(settings["dampening"][:seen], dtype=np.float64)).astype(facts.dtype)
-    dampened: list[float] = kept.astype(np.float64).tolist()
+    undampened = (1.0 - np.asarray(settings["dampening"][:seen], dtype=np.float64)).astype(facts.dtype)
+    dampened: list[float] = undampened.astype(np.float64).tolist()
     nesterov, maximize, buffered = (settings[name][:seen].tolist() for name in ("nesterov", "maximize", "buffer"))
 
     step = np.zeros(horizon, dtype=np.float64)
@@ -80,18 +80,18 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
     def encode(self, group: Mapping[str, Any], state: State) -> dict[str, Setting]:
         """Return the settings, and whether a momentum buffer exists."""
         return {
-            **{name: float(group[name]) for name in _NUMBERS},
+            **{name: float(group[name]) for name in _SGD_NUMBERS},
             **{name: bool(group[name]) for name in _SWITCHES},
             _BUFFER: state.get("momentum_buffer") is not None,
         }
 
     def decode(self, row: Mapping[str, Any]) -> Settings:
         """Return the settings, and whether a momentum buffer existed."""
-        return {name: row[name] for name in (*_NUMBERS, *_SWITCHES, _BUFFER)}
+        return {name: row[name] for name in (*_SGD_NUMBERS, *_SWITCHES, _BUFFER)}
 
     def example(self) -> Mapping[str, Setting]:
         """Return settings written down: making an optimizer loads the whole compiler of torch."""
-        return dict.fromkeys(_NUMBERS, 0.0) | dict.fromkeys((*_SWITCHES, _BUFFER), False)
+        return dict.fromkeys(_SGD_NUMBERS, 0.0) | dict.fromkeys((*_SWITCHES, _BUFFER), False)
 
     def check_skipped(self, settings: Mapping[str, Setting], parameter: str) -> None:
         """Raise at the first step with momentum: fused SGD creates its buffer even in a skipped step, uninitialised."""
@@ -124,7 +124,7 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
             sign=sign,
         )
 
-    def coefficients(self, facts: Facts, horizon: int, of: Of) -> Coefficients:
+    def coefficients(self, facts: Facts, horizon: int, of: CoefficientsOf) -> Coefficients:
         """Return a parameter's coefficients after `horizon` steps."""
         return derive_scalar(facts, horizon, of)
 
@@ -135,8 +135,8 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
             return np.asarray(facts.settings[name], dtype=np.float64)
 
         momentum = setting("momentum")
-        kept = np.where(momentum > 0, 1 - setting("dampening"), 1.0)
-        each = setting("lr") * kept / (1 - momentum)
+        undampened = np.where(momentum > 0, 1 - setting("dampening"), 1.0)
+        each = setting("lr") * undampened / (1 - momentum)
         return UpdateRates(np.where(setting("maximize") > 0, -each, each), each * setting("weight_decay"))
 
     def backward(self, shape: Sequence[int]) -> ElementwiseBackward:

@@ -1,4 +1,4 @@
-"""The course of a training run: how large its errors were, and where epochs and tasks began. No query is involved."""
+"""The history of a training run: how large its errors were, and where epochs and tasks began. No query is involved."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,8 @@ from dualform.engine.reducers import Sums
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """What happened along the steps.
+class TrainingHistory:
+    """How large the errors of a run were along its steps, and where epochs and tasks began.
 
     Attributes:
         edges: (B + 1,) the first step of each bin, and the number of steps.
@@ -33,8 +33,8 @@ class Course:
     tasks: tuple[tuple[int, Any], ...]
 
 
-def follow(table: Table, *, width: int) -> Course:
-    """Follow a run in bins of `width` steps."""
+def find_training_history(table: Table, *, width: int) -> TrainingHistory:
+    """Return the history of a run in bins of `width` steps."""
     run, steps = table.run, table.horizon
     edges = np.append(np.arange(0, max(steps, 1), width), steps).astype(np.int64)
     last = list(run.layers)[-1]
@@ -44,7 +44,7 @@ def follow(table: Table, *, width: int) -> Course:
     step = np.asarray(rows["step"], dtype=np.int64)
     epochs = _epochs(step, _numbered(rows["sample"])) if "sample" in wanted and len(step) else ()
     tasks = _changes(step, rows["task"].to_pylist()) if "task" in wanted and len(step) else ()
-    return Course(edges, _errors(table, last, len(edges) - 1, width), epochs, tasks)
+    return TrainingHistory(edges, _errors(table, last, len(edges) - 1, width), epochs, tasks)
 
 
 def _numbered(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
@@ -64,7 +64,7 @@ class ValueNorms(Sums):
 
     def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
         """Add the norms of a block's values by group."""
-        assert block.values is not None, "values were asked for"
+        assert block.values is not None, "this pass reads values"
         norms = block.values.double().norm(dim=1)
         return state.index_add_(1, groups_of, torch.stack([norms, torch.ones_like(norms)]))
 
@@ -85,11 +85,11 @@ def _errors(table: Table, layer: str, bins: int, width: int) -> npt.NDArray[np.f
 def _epochs(step: npt.NDArray[np.int64], sample: npt.NDArray[np.int64]) -> tuple[int, ...]:
     """Return the first step at which some sample is seen for the second time, the third, and so on."""
     order = np.lexsort((step, sample))
-    kept, at = sample[order], step[order]
-    starts = np.flatnonzero(np.append(True, kept[1:] != kept[:-1]))
-    turn = np.arange(len(kept)) - np.repeat(starts, np.diff(np.append(starts, len(kept))))
+    samples, at = sample[order], step[order]
+    starts = np.flatnonzero(np.append(True, samples[1:] != samples[:-1]))
+    turn = np.arange(len(samples)) - np.repeat(starts, np.diff(np.append(starts, len(samples))))
     first = np.full(int(turn.max()) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(first, turn[kept != -1], at[kept != -1])
+    np.minimum.at(first, turn[samples != -1], at[samples != -1])
     return tuple(int(s) for s in first[1:] if s < np.iinfo(np.int64).max)
 
 
