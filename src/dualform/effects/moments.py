@@ -2,7 +2,7 @@
 
     T = sum_s rate_s        A = (1/T) sum_s (rate_s / n) sum x xᵀ        G = (1/T) sum_s rate_s N sum w e eᵀ
 
-Step s has n patterns of this layer; N counts the terms of its loss, which is a mean over them (`effects_losses.py`,
+Step s has n patterns of this layer; N counts the terms of its loss, which is a mean over them (`losses.py`,
 where w comes from too). Every pattern adds its own terms, so parts of a memory may be summed apart and merged in any
 order.
 """

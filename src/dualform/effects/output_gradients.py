@@ -100,7 +100,7 @@ def measure_quantity(outputs: Any, targets: Tensor | None, quantity: Quantity, *
     The margin is the target's logit less the log-sum-exp of all others; the loss is the cross-entropy. Where an input
     has several targets (tokens), both are means over them. `logits_of` finds the logits in the outputs.
 
-    >>> measure(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), "margin")
+    >>> measure_quantity(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), "margin")
     tensor([2.])
     """
     if callable(quantity):
