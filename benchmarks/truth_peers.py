@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dualform.attend.effects_asked import measure
+from dualform.effects.output_gradients import measure_quantity
 from dualform.experiments.retraining import CHECKPOINTS
 from dualform.experiments.retraining_config import RetrainingConfig, Split
 from dualform.experiments.stacked_training import initial, loss_of
@@ -59,7 +59,7 @@ def kronfluence(config: RetrainingConfig, split: Split, here: Path) -> dict[str,
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
             inputs, targets = batch
-            return -measure(model(inputs), targets, "margin").sum()
+            return -measure_quantity(model(inputs), targets, "margin").sum()
 
     train, test = TensorDataset(split.train, split.train_targets), TensorDataset(split.test, split.test_targets)
     found: dict[str, list[Tensor]] = {}
@@ -153,7 +153,7 @@ def captum(config: RetrainingConfig, split: Split, here: Path) -> dict[str, Tens
         reduction = "sum"
 
         def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-            return -measure(outputs, targets, "margin").sum()
+            return -measure_quantity(outputs, targets, "margin").sum()
 
     def load(model: nn.Module, state: Any) -> float:
         model.load_state_dict(state)

@@ -11,13 +11,12 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import dualform
-from dualform.coefficients import kinds
-from dualform.coefficients.elementwise import Elementwise
-from dualform.coefficients.replayed import Replay, Share
-from dualform.engine.reading import keep_all
-from dualform.engine.replay import kept, replay
 from dualform.errors import QueryError, ResumeError
+from dualform.identity.families import optimizer_kinds
+from dualform.identity.families.elementwise import ElementwiseKind
+from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 from dualform.store.reader import Run
+from helpers.folds import folded
 from helpers.loops import state
 
 SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -142,7 +141,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
     model, _ = train(run, *SETTINGS[name], dtype=dtype, tricks=False)
     stored = Run(run)
-    found = replay(stored, ["0", "2"], horizon=STEPS, groups=0, codes=kept(keep_all))
+    found = folded(stored, ["0", "2"], horizon=STEPS)
     for parameter, tensor in model.named_parameters():
         assert torch.equal(found[parameter].parameter, tensor.detach()), parameter
 
@@ -154,9 +153,9 @@ def test_shares_follow_the_naive_simulation() -> None:
         initial = torch.randn(3, 2, dtype=torch.float64)
         live = nn.Parameter(initial.clone())
         optimizer = optimizer_type([live], **settings)
-        kind = kinds()[optimizer_type.__name__]
-        assert isinstance(kind, Elementwise)
-        again = Replay(kind, initial, dict(optimizer.state[live]))
+        kind = optimizer_kinds()[optimizer_type]
+        assert isinstance(kind, ElementwiseKind)
+        again = OptimizerReplay(kind, initial, dict(optimizer.state[live]))
         start, first, second = Share(initial.clone()), Share(initial * 0), Share(initial * 0)
         for _ in range(40):
             one, two = torch.randn(2, 3, 2, dtype=torch.float64)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dualform
-from dualform.engine.reading import keep_all
-from dualform.engine.replay import kept, replay, replayed_parameters
+from dualform.engine.shares import replayed_parameters
 from dualform.recording.layers import composites, registered, sums_in_own_order
 from dualform.recording.optimizers import supported
 from dualform.store.reader import Run
+from helpers.folds import folded
 
 STEPS = 12  # RAdam leaves its first phase after the fifth
 B, L, D = 4, 5, 6
@@ -252,7 +252,7 @@ def test_is_exact(tmp_path: Path, layer: str, optimizer: str) -> None:
             )
         run = Run(tmp_path / str(dtype))
         names = replayed_parameters(run, run.layers)
-        again = replay(run, run.layers, horizon=STEPS, groups=0, codes=kept(keep_all))
+        again = folded(run, run.layers, horizon=STEPS)
         assert bool(names) == (optimizer != "SGD")
         for name in names:
             live = trained.model.get_parameter(name).detach()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.attend.slopes import slopes
+from dualform.effects.slopes import slopes
 from dualform.modes import evaluating, evaluation_copy
-from dualform.show.predictions import predict
+from dualform.show.predictions import predict_units
 from dualform.show.session import Session
 
 
@@ -58,8 +58,8 @@ QUESTIONS: dict[str, Callable[[dualform.Memory, nn.Module, Tensor], Any]] = {
     "attend": lambda memory, model, inputs: memory.attend(model, inputs)["last"].attention(),
     "effects": lambda memory, model, inputs: memory.attend(model, inputs, quantity="margin").effects().values,
     "slopes": lambda memory, model, inputs: slopes(model, inputs[:1], ["first", "last"], unit=0)["first"],
-    "predict": lambda memory, model, inputs: predict(model, inputs),
-    "predict without the 0s": lambda memory, model, inputs: predict(memory.without(label=0).apply(model), inputs),
+    "predict": lambda memory, model, inputs: predict_units(model, inputs),
+    "predict without the 0s": lambda memory, model, inputs: predict_units(memory.without(label=0).apply(model), inputs),
     "session": lambda memory, model, inputs: Session(memory, model, budget=1 << 20).model(inputs),
     "estimate": lambda memory, model, inputs: torch.tensor(dualform.estimate(model, inputs, steps=3).total),
 }
@@ -111,4 +111,4 @@ def test_predictions_of_a_text_are_those_of_the_last_position() -> None:
 
     model, tokens = Text(), torch.randint(0, 7, (4, 3))
     expected = model.table(tokens)[:, -1].argmax(dim=1)
-    torch.testing.assert_close(predict(model, tokens), expected)
+    torch.testing.assert_close(predict_units(model, tokens), expected)

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from dualform.coefficients import kinds
-from dualform.coefficients.onesided import polynomial
-from dualform.engine.reading import keep_all
-from dualform.engine.replay import kept, replay
 from dualform.engine.verification import Verification
 from dualform.errors import ResumeError
+from dualform.identity.families import optimizer_kinds
+from dualform.identity.families.onesided import polynomial
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
@@ -26,6 +24,7 @@ from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
+from helpers.folds import folded
 from helpers.loops import gradient_of, state
 from helpers.manifests import write_manifest
 
@@ -248,7 +247,7 @@ def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
 @EVERY
 def test_replaying_torchs_own_steps_is_equal_to_the_bit(run: Path, name: str, dtype: torch.dtype) -> None:
     model, _ = train(run, name, dtype=dtype)
-    found = replay(Run(run), LAYERS, horizon=STEPS, groups=0, codes=kept(keep_all))
+    found = folded(Run(run), LAYERS, horizon=STEPS)
     for parameter, tensor in model.named_parameters():
         assert torch.equal(found[parameter].parameter, tensor.detach()), parameter
 
@@ -300,7 +299,7 @@ def test_where_the_replay_need_not_be_equal_rounding_is_allowed_for(run: Path, s
 
 
 def test_another_machine_rounds_otherwise(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualform.coefficients.onesided.machine", lambda device: "cuda of another kind")
+    monkeypatch.setattr("dualform.identity.families.onesided.machine", lambda device: "cuda of another kind")
     model, _ = train(run)
     found = dualform.open(run).verify(model)
     assert found.passed
@@ -334,7 +333,7 @@ def test_rounding_does_not_hide_a_wrong_map(run: Path, monkeypatch: pytest.Monke
     """The third term takes up whatever the map does not say; its size is what tells."""
     model, _ = train(run)
     wrong = lambda update, *chosen: 1.1 * polynomial(update, *chosen)  # noqa: E731
-    monkeypatch.setattr("dualform.coefficients.onesided.polynomial", wrong)
+    monkeypatch.setattr("dualform.identity.families.onesided.polynomial", wrong)
     found = dualform.open(run).verify(model)
     assert all(check.rounding.replay == 0.0 for check in checked(found))
     assert not any(layer.passed for layer in found.layers), found
@@ -370,8 +369,8 @@ def test_a_warm_buffer_is_part_of_the_start(run: Path, dtype: torch.dtype) -> No
     # Without the buffer, its share of every later step would be missing.
     run_without = Run(run)
     run_without.initial_states.clear()
-    cold = replay(run_without, LAYERS, horizon=20, groups=0, codes=kept(keep_all))
-    warm = replay(Run(run), LAYERS, horizon=20, groups=0, codes=kept(keep_all))
+    cold = folded(run_without, LAYERS, horizon=20)
+    warm = folded(Run(run), LAYERS, horizon=20)
     assert all(not torch.equal(cold[name].parameter, warm[name].parameter) for name in warm)
 
 
@@ -438,7 +437,7 @@ def test_frozen_biases_stay_and_missing_gradients_are_no_steps(run: Path) -> Non
 def test_the_settings_of_a_step_survive_the_steps_table(run: Path) -> None:
     train(run, "another polynomial")
     row = dualform.open(run).steps().to_pylist()[-1]
-    kind = kinds()["Muon"]
+    kind = optimizer_kinds()[torch.optim.Muon]
     group = muon(network(), **SETTINGS["another polynomial"]).param_groups[0]
     group["lr"] = row["lr"]
     settings = dict(kind.decode(row))
@@ -581,11 +580,7 @@ def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: Callable[...
         outputs.pow(4).mean().backward()
         facts = []
         for name, optimizer, _ in names.values():
-            kind = kinds().get(type(optimizer).__name__)
-            group = optimizer.param_groups[0]
-            sgd = {"lr": 0.02, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
-            off = {"nesterov": False, "maximize": False, "buffer": False}
-            settings = kind.encode(group) if kind else {**sgd, **off}
+            settings = optimizer_kinds()[type(optimizer)].encode(optimizer.param_groups[0], {})
             facts.append(ParameterFacts(name, type(optimizer).__name__, True, settings, [1.0]))
             optimizer.step()
             optimizer.zero_grad()

@@ -21,46 +21,33 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 def keeping_grad_mode(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function leave grad mode as it was when it was called, whatever was interrupted inside it."""
-
-    @functools.wraps(function)
-    def kept(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = torch.is_grad_enabled()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_grad_enabled(before)
-
-    return kept
+    return _in_grad_mode(function, None)
 
 
 def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function build no graphs, as `torch.no_grad` does."""
-
-    @functools.wraps(function)
-    def computed(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = torch.is_grad_enabled()
-        try:
-            set_grad_enabled(False)
-            return function(*args, **kwargs)
-        finally:
-            set_grad_enabled(before)
-
-    return computed
+    return _in_grad_mode(function, False)
 
 
 def with_gradients(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function build graphs, as `torch.enable_grad` does."""
+    return _in_grad_mode(function, True)
+
+
+def _in_grad_mode(function: Callable[P, R], enabled: bool | None) -> Callable[P, R]:
+    """Let a function begin with grad mode on or off (None: as it is), and leave it as it was."""
 
     @functools.wraps(function)
-    def computed(*args: P.args, **kwargs: P.kwargs) -> R:
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
         before = torch.is_grad_enabled()
         try:
-            set_grad_enabled(True)
+            if enabled is not None:
+                set_grad_enabled(enabled)
             return function(*args, **kwargs)
         finally:
             set_grad_enabled(before)
 
-    return computed
+    return called
 
 
 def call_without_autocast(kinds: Sequence[str], call: Callable[[], R]) -> R:

@@ -2,15 +2,10 @@
 
 import pytest
 
-from helpers.paired import STEPS, Pair, train_both
+from helpers.paired import Pair, train_horizons
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """The run of eleven steps, float64; `references[s]` is that of the first s steps."""
-    folder = tmp_path_factory.mktemp("attend")
-    pairs = [train_both(folder / str(steps), steps) for steps in (0, 3, 6, STEPS)]
-    whole = pairs[-1]
-    by_step = {p.memory.step: p.reference for p in pairs}
-    whole.references = [by_step.get(step, whole.reference) for step in range(STEPS + 1)]
-    return whole
+    """The run of eleven steps, float64."""
+    return train_horizons(tmp_path_factory.mktemp("attend"))

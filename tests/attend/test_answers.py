@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend.answers import Columns
+from dualform.attend.answers import LookedUpColumns
 from dualform.attend.groups import Table
 
 
@@ -22,7 +22,7 @@ def test_columns_are_looked_up_once_and_only_when_one_is_asked_for() -> None:
         asked.append(1)
         return {"label": [3, 4], "step": [0, 1]}
 
-    columns = Columns(["label", "step"], find)
+    columns = LookedUpColumns(["label", "step"], find)
     assert list(columns) == ["label", "step"]
     assert len(columns) == 2
     assert "label" in columns

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.attend import layer_plans
-from dualform.attend.cache import Cache
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.memory import Memory
 from dualform.engine import local
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.jobs import Pass
 from dualform.engine.measures import PatternMeasure
 from dualform.engine.plain import PlainExecutor
@@ -264,12 +264,12 @@ def test_no_answer_depends_on_the_chunks(
         patch.setattr(layer_plans, "MAX_PASS_QUERIES", block)
         cut = LayerSpotlight(
             whole._table,
-            Cache(whole._table.run),
+            AnswerCache(whole._table.run),
             layer,
             pair_queries(whole),
             chunk_size=chunk_size,
         )
-        patch.setattr(Cache, "find", lambda self, what: None)
+        patch.setattr(AnswerCache, "find", lambda self, what: None)
         column = BY[by][0]
         for of in ("attention", "magnitude", "contribution"):
             torch.testing.assert_close(cut.totals(by=column, of=of).values, whole_totals(whole, column, of), **EXACT)

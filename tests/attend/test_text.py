@@ -6,7 +6,7 @@ import torch
 
 import dualform
 from dualform.attend.last_tokens import last_queries
-from dualform.attend.passages import Place, gather
+from dualform.attend.passages import AttendedToken, gather
 from dualform.attend.prompts import read_prompt
 from dualform.errors import QueryError, UnknownLayerError
 from helpers.language_models import TEXT, TOKENS, Letters, record_output_model
@@ -162,7 +162,7 @@ def test_a_recurrent_layers_keys_lie_at_their_places(tmp_path):
 
 
 def places_at(*numbers):
-    return [Place(number, 10.0 - i, 1) for i, number in enumerate(numbers)]
+    return [AttendedToken(number, 10.0 - i, 1) for i, number in enumerate(numbers)]
 
 
 def test_passages_that_overlap_are_one():

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dualform
-from dualform.attend.removal import Removal, in_groups, uncovered
+from dualform.attend.removal import Removal, in_groups, split_into_bins
 from helpers.small import network, recorded, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
@@ -122,7 +122,7 @@ def test_quotes_in_values_stay_values():
     st.integers(1, 20),
 )
 def test_bins_and_rests_are_the_ranges(ranges, width):
-    bins, rests = uncovered(ranges, width, 60)
+    bins, rests = split_into_bins(ranges, width, 60)
     covered = {s for first in bins for s in range(first, min(first + width, 60))} | {
         s for a, b in rests for s in range(a, b)
     }

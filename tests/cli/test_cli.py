@@ -17,7 +17,7 @@ import dualform
 from dualform import cli
 from dualform.experiments.datasets import load
 from dualform.experiments.image_training import ClassifierRecipe, Phase, make_tasks, train_classifier
-from dualform.show.predictions import predict
+from dualform.show.predictions import predict_units
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_mask_equals_the_library(trained, monkeypatch, capsys):
     assert status == 0
     found = json.loads(out)
     masked = dualform.open(folder).without("label = 3").apply(model)
-    before, after = predict(model, task.test[:40]), predict(masked, task.test[:40])
+    before, after = predict_units(model, task.test[:40]), predict_units(masked, task.test[:40])
     assert found["changed"] == int((before != after).sum()) > 0
     assert found["accuracy_after"] == pytest.approx(float((after == task.test_labels[:40]).double().mean()))
     assert "not retrained" in found["note"]

@@ -1,6 +1,7 @@
-"""What every `Executor` must be: the answers of the plain one, for every reducer, view and mixture of jobs."""
+"""What every `Executor` must be: the answers of the plain one, for every reducer, fold, view and mixture of jobs."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -9,10 +10,22 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.attend.groups import Condition, Table
-from dualform.engine.jobs import Executor, Pass
+from dualform.effects.rates import RatesOf
+from dualform.engine.doubt import fold_doubts
+from dualform.engine.jobs import Executor, Fold, Pass, Sweep
 from dualform.engine.measures import PatternMeasure
 from dualform.engine.plain import PlainExecutor
-from dualform.engine.reducers import Best, BestMembers, Everything, GroupShares, GroupSums, KeySums, Outputs, Places
+from dualform.engine.reducers import (
+    Best,
+    BestMembers,
+    Everything,
+    GroupPlaces,
+    GroupShares,
+    GroupSums,
+    KeySums,
+    Outputs,
+)
+from dualform.engine.shares import MaskGroup, SharesOf, fold_shares
 from dualform.store.reader import Run
 
 VIEWS: dict[str, tuple[tuple[Condition, ...], int]] = {
@@ -40,6 +53,39 @@ def executed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(path)
 
 
+@pytest.fixture(scope="session")
+def folded_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run in several shards whose layers are trained by AdamW, and share a weight; the last bias by SGD."""
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("folds") / "run"
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    first, last = model[0].parameters(), [model.get_parameter("2.bias")]
+    optimizers = [torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(last, lr=0.1, momentum=0.9)]
+    with dualform.record(model, optimizers, path, shard_bytes=2000) as recorder:
+        for step in range(9):
+            recorder.annotate(label=torch.arange(12) % 4)
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(12, 6, generator=generator)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return Run(path)
+
+
+def folds_of(source: Run, view: Table) -> dict[str, Fold[Any]]:
+    """Return a fold for every follower, and for every optimizer."""
+    every, horizon = tuple(source.initial), view.horizon
+    return {
+        "start alone": fold_shares(source, ["0"], horizon=horizon, groups=0),
+        "kept patterns": fold_shares(source, source.layers, horizon=horizon, groups=1, by=MaskGroup(view.mask)),
+        "SGD's too": Fold(every, horizon, SharesOf(1), MaskGroup(view.mask)),
+        "doubts": fold_doubts(source, every, horizon=horizon),
+        "rates": Fold(every, horizon, RatesOf()),
+        "no parameters": Fold((), horizon, SharesOf(2)),
+    }
+
+
 def jobs_of(source: Run, view: Table, layer: str, queries: Tensor) -> dict[str, Pass[Any]]:
     """Return a job for every reducer."""
     grouping = view.group(layer, "label")
@@ -57,7 +103,7 @@ def jobs_of(source: Run, view: Table, layer: str, queries: Tensor) -> dict[str, 
     return {
         "everything": measured(Everything(), attention, grouped=False),
         "sums": measured(GroupSums(groups), magnitude),
-        "places": measured(Places(groups), attention),
+        "places": measured(GroupPlaces(groups), attention),
         "best": measured(Best(groups, 3), attention),
         "worst of all": measured(Best(1, 4, largest=False), attention, grouped=False),
         "best members": measured(members, magnitude),
@@ -69,8 +115,8 @@ def jobs_of(source: Run, view: Table, layer: str, queries: Tensor) -> dict[str, 
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Compare two results: tensors, or tuples or dictionaries of them."""
-    if isinstance(expected, dict):
+    """Compare two results: tensors and numbers, or tuples, dictionaries or data classes of them."""
+    if isinstance(expected, Mapping):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert_same(found[name], value)
@@ -78,8 +124,13 @@ def assert_same(found: Any, expected: Any) -> None:
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other)
-    else:
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            assert_same(getattr(found, field.name), getattr(expected, field.name))
+    elif isinstance(expected, Tensor | float):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert found == expected
 
 
 class ExecutorConformance:
@@ -119,3 +170,25 @@ class ExecutorConformance:
         queries = torch.randn(2, 40)
         job = Pass("0", nothing, GroupSums(3), queries, queries, PatternMeasure("magnitude"))
         assert_same(make().run(executed_run, [job])[0], torch.zeros(2, 3, dtype=torch.float64))
+
+    @pytest.mark.parametrize("view", VIEWS)
+    def test_every_fold_gives_the_plain_answer(self, make: Callable[[], Executor], folded_run: Run, view: str) -> None:
+        conditions = (Condition("label <> 1"),) if VIEWS[view][0] else ()
+        table = Table(folded_run, conditions, VIEWS[view][1], PlainExecutor())
+        folds = folds_of(folded_run, table)
+        plain = [PlainExecutor().run(folded_run, [fold])[0] for fold in folds.values()]
+        queries = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
+        sweeps = [
+            Sweep("0", table, Everything(), queries, queries, PatternMeasure("contribution", torch.full((3,), unit)))
+            for unit in (0, 4)
+        ]
+        swept = PlainExecutor().run(folded_run, sweeps)
+        first, *others = folds.values()
+        found = make().run(folded_run, [first, sweeps[0], *others, sweeps[1]])  # in a mixture, in order
+        for one, other in zip(found, [plain[0], swept[0], *plain[1:], swept[1]], strict=True):
+            assert_same(one, other)
+
+    def test_folds_of_one_parameter_at_two_horizons(self, make: Callable[[], Executor], folded_run: Run) -> None:
+        folds = [fold_shares(folded_run, ["0"], horizon=horizon, groups=1) for horizon in (9, 4, 9, 0)]
+        for fold, found in zip(folds, make().run(folded_run, folds), strict=True):
+            assert_same(found, PlainExecutor().run(folded_run, [fold])[0])

@@ -12,25 +12,26 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from conformance.executors import ExecutorConformance, executed_run
+from conformance.executors import ExecutorConformance, executed_run, folded_run
 from conformance.sources import SourceConformance
 from dualform.attend.memory import Memory
-from dualform.coefficients import Facts
 from dualform.engine.addresses import Calls
 from dualform.engine.description import LayerEntry, ParameterEntry, RunDescription
-from dualform.engine.jobs import Executor, Pass, Sweep
+from dualform.engine.fold import run_folds
+from dualform.engine.jobs import Executor, Fold, Job, Pass, Sweep
 from dualform.engine.local import LocalExecutor
 from dualform.engine.plain import PlainExecutor
 from dualform.engine.reading import BlockReader, PatternRange, pattern_ranges
 from dualform.engine.reducers import one_group
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.engine.sweep import run_sweep
+from dualform.identity.families import Facts
 from dualform.identity.parameter_use import ParameterUse
 from dualform.store.reader import Run
 from dualform.store.rows import MemoryRows
 from helpers.loops import gradient_of
 
-__all__ = ["executed_run"]  # a fixture
+__all__ = ["executed_run", "folded_run"]  # fixtures
 USES = (ParameterUse("weight", "weight", "outer"), ParameterUse("bias", "bias", "bias"))
 
 
@@ -115,10 +116,12 @@ def train_list(seed: int = 0) -> tuple[ListSource, nn.Linear]:
 class ProcessExecutor:
     """Runs every part of every job in a forked process, and merges the states that come back."""
 
-    def run(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
+    def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         return [self._run(source, job) for job in jobs]
 
-    def _run(self, source: PatternSource, job: Pass[Any]) -> Any:
+    def _run(self, source: PatternSource, job: Job) -> Any:
+        if isinstance(job, Fold):
+            return run_folds(source, [job])[0]
         if isinstance(job, Sweep):
             return run_sweep(source, job)
         horizon = job.view.horizon

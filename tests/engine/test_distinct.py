@@ -68,7 +68,7 @@ def test_the_answers_are_the_same(
 ) -> None:
     folder, model = recorded
     inputs = torch.randn(7, D_IN)
-    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
+    monkeypatch.setattr("dualform.engine.answer_cache.AnswerCache.find", lambda self, what: None)
     if not kept:
         monkeypatch.setattr(local, "MAX_REMEMBERED_MEASURES_BYTES", 0)
 

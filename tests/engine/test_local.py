@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
-from dualform import algebra
 from dualform import threads as threads_module
-from dualform.algebra import attend
 from dualform.attend import layer_plans
 from dualform.attend.groups import Condition, Table
 from dualform.engine import local, measures, reading, reducers
@@ -21,6 +19,8 @@ from dualform.engine.block import Block
 from dualform.engine.jobs import Pass, WholeView
 from dualform.engine.plain import PlainExecutor
 from dualform.engine.racing import RacingBest
+from dualform.identity import products
+from dualform.identity.products import attend
 from dualform.store import reader
 from dualform.store import rows as rows_module
 from dualform.store.reader import Run
@@ -78,7 +78,7 @@ def test_a_question_reads_the_patterns_chunk_by_chunk(
 ) -> None:
     path, model = wide
     monkeypatch.setattr(local, "BLOCK_PATTERNS", 64)  # of passes without queries
-    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
+    monkeypatch.setattr("dualform.engine.answer_cache.AnswerCache.find", lambda self, what: None)
     watch = Watch(monkeypatch)
     layer = dualform.open(path).attend(model, torch.randn(20, WIDTH), chunk_size=64)[""]
     QUESTIONS[question](layer)
@@ -202,7 +202,7 @@ def test_keys_that_stay_on_a_device_give_the_same_answers(
         found = QUESTIONS[question](memory.attend(model, inputs, chunk_size=700, other_model=True)[""])
         return found if isinstance(found, Tensor) else found.values
 
-    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
+    monkeypatch.setattr("dualform.engine.answer_cache.AnswerCache.find", lambda self, what: None)
     plain = ask()
     monkeypatch.setattr("dualform.engine.local.fits_on_device", lambda size, device: True)
     torch.testing.assert_close(ask(), plain, rtol=1e-5, atol=1e-5)
@@ -290,7 +290,7 @@ def test_attention_is_the_product_however_it_is_computed(
     out = torch.empty(count * keys + 5, dtype=dtype) if into else None
     with pytest.MonkeyPatch.context() as patch:
         if own:
-            patch.setattr("dualform.algebra._product", lambda: None)
+            patch.setattr("dualform.identity.products._product", lambda: None)
         found = attend(queries, rows, out)
     assert found.shape == (count, keys)
     torch.testing.assert_close(found, (queries.double() @ rows.double().T).to(dtype), rtol=1e-5, atol=1e-5)
@@ -302,10 +302,10 @@ def test_torch_and_onednn_give_the_same(
 ) -> None:
     path, model = wide
     inputs = torch.randn(20, WIDTH)
-    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
+    monkeypatch.setattr("dualform.engine.answer_cache.AnswerCache.find", lambda self, what: None)
 
     here = numbers_of(QUESTIONS[question](dualform.open(path).attend(model, inputs)[""]))
-    monkeypatch.setattr("dualform.algebra._product", lambda: None)
+    monkeypatch.setattr("dualform.identity.products._product", lambda: None)
     again = numbers_of(QUESTIONS[question](dualform.open(path).attend(model, inputs)[""]))
     torch.testing.assert_close(again, here, rtol=1e-4, atol=1e-4)
 
@@ -318,7 +318,7 @@ def numbers_of(answer: Any) -> Tensor:
 
 def test_equal_keys_have_equal_scores_in_a_short_last_chunk_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which product is used goes by the pass, not by the chunk."""
-    monkeypatch.setattr(algebra, "REUSED", 2000)
+    monkeypatch.setattr(products, "MAX_REUSED_SCORES", 2000)
     keys, queries = torch.randn(100, 800), torch.randn(30, 800)
     out = torch.empty(30 * 100)
     whole = attend(queries, keys, out).clone()
@@ -326,10 +326,10 @@ def test_equal_keys_have_equal_scores_in_a_short_last_chunk_too(monkeypatch: pyt
 
 
 def test_only_wide_processors_of_others_use_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = algebra._product.__wrapped__
-    monkeypatch.setattr("dualform.algebra._is_intel", lambda: True)
+    choose = products._product.__wrapped__
+    monkeypatch.setattr("dualform.identity.products._is_intel", lambda: True)
     assert choose() is None
-    monkeypatch.setattr("dualform.algebra._is_intel", lambda: False)
+    monkeypatch.setattr("dualform.identity.products._is_intel", lambda: False)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     assert choose() is None
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
@@ -346,7 +346,7 @@ def test_files_that_are_read_give_what_files_that_are_mapped_give(
 ) -> None:
     path, model = wide
     inputs = torch.randn(20, WIDTH)
-    monkeypatch.setattr("dualform.attend.cache.Cache.find", lambda self, what: None)
+    monkeypatch.setattr("dualform.engine.answer_cache.AnswerCache.find", lambda self, what: None)
 
     def ask(masked: bool) -> Tensor:
         memory = dualform.open(path)

@@ -11,20 +11,20 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from dualform.algebra import attend, scale
 from dualform.engine.block import Block
 from dualform.engine.reducers import (
     Best,
     BestMembers,
     Everything,
+    GroupPlaces,
     GroupShares,
     GroupSums,
     KeySums,
     Outputs,
-    Places,
     Reducer,
 )
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.products import attend, scale
 
 WEIGHT, BIAS = ParameterUse("weight", "fc.weight", "outer"), ParameterUse("bias", "fc.bias", "bias")
 
@@ -91,7 +91,7 @@ KINDS: dict[str, tuple[Callable[[Patterns], Reducer[Any, Any]], bool]] = {
     "everything": (lambda p: Everything(), False),
     "outputs": (lambda p: Outputs(p.groups, 2), True),
     "key sums": (lambda p: KeySums(p.groups, 4), False),
-    "places": (lambda p: Places(p.groups), False),
+    "places": (lambda p: GroupPlaces(p.groups), False),
     "shares": (lambda p: GroupShares(p.groups, {WEIGHT: (2, 4), BIAS: (2,)}), False),
 }
 
@@ -175,7 +175,7 @@ def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
 @given(all_patterns=patterns())
 def test_places_are_sums_and_best_scores_by_group(all_patterns: Patterns) -> None:
     p = all_patterns
-    reducer = Places(p.groups)
+    reducer = GroupPlaces(p.groups)
     found = reducer.new(p.queries)
     for part in torch.arange(len(p.keys)).split(7):
         found = p.feed(reducer, found, part, contributions=False)

@@ -68,3 +68,12 @@ def train_both(path: Path, steps: int) -> Pair:
             chosen = {"lr": lr, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
             reference.step(batches, chosen, max_norm=0.4)
     return Pair(path, dualform.open(path), model, [reference])
+
+
+def train_horizons(folder: Path) -> Pair:
+    """Return the run of eleven steps, float64, and its dense reference; `references[s]` is of the first s steps."""
+    pairs = [train_both(folder / str(steps), steps) for steps in (0, 3, 6, STEPS)]
+    whole = pairs[-1]
+    by_step = {p.memory.step: p.reference for p in pairs}
+    whole.references = [by_step.get(step, whole.reference) for step in range(STEPS + 1)]
+    return whole

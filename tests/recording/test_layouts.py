@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.engine.replay import maps
+from dualform.engine.parameter_steps import ParameterSteps
+from dualform.engine.shares import replayed_parameters
+from dualform.engine.step_calls import StepReader
 from dualform.recording.layouts import describe, laid_out
 
 UNITS = 33
@@ -117,12 +119,16 @@ def test_gradients_are_replayed_to_the_bit_in_every_layout(
             expected.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
             optimizer.step()
     memory = dualform.open(run)
-    found = [
-        {name: gradient for name, (_, gradient, _) in step.items()} for _, step in maps(memory._run, "0", horizon=3)
-    ]
-    for step, gradients in zip(found, expected, strict=True):
+    source = memory._run
+    steps = {name: ParameterSteps(source, name) for name in replayed_parameters(source, ["0"])}
+    reader = StepReader(source, steps)
+    found = []
+    for step in range(3):
+        taken = {name: one.take(step, reader.calls(step)) for name, one in steps.items()}
+        found.append({name: one.gradient for name, one in taken.items() if one is not None})
+    for rebuilt, gradients in zip(found, expected, strict=True):
         for name, gradient in gradients.items():
-            assert torch.equal(step[name], gradient), name
+            assert torch.equal(rebuilt[name], gradient), name
     assert memory.verify(model).passed
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.errors import RefusedError
-from dualform.recording.optimizers import find_logger, supported
+from dualform.recording.optimizers import kind_of, supported
 from helpers.loops import (
     WITHIN,
     assert_exact,
@@ -361,8 +361,8 @@ def test_supported_optimizers_are_found_by_type() -> None:
     assert supported() == ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
     parameters = [nn.Parameter(torch.zeros(1, 1))]
     for name in supported():
-        assert find_logger(getattr(torch.optim, name)(parameters, lr=0.1)) is not None
-    assert find_logger(torch.optim.Rprop(parameters)) is None
+        assert kind_of(getattr(torch.optim, name)(parameters, lr=0.1)) is not None
+    assert kind_of(torch.optim.Rprop(parameters)) is None
 
 
 @pytest.mark.slow
@@ -372,3 +372,32 @@ def test_long_momentum_in_float32(run: Path) -> None:
     with dualform.record(model, optimizer, run):
         train(model, optimizer, batches(1000))
     assert worst(dualform.open(run), model) <= 1e-5
+
+
+class AdamW(torch.optim.Optimizer):
+    """An optimizer of somebody else that torch has the name of too."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step by the sign."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.grad.sign()
+
+
+def test_an_optimizer_is_not_taken_for_torchs_of_the_same_name(run: Path) -> None:
+    model = nn.Linear(5, 3)
+    with pytest.raises(RefusedError, match="AdamW is not an optimizer whose coefficients are known"):
+        dualform.record(model, AdamW(model.parameters()), run).__enter__()
+    optimizer = AdamW(model.parameters())
+    with dualform.record(model, optimizer, run, layers={"*": "keys"}):
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+    memory = dualform.open(run)
+    assert memory._run.description.optimizers == (f"{__name__}:AdamW",)
+    assert memory.info().optimizers == ("AdamW",)
+    assert not any(memory._run.is_replayed(name) for name in ("weight", "bias"))

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import dualform
 from dualform.errors import DualformError, OptimizerError, RefusedError
-from dualform.recording.optimizers import changed_names, find_logger, known_type
+from dualform.recording.optimizers import changed_names, kind_of, known_type
 from dualform.recording.unwrap import unwrap, unwrap_all
 from helpers.loops import assert_exact, batches, loss_of, mlp, sgd, train
 
@@ -202,7 +202,7 @@ def test_a_subclass_that_might_change_a_step_is_refused(run: Path, case: str) ->
     kind = subclasses()[case]
     model = mlp()
     optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    assert find_logger(optimizer) is None
+    assert kind_of(optimizer) is None
     base = Adam if case == "groups" else SGD
     assert changed_names(kind, base)
     with pytest.raises(

@@ -374,3 +374,17 @@ def test_columns_go_on_in_their_type(checkpoints: Checkpoints) -> None:
     memory = dualform.open(checkpoints.path)
     assert memory.info().columns["label"] == "double"
     assert memory.where("label = 0.5").patterns("0")["step"].to_pylist() == [5] * ROWS
+
+
+def test_a_run_whose_optimizer_has_no_module_in_its_name_is_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As runs of earlier versions are: `SGD` means torch's."""
+    with monkeypatch.context() as patch:
+        patch.setattr("dualform.recording.steps.optimizer_name", lambda optimizer: optimizer.__name__)
+        checkpoints = Checkpoints(run)
+    assert Run(run).manifest.optimizers == ("SGD",)
+    checkpoints.load(STEPS)
+    assert checkpoints.resume(range(STEPS, STEPS + 3)) == STEPS
+    memory = dualform.open(run)
+    assert memory.verify(checkpoints.model).passed
+    assert memory.info().optimizers == ("SGD",)
+    assert set(memory.steps()["optimizer"].to_pylist()) == {"SGD", "torch.optim:SGD"}

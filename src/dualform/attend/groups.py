@@ -67,10 +67,10 @@ def condition(sql: str | None, equal: Mapping[str, Any], *, negated: bool) -> Co
     """Make a condition of SQL text, keyword equalities, or both."""
     if sql is None and not equal:
         raise SelectionError('Nothing to select by. Give SQL text ("step >= 3000") or columns (task="mnist").')
-    return Condition(sql, tuple((name, _frozen(value)) for name, value in sorted(equal.items())), negated)
+    return Condition(sql, tuple((name, _hashable(value)) for name, value in sorted(equal.items())), negated)
 
 
-def _frozen(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     plain = value.tolist() if hasattr(value, "tolist") else value  # tensors and arrays
     return tuple(plain) if isinstance(plain, list | tuple | set | frozenset | range) else plain
 
@@ -135,16 +135,16 @@ class NumberedGroups:
     def of(self, wanted: PatternRange, device: torch.device) -> Tensor:
         """Return the groups of a range's patterns, (n,)."""
         part = wanted.part
-        assert part is not None, "numbers are read part by part"
+        assert part is not None, "a numbered column is read part by part"
         found = self._found.get(part.index)
         if found is None:
             table = self._table
             rows = kept_rows(part, self._layer, table.horizon, table.mask)
-            found = rows, table.numbers_of(part, self._layer, self._numbered)
+            found = rows, table.numbered_codes_of(part, self._layer, self._numbered)
             self._found = {part.index: found, **dict(list(self._found.items())[:1])}
-        rows, numbers = found
+        rows, codes = found
         start = int(np.searchsorted(rows, wanted.rows[0]))
-        return torch.from_numpy(numbers[start : start + len(wanted)]).to(device)
+        return torch.from_numpy(codes[start : start + len(wanted)]).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class Table:
         holds = np.ones(part.count(layer), dtype=bool)
         for name, value in one.equal:
             self.require([name])
-            holds &= _equals(name, self.column(part, layer, name), value)
+            holds &= _equal_rows(name, self.column(part, layer, name), value)
         if one.sql is not None:
             holds &= sql_mask(self._sql_table(one.sql, part, layer), one.sql, self.names)
         return holds
@@ -267,7 +267,7 @@ class Table:
             named = value is None or (isinstance(value, tuple) and None in value)  # a missing value is asked for
             missing = np.zeros(len(column), dtype=bool) if named else np.asarray(column.is_null())
             null |= missing
-            refuted |= ~missing & ~_equals(name, column, value)
+            refuted |= ~missing & ~_equal_rows(name, column, value)
         if one.sql is not None:
             table = self._sql_table(one.sql, part, layer)
             missing = sql_mask(table, f"({one.sql}\n) IS NULL", self.names)
@@ -335,18 +335,18 @@ class Table:
                 width = max(len(next_labels), 1)
                 present, codes = np.unique(codes * width + next_codes, return_inverse=True)
                 labels = [(*wide[i // width], next_labels[i % width]) for i in present.tolist()]
-        order = sorted(range(len(labels)), key=lambda i: _order(labels[i]))
+        order = sorted(range(len(labels)), key=lambda i: _label_order(labels[i]))
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
         return Grouping(tuple(parts), tuple(labels[i] for i in order), place[codes] if len(codes) else codes)
 
-    def numbers(self, layer: str, groups: Numbered) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield a column of the kept patterns, part by part; where it has no value, the number after the last."""
+    def numbered_codes(self, layer: str, groups: Numbered) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield the values of a numbered column for the kept patterns of each part; `groups.size` for no value."""
         for part in self.run.parts():
-            yield self.numbers_of(part, layer, groups)
+            yield self.numbered_codes_of(part, layer, groups)
 
-    def numbers_of(self, part: PatternPart, layer: str, groups: Numbered) -> npt.NDArray[np.int64]:
-        """Return a column of the kept patterns of one part."""
+    def numbered_codes_of(self, part: PatternPart, layer: str, groups: Numbered) -> npt.NDArray[np.int64]:
+        """Return the values of a numbered column for the kept patterns of one part; `groups.size` for no value."""
         self.require([groups.column])
         kept = kept_rows(part, layer, self.horizon, self.mask)
         rows = part.addresses(layer)["annotation"][kept]
@@ -389,7 +389,7 @@ def _first_numbers(count: int) -> npt.NDArray[np.int64]:
     return np.arange(count)
 
 
-def _equals(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
+def _equal_rows(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
     if value is None:
         return np.asarray(column.is_null())
     wanted = list(value) if isinstance(value, tuple) else [value]
@@ -408,7 +408,7 @@ def _binned(column: pa.Array, part: Bins) -> pa.Array:
     return edges.cast(pa.int64()) if whole else edges
 
 
-def _order(label: Any) -> tuple[Any, ...]:
+def _label_order(label: Any) -> tuple[Any, ...]:
     parts = label if isinstance(label, tuple) else (label,)
     return tuple(
         (part is None, part != part, isinstance(part, str), 0 if part is None or part != part else part)

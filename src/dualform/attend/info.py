@@ -7,6 +7,7 @@ from typing import Any
 
 from dualform.engine.source import PatternSource
 from dualform.engine.verification import stored_bytes
+from dualform.identity.families.naming import class_name
 from dualform.recording.estimate import size_text
 
 
@@ -57,7 +58,7 @@ def _rows(layer: Mapping[str, Any]) -> str:
     return f", rows {layer['rows']['outcome']}{why}"
 
 
-def describe(run: PatternSource, view: str) -> Info:
+def describe_run(run: PatternSource, view: str) -> Info:
     """Describe a run; `view` says which part of it is looked at."""
     described = run.description
     layers = {
@@ -81,7 +82,7 @@ def describe(run: PatternSource, view: str) -> Info:
         layers=layers,
         columns=described.columns,
         uncovered=described.uncovered,
-        optimizers=described.optimizers,
+        optimizers=tuple(map(class_name, described.optimizers)),
         bytes=0 if run.run_files is None else run.run_files.size(),
         no_final=described.no_final,
         not_kept=_not_kept(run),

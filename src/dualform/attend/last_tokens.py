@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend.context import naming_failures
-from dualform.attend.queries import Captured, capture_calls, check, find_watched
+from dualform.attend.queries import Captured, capture_calls, check
 from dualform.engine.description import LayerEntry
+from dualform.engine.model_layers import find_watched
 from dualform.errors import QueryError
 from dualform.recording.watch import Watched
 
-Calls = Mapping[str, Sequence[Tensor]]
+CallInputs = Mapping[str, Sequence[Tensor]]
 OTHER_TOKENS = 3  # tokens that are tried in the last one's place
 
 
@@ -86,14 +87,14 @@ def prompt_queries(
     return found, reasons
 
 
-def laid_out(tokens: Tensor, batch_axis: int) -> Tensor:
+def as_model_takes(tokens: Tensor, batch_axis: int) -> Tensor:
     """Return tokens (B, L) as the model takes them: (L, B) where its batch axis is 1."""
     return tokens.T if batch_axis == 1 else tokens
 
 
-def _capture(model: nn.Module, tokens: Tensor, watched: Mapping[str, Watched], batch_axis: int) -> Calls:
+def _capture(model: nn.Module, tokens: Tensor, watched: Mapping[str, Watched], batch_axis: int) -> CallInputs:
     with naming_failures(tokens.shape[1]):
-        return capture_calls(model, laid_out(tokens, batch_axis), watched)
+        return capture_calls(model, as_model_takes(tokens, batch_axis), watched)
 
 
 def _last_rows(calls: Sequence[Tensor], layer: Watched, shape: tuple[int, ...], batch_axis: int) -> Tensor | str:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from dualform.attend.answers import Effects, GroupTotals, Ranking
-from dualform.attend.cache import Cache
-from dualform.attend.effects import LayerEffects
-from dualform.attend.effects_asked import Asked
 from dualform.attend.groups import By, Grouping, Table
 from dualform.attend.layer_plans import LayerPlans, check_per
 from dualform.attend.queries import Captured
 from dualform.attend.questions import Per, Plan, Question, Top, Totals, answer_all
 from dualform.attend.sums import LayerSums, apply_uses
+from dualform.effects.layer_effects import LayerEffects
+from dualform.effects.output_gradients import OutputGradients
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.measures import Of, PatternMeasure
 from dualform.errors import QueryError
 from dualform.identity.parameter_use import takes_ids
@@ -23,6 +23,9 @@ from dualform.threads import in_own_dtype
 
 A = TypeVar("A")
 
+SWEEP_UNITS = 64
+"""Output units whose contributions one sweep over the steps finds together: each has a measure of every pattern."""
+
 
 class LayerSpotlight:
     """What each query of one layer attends to, over the patterns of a view."""
@@ -30,11 +33,11 @@ class LayerSpotlight:
     def __init__(
         self,
         table: Table,
-        cache: Cache,
+        cache: AnswerCache,
         layer: str,
         queries: Captured,
         *,
-        asked: Asked | None = None,
+        gradients: OutputGradients | None = None,
         chunk_size: int | None = None,
     ) -> None:
         self.name = layer
@@ -46,7 +49,7 @@ class LayerSpotlight:
         self.queries = queries.rows.to(torch.int64 if ids else self._dtype)  # (Q, d_in)
         like = torch.empty(0, dtype=self._dtype, device=self.queries.device)
         self._sums = LayerSums(table, cache, layer, like)
-        effects = None if asked is None else LayerEffects(table, cache, layer, self.queries, asked, self._dtype)
+        effects = None if gradients is None else LayerEffects(table, cache, layer, self.queries, gradients, self._dtype)
         self._plans = LayerPlans(table, layer, self.queries, self._sums, effects, chunk_size)
 
     def __len__(self) -> int:
@@ -82,10 +85,13 @@ class LayerSpotlight:
         """Return what every pattern adds to the output, (Q, T, d_out). For small memories; see `totals`."""
         size = self._dtype.itemsize * len(self) * self.count() * self._entry.d_out
         self._plans.check_affordable(size, "contributions()")
-        parts = []
-        for unit in range(self._entry.d_out):
-            units = torch.full((len(self),), unit, device=self.queries.device)
-            parts.append(self._answer(self._plans.everything(self._plans.contribution(units))))
+        d_out = self._entry.d_out
+        together = SWEEP_UNITS if self._plans.sums.replayed else 1
+        parts: list[Tensor] = []
+        for start in range(0, d_out, together):
+            units = [torch.full((len(self),), u, device=self.queries.device) for u in range(d_out)[start:][:together]]
+            plans = [self._plans.everything(self._plans.contribution(unit)) for unit in units]
+            parts += answer_all(self._table.run, self._table.executor, plans)
         return torch.stack(parts, dim=2)
 
     @in_own_dtype
@@ -136,7 +142,7 @@ class LayerSpotlight:
         grouping = self._group(by if by is not None else self._plans.column(per))
         self._plans.check_affordable(8 * len(source) * len(grouping.labels), "effects()")
         values = source.totals(grouping)
-        return Effects((self.name,), source.asked.quantity, grouping.by, grouping.labels, values, {})
+        return Effects((self.name,), source.gradients.quantity, grouping.by, grouping.labels, values, {})
 
     @in_own_dtype
     def top(

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.attend.answers import Columns, GroupTotals, Ranking
-from dualform.attend.effects import LayerEffects
-from dualform.attend.effects_moments import outside
+from dualform.attend.answers import GroupTotals, LookedUpColumns, Ranking
 from dualform.attend.groups import By, Grouping, Table
 from dualform.attend.questions import Per, Plan, Top, Totals
 from dualform.attend.sums import LayerSums, apply_uses
+from dualform.effects.layer_effects import LayerEffects
+from dualform.effects.moments import outside
 from dualform.engine.jobs import Pass, Sweep
 from dualform.engine.measures import Of, PatternMeasure
 from dualform.engine.reducers import Best, BestMembers, Everything, GroupSums, Outputs, Reducer, joined
@@ -273,10 +273,10 @@ class LayerPlans:
         if columns is not None:
             self.table.require(columns)
             names = [name for name in names if name in columns]
-        asked = patterns.clone()  # out of the user's reach
+        pattern_ids = patterns.clone()  # out of the user's reach
 
         def look_up() -> dict[str, list[Any]]:
-            return self.table.lookup(self.name, asked.reshape(-1).cpu().numpy(), names)
+            return self.table.lookup(self.name, pattern_ids.reshape(-1).cpu().numpy(), names)
 
         return Ranking(
             layer=self.name,
@@ -286,7 +286,7 @@ class LayerPlans:
             groups=(None,) if grouping is None else grouping.labels,
             values=scores.masked_fill(patterns < 0, torch.nan).to(self._dtype),
             patterns=patterns,
-            columns=Columns(names, look_up),
+            columns=LookedUpColumns(names, look_up),
         )
 
 

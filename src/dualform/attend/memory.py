@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend import text
-from dualform.attend.cache import Cache
-from dualform.attend.course import Course, follow
-from dualform.attend.effects_asked import Asked, Quantity, ask
-from dualform.attend.effects_moments import outside
 from dualform.attend.groups import Bins, By, Condition, Table, condition
-from dualform.attend.info import Info, describe
+from dualform.attend.info import Info, describe_run
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight
+from dualform.attend.training_history import TrainingHistory, find_training_history
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
+from dualform.effects.moments import outside
+from dualform.effects.output_gradients import OutputGradients, Quantity, find_output_gradients
 from dualform.engine import rebuild
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.coverage import Coverage, coverage
 from dualform.engine.description import LayerEntry, RowsEntry
 from dualform.engine.fingerprints import matching_steps
@@ -65,12 +65,12 @@ class Memory:
         shared: "_Shared | None" = None,
     ) -> None:
         self._run = source
-        self._shared = shared or _Shared(Cache(source), executor or LocalExecutor())
+        self._shared = shared or _Shared(AnswerCache(source), executor or LocalExecutor())
         self._cache = self._shared.cache
         self._conditions = conditions
         self._horizon = source.steps if horizon is None else horizon
         self._table = Table(source, conditions, self._horizon, self._shared.executor)
-        self._parts: dict[str, rebuild.Parts] | None = None
+        self._parts: dict[str, rebuild.ParameterParts] | None = None
 
     # What there is ------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Memory:
 
     def info(self) -> Info:
         """Describe the memory."""
-        return describe(self._run, self._describe())
+        return describe_run(self._run, self._describe())
 
     def patterns(self, layer: str, *, columns: Collection[str] | None = None) -> pa.Table:
         """Return the pattern table of a layer in this view: addresses and annotations, a row per pattern."""
@@ -138,9 +138,9 @@ class Memory:
         """Return how many groups the patterns of a layer fall into."""
         return len(self._table.group(layer, by).labels)
 
-    def course(self, *, width: int) -> Course:
-        """Return the course of the run in bins of `width` steps: how large its errors were, its epochs and tasks."""
-        return follow(self._table, width=width)
+    def training_history(self, *, width: int) -> TrainingHistory:
+        """Return the history of the run in bins of `width` steps: how large its errors were, its epochs and tasks."""
+        return find_training_history(self._table, width=width)
 
     def steps(self) -> pa.Table:
         """Return the optimizer facts of every (step, parameter) up to the horizon."""
@@ -221,7 +221,7 @@ class Memory:
 
         `without` keeps such a pattern and `where` leaves it out. Layers that have none are left out.
         """
-        names = list(self.layers) if layers is None else _names(layers)
+        names = list(self.layers) if layers is None else _layer_names(layers)
         counts = {name: self._table.unknown(name) for name in names}
         return {name: count for name, count in counts.items() if count}
 
@@ -275,7 +275,7 @@ class Memory:
             model: the trained model; parameters that the memory does not cover are taken from it as they are.
             layers: the layers whose weights to replace; by default all that were recorded.
         """
-        names = list(self.layers) if layers is None else _names(layers)
+        names = list(self.layers) if layers is None else _layer_names(layers)
         wanted = {p for name in names for p in self._run.require_values(name).parameters.values()}
         weights = self.weights()
         return _with_parameters(model, {name: weights[name] for name in wanted})
@@ -392,7 +392,7 @@ class Memory:
         """
         if (model is None or inputs is None) == (queries is None):
             raise QueryError("Give either a model and inputs, or queries={layer: tensor}.")
-        names = _names(layers) if layers is not None else list(queries if queries is not None else self.layers)
+        names = _layer_names(layers) if layers is not None else list(queries if queries is not None else self.layers)
         if queries is not None and (lacking := [name for name in names if name not in queries]):
             raise QueryError(f"There are no queries for the layers {', '.join(map(repr, lacking))}.")
         entries = {name: self._run.layer(name) for name in names}
@@ -402,13 +402,13 @@ class Memory:
             assert model is not None, "checked above"
             inputs = list(batches(inputs))
             captured = capture_queries(model, inputs, entries)
-        asked: Mapping[str, Asked] = {}
+        gradients: Mapping[str, OutputGradients] = {}
         if targets is not None or quantity is not None:
             if model is None:
                 raise QueryError("Effects need a model and inputs: queries alone have no gradients.")
             linear = {name: entry for name, entry in entries.items() if outside(self._run, name) is None}
             axis = self._run.description.batch_axis
-            asked = ask(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
+            gradients = find_output_gradients(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
         if model is not None and not other_model:
             self._say_other_model(model)
         self._say_unknown(names)
@@ -419,7 +419,7 @@ class Memory:
                     self._cache,
                     name,
                     rows,
-                    asked=asked.get(name),
+                    gradients=gradients.get(name),
                     chunk_size=chunk_size,
                 )
                 for name, rows in captured.items()
@@ -456,7 +456,7 @@ class Memory:
                 `encode` and `decode`.
             other_model: whether the model is meant to be another than the recorded one; see `attend`.
         """
-        chosen = text.check_layers(self.layers if layers is None else _names(layers), self.layers)
+        chosen = text.check_layers(self.layers if layers is None else _layer_names(layers), self.layers)
         found = text.attend_text(
             self._table,
             chosen,
@@ -533,7 +533,7 @@ class Memory:
             self._shared.said.add(self._conditions)
             warn_user(f"The mask {self._describe()}: {message}", MaskWarning)
 
-    def _exact_parts(self) -> dict[str, rebuild.Parts]:
+    def _exact_parts(self) -> dict[str, rebuild.ParameterParts]:
         if self._parts is None:
             if not self._run.exact_parameters():
                 self._run.require_values(next(iter(self.layers)))
@@ -558,7 +558,7 @@ class _Shared:
         state: what the run knows of uncovered state at its end, once it was asked for.
     """
 
-    cache: Cache
+    cache: AnswerCache
     executor: Executor
     said: set[object] = dataclasses.field(default_factory=set)
     marks: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
@@ -576,7 +576,7 @@ def undecided_text(unknown: Mapping[str, int]) -> str:
     )
 
 
-def _names(layers: str | Collection[str]) -> list[str]:
+def _layer_names(layers: str | Collection[str]) -> list[str]:
     return [layers] if isinstance(layers, str) else list(layers)
 
 

@@ -11,7 +11,7 @@ from dualform.tokens import join, space_between, visible, whole_characters
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AttendedToken:
     """An attended token in the training text.
 
     Attributes:
@@ -39,7 +39,7 @@ class Passage:
     """
 
     document: str
-    attended: tuple[Place, ...]
+    attended: tuple[AttendedToken, ...]
     first: int
     tokens: tuple[str, ...]
     following: str
@@ -70,7 +70,7 @@ class Passage:
         return "".join(f"**{text}**" if attended else text for text, attended in self.pieces())
 
 
-def gather(places: Sequence[Place], corpus: Corpus, *, count: int, around: int) -> tuple[Passage, ...]:
+def gather(places: Sequence[AttendedToken], corpus: Corpus, *, count: int, around: int) -> tuple[Passage, ...]:
     """Return the best passages, made of places that come best first.
 
     A place whose surroundings overlap those of a better one joins its passage, which then shows both.
@@ -81,7 +81,7 @@ def gather(places: Sequence[Place], corpus: Corpus, *, count: int, around: int) 
         count: how many passages at most.
         around: how many tokens to show on either side.
     """
-    passages: list[list[Place]] = []
+    passages: list[list[AttendedToken]] = []
     for place in places:
         near = (p for p in passages if any(abs(place.place - other.place) <= 2 * around for other in p))
         passage = next(near, None)
@@ -89,15 +89,15 @@ def gather(places: Sequence[Place], corpus: Corpus, *, count: int, around: int) 
             passage.append(place)
         elif len(passages) < count:
             passages.append([place])
-    return tuple(_passage(found, corpus, around) for found in passages)
+    return tuple(_join_places(found, corpus, around) for found in passages)
 
 
-def _passage(places: Sequence[Place], corpus: Corpus, around: int) -> Passage:
-    numbers = [place.place for place in places]
-    first = max(0, min(numbers) - around)
-    last = min(len(corpus.train), max(numbers) + around + 1)
-    document = int(corpus.documents(np.array(numbers[:1]))[0])
-    follower = numbers[0] + 1
+def _join_places(places: Sequence[AttendedToken], corpus: Corpus, around: int) -> Passage:
+    token_places = [place.place for place in places]
+    first = max(0, min(token_places) - around)
+    last = min(len(corpus.train), max(token_places) + around + 1)
+    document = int(corpus.documents(np.array(token_places[:1]))[0])
+    follower = token_places[0] + 1
     return Passage(
         document=corpus.titles[document],
         attended=tuple(places),

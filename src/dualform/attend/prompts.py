@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend.context import naming_failures
-from dualform.attend.last_tokens import laid_out
-from dualform.attend.outputs import last_logits_of
+from dualform.attend.last_tokens import as_model_takes
 from dualform.errors import QueryError
+from dualform.logits import last_logits_of
 from dualform.recording.estimate import forward
 from dualform.store.corpus import Corpus
 from dualform.store.pieces import Tokenizer, encode_text, piece_texts, raw_piece
@@ -73,7 +73,7 @@ def read_prompt(
         )
     else:
         text = prompt
-        known, notes = _read(corpus, prompt)
+        known, notes = _known_tokens(corpus, prompt)
     if context is not None and len(known) > context:
         notes.append(f"only the last {context} of {len(known)} {corpus.unit} fit the model's context")
         known = known[-context:]
@@ -96,11 +96,11 @@ def _encoded(corpus: Corpus, text: str, tokenizer: Tokenizer) -> list[int]:
     tokens = encode_text(tokenizer, text)
     _check_tokens(corpus, tokens)
     for token, piece in zip(tokens, piece_texts(tokenizer, tokens), strict=True):
-        kept = corpus.token(token)
-        if kept.strip() != piece.strip() and kept != raw_piece(tokenizer, token):
+        in_corpus = corpus.token(token)
+        if in_corpus.strip() != piece.strip() and in_corpus != raw_piece(tokenizer, token):
             raise QueryError(
                 f"This tokenizer is not that of {corpus.name}: its token {token} is {piece!r}, but in the run's "
-                f"vocabulary it is {kept!r}. Give the tokenizer that the model was trained with."
+                f"vocabulary it is {in_corpus!r}. Give the tokenizer that the model was trained with."
             )
     return tokens
 
@@ -116,7 +116,7 @@ def _check_tokens(corpus: Corpus, tokens: Sequence[int]) -> None:
         )
 
 
-def _read(corpus: Corpus, text: str) -> tuple[list[int], list[str]]:
+def _known_tokens(corpus: Corpus, text: str) -> tuple[list[int], list[str]]:
     """Return the tokens of a text in characters or words, and what a person should know of them."""
     known: list[int] = []
     unknown: list[str] = []
@@ -191,5 +191,5 @@ def last_logits(model: nn.Module, tokens: Tensor, *, batch_axis: int = 0) -> Ten
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with naming_failures(tokens.shape[1]):
-        outputs: Any = forward(model, laid_out(tokens, batch_axis).to(device))
+        outputs: Any = forward(model, as_model_takes(tokens, batch_axis).to(device))
     return last_logits_of(outputs, rows=len(tokens), length=tokens.shape[1], batch_axis=batch_axis)

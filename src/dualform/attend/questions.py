@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from dualform.attend.groups import By
-from dualform.engine.jobs import Executor, Pass
+from dualform.engine.jobs import Executor, Job
 from dualform.engine.measures import Of
 from dualform.engine.source import PatternSource
 
 Per = Literal["pattern", "sample"]
 A = TypeVar("A")
-Plan = Generator[list[Pass[Any]], list[Any], A]
+Plan = Generator[list[Job], list[Any], A]
 """How a question is answered: yields the jobs it needs next, is sent their results, and returns the answer."""
 
 
@@ -49,7 +49,7 @@ Question = Totals | Top
 def answer_all(source: PatternSource, executor: Executor, plans: Sequence[Plan[Any]]) -> list[Any]:
     """Carry out plans side by side: the jobs that they need at the same time are run together."""
     answers: dict[int, Any] = {}
-    running: dict[int, tuple[Plan[Any], list[Pass[Any]]]] = {}
+    running: dict[int, tuple[Plan[Any], list[Job]]] = {}
 
     def advance(number: int, plan: Plan[Any], results: list[Any] | None) -> None:
         try:

@@ -15,7 +15,7 @@ from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
 from dualform.store.kept_state import KnownState
 
-NAMED = 3  # differing parts that a message names
+MAX_NAMED_DIFFERENCES = 3  # differing parts that a message names
 
 
 def logged_marks(run: PatternSource, horizon: int) -> dict[str, str]:
@@ -44,7 +44,11 @@ def differing_parts(
     found = []
     for name, mark in marks.items():
         entry = run.description.parameters[name]
-        if name not in live or tuple(live[name].shape) != entry.shape or _mark(live[name], entry.dtype) != mark:
+        if (
+            name not in live
+            or tuple(live[name].shape) != entry.shape
+            or _fingerprint_of(live[name], entry.dtype) != mark
+        ):
             found.append(name)
     for name, value in (state.values if state is not None else {}).items():
         # A buffer of another shape is one that the model makes as it goes, such as a table of positions.
@@ -53,7 +57,7 @@ def differing_parts(
     return found
 
 
-def _mark(tensor: Tensor, dtype: str) -> str:
+def _fingerprint_of(tensor: Tensor, dtype: str) -> str:
     return fingerprint(sample(tensor).cpu().to(getattr(torch, dtype)))
 
 
@@ -64,7 +68,9 @@ def _same(live: Tensor, value: Tensor) -> bool:
 
 def other_model_text(run: PatternSource, model: nn.Module, names: list[str], horizon: int) -> str:
     """Say that a model is not the recorded one, which parts differ, and which step's weights it has if any."""
-    listed = ", ".join(map(repr, names[:NAMED])) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    listed = ", ".join(map(repr, names[:MAX_NAMED_DIFFERENCES])) + (
+        f" and {len(names) - MAX_NAMED_DIFFERENCES} more" if len(names) > MAX_NAMED_DIFFERENCES else ""
+    )
     live = {plain_name(name): tensor for name, tensor in model.named_parameters()}
     covered = {name: live[name] for name in run.description.parameters if name in live}
     steps = matching_steps(run, covered) - {horizon} if len(covered) == len(run.description.parameters) else set()

@@ -83,11 +83,11 @@ def in_groups(by: Sequence[str | Bins], groups: Sequence[Any]) -> str:
     ("task" = 'mnist' AND "label" = 3)
     """
     rows = [group if len(by) > 1 else (group,) for group in groups]
-    joined = [" AND ".join(_equals(part, value) for part, value in zip(by, row, strict=True)) for row in rows]
+    joined = [" AND ".join(_equality_sql(part, value) for part, value in zip(by, row, strict=True)) for row in rows]
     return " OR ".join(f"({one})" for one in joined)
 
 
-def _equals(part: str | Bins, value: Any) -> str:
+def _equality_sql(part: str | Bins, value: Any) -> str:
     column = part if isinstance(part, str) else part.column
     name = '"' + column.replace('"', '""') + '"'
     if isinstance(part, Bins) and value is not None and value == value:
@@ -101,10 +101,10 @@ def _equals(part: str | Bins, value: Any) -> str:
     return f"{name} = {value!r}"
 
 
-def uncovered(ranges: Sequence[Range], width: int, last: int) -> tuple[list[int], list[Range]]:
+def split_into_bins(ranges: Sequence[Range], width: int, last: int) -> tuple[list[int], list[Range]]:
     """Split ranges of steps into whole bins and what is left over.
 
-    >>> uncovered([(5, 31)], 10, 100)
+    >>> split_into_bins([(5, 31)], 10, 100)
     ([10, 20], [(5, 10), (30, 31)])
 
     Args:

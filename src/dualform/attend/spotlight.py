@@ -1,35 +1,26 @@
 """Spotlights: for each query and layer, what it attends to. One layer's is in `layer.py`; here are all together."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dualform.attend.answers import Effects, Vote, add_effects
-from dualform.attend.effects_moments import outside
+from dualform.attend.by_layer import ByLayer
 from dualform.attend.groups import By
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.questions import Per, Question, answer_all
 from dualform.drawing import notebook_html
+from dualform.effects.moments import outside
 from dualform.engine.measures import Of
-from dualform.errors import QueryError, UnknownLayerError
+from dualform.errors import QueryError
 from dualform.threads import in_own_dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spotlight:
+class Spotlight(ByLayer[LayerSpotlight]):
     """The spotlights of all layers: `spotlight["layers.2"]` is one layer's."""
 
     layers: Mapping[str, LayerSpotlight]
-
-    def __getitem__(self, layer: str) -> LayerSpotlight:
-        try:
-            return self.layers[layer]
-        except KeyError:
-            known = ", ".join(map(repr, self.layers))
-            raise UnknownLayerError(f"There is no spotlight on layer {layer!r}. There are: {known}.") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
 
     def __repr__(self) -> str:
         return "\n".join(repr(layer) for layer in self.layers.values())

@@ -72,7 +72,7 @@ def sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.
         try:
             relation = connection.from_arrow(table)
             with _interrupted_after(connection, MAX_SECONDS):
-                kept = relation.filter(f"({sql}\n)").project("pattern").to_arrow_table()["pattern"]
+                selected = relation.filter(f"({sql}\n)").project("pattern").to_arrow_table()["pattern"]
         except duckdb.InterruptException as error:
             raise SelectionError(
                 f"The condition {sql!r} takes longer than {MAX_SECONDS:.0f} seconds for one shard. Use a simpler one."
@@ -81,7 +81,7 @@ def sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.
             raise SelectionError(f"The condition {sql!r} takes more than {MAX_MEMORY} of memory.") from error
         except duckdb.Error as error:
             raise SelectionError(_cannot(sql, str(error), names)) from error
-    return np.isin(np.asarray(table["pattern"]), np.asarray(kept), assume_unique=True)
+    return np.isin(np.asarray(table["pattern"]), np.asarray(selected), assume_unique=True)
 
 
 @functools.lru_cache(maxsize=256)

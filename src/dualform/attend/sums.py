@@ -12,15 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.attend.cache import Cache
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.questions import Plan, answer_all
 from dualform.engine import rebuild
-from dualform.engine.jobs import Pass
+from dualform.engine.answer_cache import AnswerCache
+from dualform.engine.jobs import Fold, Job, Pass
 from dualform.engine.reading import kept_by_part
 from dualform.engine.reducers import GroupShares, KeySums
-from dualform.engine.replay import Replayed, replay, replayed_parameters
-from dualform.engine.source import PatternSource
+from dualform.engine.shares import FoldedShares, fold_shares, replayed_parameters
+from dualform.engine.source import PatternPart, PatternSource
 from dualform.identity.parameter_use import ParameterUse
 
 
@@ -29,7 +29,7 @@ class LayerSums:
     """The sums of one layer in one view; `like` says where and in which dtype to compute."""
 
     table: Table
-    cache: Cache
+    cache: AnswerCache
     layer: str
     like: Tensor
 
@@ -80,16 +80,19 @@ class LayerSums:
     def _plan_computed_shares(self, grouping: Grouping | None) -> Plan[dict[str, Tensor]]:
         entry = self.table.run.require_values(self.layer)
         groups = 1 if grouping is None else len(grouping.labels)
-        reducer = GroupShares(groups, self.shapes)
-        if all(self.table.run.is_replayed(name) for name in entry.parameters.values()):
-            by_use = reducer.new(self.like)
-        else:
-            (by_use,) = yield [Pass(self.layer, self.table, reducer, self.like, groups=grouping, values=True)]
-        found = {use.name: share for use, share in by_use.items()}
-        if self.replayed:
-            replayed = self._replay(grouping, groups=groups)
-            found |= {name: replayed[p].shares for name, p in entry.parameters.items() if p in replayed}
-        return found
+        folded = replayed_parameters(self.table.run, [self.layer])
+        jobs: list[Job] = [self._fold(grouping, groups=groups)] if folded else []
+        if set(entry.parameters.values()) - set(folded):
+            reducer = GroupShares(groups, self.shapes)
+            jobs.append(Pass(self.layer, self.table, reducer, self.like, groups=grouping, values=True))
+        found: dict[str, Tensor] = {}
+        for job, result in zip(jobs, (yield jobs), strict=True):
+            if isinstance(job, Fold):
+                uses = [use for use in entry.uses if use.parameter in folded]
+                found |= {use.name: result[use.parameter].shares for use in uses}
+            else:
+                found |= {use.name: share for use, share in result.items() if use.parameter not in folded}
+        return {use.name: found[use.name] for use in entry.uses}
 
     def _answer(self, plan: Plan[Any]) -> Any:
         return answer_all(self.table.run, self.table.executor, [plan])[0]
@@ -100,7 +103,8 @@ class LayerSums:
         entry = run.require_values(self.layer)
 
         def compute() -> dict[str, Tensor]:
-            return {name: found.fixed for name, found in self._replay(None, groups=0).items()}
+            folded = self.table.executor.run(run, [self._fold(None, groups=0)])[0]
+            return {name: found.fixed for name, found in folded.items()}
 
         replayed = self.cache.get(("starts", self.layer, horizon), compute) if self.replayed else {}
         found = {}
@@ -129,23 +133,29 @@ class LayerSums:
     def _view(self) -> tuple[Any, ...]:
         return (self.layer, self.table.conditions, self.table.horizon)
 
-    def _replay(self, grouping: Grouping | None, *, groups: int) -> dict[str, Replayed]:
-        """Replay this layer's parameters, following the groups of this view's patterns."""
+    def _fold(self, grouping: Grouping | None, *, groups: int) -> Fold[FoldedShares]:
+        """Return the fold of this layer's parameters that follows the groups of this view's patterns."""
         table = self.table
-        places: dict[int, npt.NDArray[np.int64]] = {}
+        codes_by_part: dict[int, npt.NDArray[np.int64]] = {}
         kept = kept_by_part(table.run, self.layer, horizon=table.horizon, mask=table.mask)
         for part, rows, _, before in kept:
             codes = np.full(part.count(self.layer), -1, dtype=np.int64)
             codes[rows] = 0 if grouping is None else grouping.codes[before : before + len(rows)]
-            places[part.index] = codes
-        return replay(
-            table.run,
-            [self.layer],
-            horizon=table.horizon,
-            groups=groups,
-            codes=lambda part, layer: places[part.index],
-            contributing=[self.layer],
-        )
+            codes_by_part[part.index] = codes
+        by = LayerGroups(self.layer, codes_by_part)
+        return fold_shares(table.run, [self.layer], horizon=table.horizon, groups=groups, by=by)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGroups:
+    """The groups of one layer's patterns, for a fold; patterns of other layers are in no group."""
+
+    layer: str
+    by_part: Mapping[int, npt.NDArray[np.int64]]
+
+    def codes(self, part: PatternPart, layer: str) -> npt.NDArray[np.int64]:
+        """Return the group of each pattern of a part and layer, -1 for none."""
+        return self.by_part[part.index] if layer == self.layer else np.full(part.count(layer), -1)
 
 
 def apply_uses(parts: Mapping[ParameterUse, Tensor], queries: Tensor) -> Tensor:

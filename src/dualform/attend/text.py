@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from dualform.attend.context import check_context, context_of
 from dualform.attend.groups import Numbered, NumberedGroups, Table
 from dualform.attend.last_tokens import prompt_queries
-from dualform.attend.passages import Passage, Place, by_document, by_token, gather
+from dualform.attend.passages import AttendedToken, Passage, by_document, by_token, gather
 from dualform.attend.prompts import go_on, next_tokens, read_prompt
 from dualform.attend.text_answers import TextLayer, TextSpotlight, Total
 from dualform.engine.description import LayerEntry
 from dualform.engine.jobs import Pass
 from dualform.engine.measures import PatternMeasure
-from dualform.engine.reducers import GroupSums, Places, PlaceState, Reducer
+from dualform.engine.reducers import GroupPlaces, GroupSums, PlaceState, Reducer
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.identity.parameter_use import takes_ids
 from dualform.store.corpus import Corpus
@@ -74,7 +74,7 @@ def attend_text(
     context = context_of(model) if context is None else context
     batch_axis = table.run.description.batch_axis
     read = read_prompt(corpus, prompt, context=context, tokenizer=tokenizer)
-    groups = _places(table, corpus)
+    groups = _place_groups(table, corpus)
     empty = {name: NO_PLACES for name in layers if not _any_place(table, name, groups)}
     _check_required(empty, required)
     queries, reasons = prompt_queries(
@@ -94,10 +94,10 @@ def attend_text(
     found = {}
     for name, query in queries.items():
         places = score_places(table, name, query, corpus)
-        found[name] = _describe(name, places, corpus, top=top, around=around)
+        found[name] = _text_layer(name, places, corpus, top=top, around=around)
     return TextSpotlight(
         prompt=read.text,
-        notes=(*read.notes, *notes, *_left_out(empty), *_left_out(reasons)),
+        notes=(*read.notes, *notes, *_left_out_notes(empty), *_left_out_notes(reasons)),
         next=following,
         goes_on=said,
         unit=corpus.unit,
@@ -112,7 +112,7 @@ def _check_required(reasons: Mapping[str, str], required: Collection[str]) -> No
             raise QueryError(f"This view of layer {name!r} {reason}. Ask about other layers: layers=[...].")
 
 
-def _left_out(reasons: Mapping[str, str]) -> list[str]:
+def _left_out_notes(reasons: Mapping[str, str]) -> list[str]:
     """Return a note for each reason for which layers were left out."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
@@ -122,12 +122,12 @@ def _left_out(reasons: Mapping[str, str]) -> list[str]:
 
 def _any_place(table: Table, layer: str, groups: Numbered) -> bool:
     """Say whether any kept pattern of a layer has a place in the text."""
-    return any(bool((codes < groups.size).any()) for codes in table.numbers(layer, groups))
+    return any(bool((codes < groups.size).any()) for codes in table.numbered_codes(layer, groups))
 
 
 def score_places(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> PlaceState:
     """Attend every pattern of a layer by queries (Q, d_in), by place in the text; the last group has no place."""
-    return _attend(table, layer, queries, corpus, Places(len(corpus.train) + 1))
+    return _attend(table, layer, queries, corpus, GroupPlaces(len(corpus.train) + 1))
 
 
 def place_totals(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Tensor:
@@ -138,27 +138,27 @@ def place_totals(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> T
 
 def _attend(table: Table, layer: str, queries: Tensor, corpus: Corpus, reducer: Reducer[Any, R]) -> R:
     rows = queries if takes_ids(table.run.layer(layer).uses) else queries.float()
-    groups = NumberedGroups(table, layer, _places(table, corpus))
+    groups = NumberedGroups(table, layer, _place_groups(table, corpus))
     like = rows if rows.is_floating_point() else torch.empty(0, device=rows.device)
     return table.answer(Pass(layer, table, reducer, like, rows, PatternMeasure("attention"), groups=groups))
 
 
 def place_counts(table: Table, layer: str, corpus: Corpus) -> Tensor:
     """Return how many patterns each place of the text has, (N,)."""
-    groups = _places(table, corpus)
+    groups = _place_groups(table, corpus)
     counts = torch.zeros(groups.size + 1, dtype=torch.int64)
-    for codes in table.numbers(layer, groups):
+    for codes in table.numbered_codes(layer, groups):
         counts += torch.bincount(torch.from_numpy(codes), minlength=groups.size + 1)
     return counts[: groups.size]
 
 
-def _places(table: Table, corpus: Corpus) -> Numbered:
+def _place_groups(table: Table, corpus: Corpus) -> Numbered:
     if PLACE not in table.names:
         raise QueryError(f"Patterns have no column {PLACE!r}; record with annotate(place=...).")
     return Numbered(PLACE, len(corpus.train))
 
 
-def _describe(name: str, places: PlaceState, corpus: Corpus, *, top: int, around: int) -> TextLayer:
+def _text_layer(name: str, places: PlaceState, corpus: Corpus, *, top: int, around: int) -> TextLayer:
     size = len(corpus.train)
     counts, sums, highest = (found[:size].cpu() for found in (places.counts, places.sums[0], places.best[0]))
     absent = counts == 0
@@ -166,7 +166,7 @@ def _describe(name: str, places: PlaceState, corpus: Corpus, *, top: int, around
     def best(values: Tensor) -> tuple[Passage, ...]:
         ranked = values.masked_fill(absent, -torch.inf).topk(min(top * CANDIDATES, int((~absent).sum())))
         pairs = zip(ranked.indices.tolist(), ranked.values.tolist(), strict=True)
-        chosen = [Place(place, value, int(counts[place])) for place, value in pairs]
+        chosen = [AttendedToken(place, value, int(counts[place])) for place, value in pairs]
         return gather(chosen, corpus, count=top, around=around)
 
     plain: tuple[np.ndarray, np.ndarray] = (sums.numpy(), counts.numpy())

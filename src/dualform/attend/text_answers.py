@@ -3,13 +3,13 @@
 What is found, and how it reads; how it is found stands in `text.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dualform.attend.by_layer import ByLayer
 from dualform.attend.passages import Passage
 from dualform.attend.prompts import Guess
 from dualform.drawing import notebook_html
-from dualform.errors import UnknownLayerError
 from dualform.tokens import Unit, space_between
 
 
@@ -44,7 +44,7 @@ class TextLayer:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class TextSpotlight:
+class TextSpotlight(ByLayer[TextLayer]):
     """The spotlights of all layers on a prompt; `spotlight["softmax"]` is one layer's.
 
     Attributes:
@@ -62,16 +62,6 @@ class TextSpotlight:
     goes_on: str
     unit: Unit
     layers: Mapping[str, TextLayer]
-
-    def __getitem__(self, layer: str) -> TextLayer:
-        try:
-            return self.layers[layer]
-        except KeyError:
-            known = ", ".join(map(repr, self.layers))
-            raise UnknownLayerError(f"There is no spotlight on layer {layer!r}. There are: {known}.") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
 
     @property
     def space(self) -> str:

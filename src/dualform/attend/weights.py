@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.attend.cache import Cache
 from dualform.attend.groups import Bins, Condition, Table
-from dualform.attend.removal import Removal, uncovered
+from dualform.attend.removal import Removal, split_into_bins
 from dualform.attend.sums import LayerSums
 from dualform.engine import rebuild
+from dualform.engine.answer_cache import AnswerCache
 from dualform.identity.parameter_use import ParameterUse
 
-MOST_BINS = 60
+MAX_STEP_BINS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GroupWeightsPlan:
     """What is kept: a share per group and bin of `width` steps; nothing where `bins` is 0."""
 
     by: tuple[str | Bins, ...]
@@ -36,7 +36,7 @@ class Plan:
     budget: int
 
 
-def make_plan(table: Table, by: Sequence[str | Bins], *, budget: int) -> Plan:
+def make_plan(table: Table, by: Sequence[str | Bins], *, budget: int) -> GroupWeightsPlan:
     """Choose how many bins of steps fit into the budget, 60 at most."""
     run, steps = table.run, max(table.horizon, 1)
     layers = [name for name, entry in run.layers.items() if entry.store != "keys"]
@@ -47,12 +47,12 @@ def make_plan(table: Table, by: Sequence[str | Bins], *, budget: int) -> Plan:
         size += sum(4 * torch.Size(shape).numel() for shape in LayerSums.shapes_of(run, layer).values())
     each = len(found) * size  # bytes of one share per group
     # One more: the groups' own shares, summed over the bins.
-    bins = min(MOST_BINS, steps, budget // each - 1) if each else 0
+    bins = min(MAX_STEP_BINS, steps, budget // each - 1) if each else 0
     if bins < 1:
-        return Plan(tuple(by), tuple(found), 0, steps, 0, budget)
+        return GroupWeightsPlan(tuple(by), tuple(found), 0, steps, 0, budget)
     width = -(-steps // bins)
     bins = -(-steps // width)
-    return Plan(tuple(by), tuple(found), bins, width, (bins + 1) * each, budget)
+    return GroupWeightsPlan(tuple(by), tuple(found), bins, width, (bins + 1) * each, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Cells:
 class GroupWeights:
     """The group weights of one view. Made by `Memory.group_weights`."""
 
-    def __init__(self, table: Table, cache: Cache, by: Sequence[str | Bins], *, budget: int) -> None:
+    def __init__(self, table: Table, cache: AnswerCache, by: Sequence[str | Bins], *, budget: int) -> None:
         self._table = table
         self._cache = cache
         self.plan = make_plan(table, by, budget=budget)
@@ -88,7 +88,7 @@ class GroupWeights:
         cells = self._cells[layer]
         return tuple(cells.places), {use: cells.groups[use.name] for use in self._table.run.layer(layer).uses}
 
-    def rebuilt(self) -> dict[str, rebuild.Parts]:
+    def rebuilt(self) -> dict[str, rebuild.ParameterParts]:
         """Return every parameter as start plus all kept shares, in float64."""
         run = self._table.run
         parameters = run.description.parameters
@@ -96,7 +96,7 @@ class GroupWeights:
         for layer, cells in self._cells.items():
             for use in run.layer(layer).uses:
                 total[use.parameter] += cells.groups[use.name].double().sum(dim=0)
-        return {name: rebuild.Parts(self._starts[name], share) for name, share in total.items()}
+        return {name: rebuild.ParameterParts(self._starts[name], share) for name, share in total.items()}
 
     def covered(self, removal: Removal) -> tuple[set[Any], list[int], tuple[Condition, ...]]:
         """Say what of a removal is kept: whole groups, whole bins of steps, and the conditions of all the rest.
@@ -107,14 +107,14 @@ class GroupWeights:
             return set(), [], ()
         if not self.ready or (removal.groups and removal.by != self.plan.by):
             return set(), [], _selected(removal)
-        whole, pieces = uncovered(removal.steps, self.plan.width, self._table.horizon)
+        whole, pieces = split_into_bins(removal.steps, self.plan.width, self._table.horizon)
         left = dataclasses.replace(removal, groups=(), steps=tuple(pieces))
         if left.empty:
             return set(removal.groups), whole, ()
-        kept = dataclasses.replace(
+        whole_bins = dataclasses.replace(
             removal, steps=tuple((first, first + self.plan.width) for first in whole), samples=(), random=0.0
         )
-        without = () if kept.empty else (dataclasses.replace(_selected(kept)[0], negated=True),)
+        without = () if whole_bins.empty else (dataclasses.replace(_selected(whole_bins)[0], negated=True),)
         return set(removal.groups), whole, (*_selected(left), *without)
 
     def removed(self, removal: Removal) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from dualform.engine.source import PatternSource
 from dualform.lazy import compute as pc
 
-NAMED = 6  # uncovered parameters that a text names; the rest is a number
+MAX_NAMED_PARAMETERS = 6  # uncovered parameters that a text names; the rest is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Coverage:
         if not self.uncovered:
             return ""
         names = list(self.uncovered)
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        more = f" and {len(names) - MAX_NAMED_PARAMETERS} more" if len(names) > MAX_NAMED_PARAMETERS else ""
         parameters = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
         return (
             f"not recorded: {parameters}, {share_text(self.uncovered_share)} of the trained elements: "
-            f"{', '.join(names[:NAMED])}{more}"
+            f"{', '.join(names[:MAX_NAMED_PARAMETERS])}{more}"
         )
 
 

@@ -56,7 +56,7 @@ class RunDescription:
     Attributes:
         layers: the recorded layers by name, optional ones included.
         parameters: the covered parameters by name.
-        optimizers: the names of the optimizers' classes.
+        optimizers: the names of the optimizers' types, `module:qualname`; bare class names in old runs.
         columns: the user's columns and their Arrow types.
         steps: how many optimizer steps there are.
         batch_axis: the leading axis of the model's inputs that counts the rows of a batch.

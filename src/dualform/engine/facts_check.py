@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients import kinds
-from dualform.coefficients.replayed import Kind, Replay
-from dualform.coefficients.scalar import Descent
+from dualform.identity.families import find_optimizer_kind
+from dualform.identity.families.kind import OptimizerKind
+from dualform.identity.families.naming import class_name
+from dualform.identity.families.optimizer_replay import OptimizerReplay
 
 BELOW_ONE = ("beta1", "beta2", "alpha", "rho")
 """Settings that are shares of what an average keeps: 0 <= share < 1."""
@@ -22,15 +23,13 @@ NOT_NEGATIVE = ("eps", "lr_decay", "momentum_decay", "ns_steps")
 MAX_NS_STEPS = 1000
 MAX_SETTING = 1e30
 """Size above which a setting is refused: a step in float32 could not take it."""
-STATE_MAKERS = ("amsgrad", "centered")
-"""Settings that make an optimizer keep more state from its first step on, and cannot be turned on later."""
 
 
 def facts_problem(optimizer: str, step: npt.NDArray[np.int64], settings: Mapping[str, npt.NDArray[Any]]) -> str:
     """Say why these cannot be the facts of a parameter that an optimizer updated; empty where they can be.
 
     Args:
-        optimizer: the optimizer's type name; of one that is not known nothing is derived, so nothing is expected.
+        optimizer: the optimizer's name; of one that is not known nothing is derived, so nothing is expected.
         step: (U,) the steps in which the parameter was updated.
         settings: the logged settings by name, (U,) each.
     """
@@ -38,23 +37,27 @@ def facts_problem(optimizer: str, step: npt.NDArray[np.int64], settings: Mapping
         return ""
     if (step[1:] <= step[:-1]).any():
         return "its steps do not ascend"
-    for name, example in _examples(optimizer).items():
+    kind = find_optimizer_kind(optimizer)
+    if kind is None:
+        return ""
+    label = class_name(optimizer)
+    for name, example in _example_settings(optimizer).items():
         column = settings.get(name)
         if column is None:
-            return f"{optimizer} has no {name!r}"
-        kind = "O" if isinstance(example, str) else np.asarray(example).dtype.kind
-        if column.dtype.kind != kind:
-            return f"the {name!r} of {optimizer} is missing or no {type(example).__name__} in some steps"
-        if kind == "O" and not all(isinstance(text, str) for text in column.tolist()):
-            return f"the {name!r} of {optimizer} is missing in some steps"
+            return f"{label} has no {name!r}"
+        dtype_kind = "O" if isinstance(example, str) else np.asarray(example).dtype.kind
+        if column.dtype.kind != dtype_kind:
+            return f"the {name!r} of {label} is missing or no {type(example).__name__} in some steps"
+        if dtype_kind == "O" and not all(isinstance(text, str) for text in column.tolist()):
+            return f"the {name!r} of {label} is missing in some steps"
+        if name in kind.state_settings and column.any() and not column[0]:
+            return f"{name!r} was turned on after the first step"
         if problem := _range_problem(name, column):
             return problem
-    if optimizer == "RMSprop" and settings["momentum"].any() and not settings["momentum"][0]:
-        return "'momentum' was turned on after the first step"
     return ""
 
 
-def state_problem(kind: Kind[Any], state: Mapping[str, Tensor], row: Mapping[str, Any]) -> str:
+def state_problem(kind: OptimizerKind[Any], state: Mapping[str, Tensor], row: Mapping[str, Any]) -> str:
     """Say why an optimizer cannot have begun with a warm state; empty where it can.
 
     Args:
@@ -62,11 +65,11 @@ def state_problem(kind: Kind[Any], state: Mapping[str, Tensor], row: Mapping[str
         state: the warm entries by name; nothing for a fresh start.
         row: the settings of the parameter's first step.
     """
-    if not state or not row or isinstance(kind, Descent):
+    if not state or not row or kind.has_coefficients:
         return ""
-    trial = Replay(kind, torch.zeros(2, 2), {})
+    trial = OptimizerReplay(kind, torch.zeros(2, 2), {})
     trial.step(kind.decode(row), torch.zeros(2, 2))
-    expected = {name: entry for name, entry in trial.state.items() if isinstance(entry, Tensor)}
+    expected = kind.warm_state(trial.state)
     if lacking := [name for name in expected if name not in state]:
         return f"the optimizer's state lacks {lacking[0]!r}"
     for name, entry in expected.items():
@@ -78,28 +81,17 @@ def state_problem(kind: Kind[Any], state: Mapping[str, Tensor], row: Mapping[str
     return ""
 
 
-_SGD = dict.fromkeys(("lr", "momentum", "dampening", "weight_decay"), 0.0) | dict.fromkeys(
-    ("nesterov", "maximize", "buffer"), False
-)
-
-
 @functools.cache
-def _examples(optimizer: str) -> dict[str, Any]:
-    """Return settings as a known optimizer logs them, to compare names and types with.
-
-    Those of SGD are written down: making an optimizer, as a replay does, loads the whole compiler of torch.
-    """
-    kind = kinds().get(optimizer)
-    if kind is None:
-        return _SGD if optimizer == "SGD" else {}
-    return dict(kind.encode(kind.make(torch.zeros(1, 1)).param_groups[0]))
+def _example_settings(optimizer: str) -> Mapping[str, Any]:
+    """Return settings as a known optimizer logs them, to compare names and types with."""
+    kind = find_optimizer_kind(optimizer)
+    assert kind is not None, "a known optimizer"
+    return kind.example()
 
 
 def _range_problem(name: str, column: npt.NDArray[Any]) -> str:
     if column.dtype.kind == "f" and not (np.abs(column) <= MAX_SETTING).all():
         return f"{name!r} is not finite, or larger than {MAX_SETTING:g}, in some steps"
-    if name in STATE_MAKERS and column.any() and not column[0]:
-        return f"{name!r} was turned on after the first step"
     if name in BELOW_ONE and not ((column >= 0) & (column < 1)).all():
         return f"{name!r} is {column.min()} to {column.max()}; expected numbers from 0 to below 1"
     if name in NOT_NEGATIVE and (column < 0).any():

@@ -1,7 +1,7 @@
 """One question as data: which patterns, measured by what, grouped how, added up by which reducer.
 
-A `Pass` may see its patterns in any order and in any cut, because its reducer can merge; a `Sweep` goes through the
-steps in reverse. Several passes that are given to an executor together share one reading of the patterns.
+A `Pass` may see its patterns in any order and in any cut, because its reducer can merge; a `Fold` goes through the
+steps in their order, and a `Sweep` in reverse. Jobs that are given to an executor together share their reading.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients.family import Of
 from dualform.engine.measures import Measure
+from dualform.engine.parameter_steps import Follower, GroupsByPart
 from dualform.engine.reading import PatternRange, count_kept
 from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
+from dualform.identity.families.facts import CoefficientsOf
 
 R = TypeVar("R")
 
@@ -106,7 +107,7 @@ class Pass(Generic[R]):
     rows: int | None = None
     groups: Groups | None = None
     values: bool = False
-    coefficients_of: Of = "parameter"
+    coefficients_of: CoefficientsOf = "parameter"
     block_patterns: int | None = None
     again: bool = True
 
@@ -140,8 +141,31 @@ class Sweep(Pass[R]):
     """
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fold(Generic[R]):
+    """One question over the steps in their order: the optimizers' steps are taken again, and something follows them.
+
+    For parameters whose optimizer has no coefficients this finds weights, shares, and the optimizer's state at a
+    horizon; it works for every optimizer. The result is a dictionary: parameter -> what the follower found (R).
+
+    Attributes:
+        parameters: the names of the parameters whose steps are taken again.
+        horizon: how many steps.
+        follower: what to find out along the steps of each parameter.
+        groups: each pattern's group, for followers that tell groups apart; None if all are in group 0.
+    """
+
+    parameters: tuple[str, ...]
+    horizon: int
+    follower: Follower[R]
+    groups: GroupsByPart | None = None
+
+
+Job = Pass[Any] | Fold[Any]
+
+
 class Executor(Protocol):
     """Runs jobs over a source."""
 
-    def run(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
+    def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job; jobs of one call share their reading."""

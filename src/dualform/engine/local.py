@@ -23,16 +23,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.algebra import FEW
 from dualform.engine.block import Block
 from dualform.engine.distinct import DistinctKeys, distinct_ranges, find_distinct
-from dualform.engine.jobs import Pass, Sweep
+from dualform.engine.fold import run_folds
+from dualform.engine.jobs import Fold, Job, Pass, Sweep
 from dualform.engine.measures import PatternMeasure
 from dualform.engine.racing import RacingBest
 from dualform.engine.reading import BLOCK_PATTERNS, BlockReader, PatternRange, pattern_ranges, read_blocks
 from dualform.engine.reducers import FEW_GROUPS, Best, Everything, GroupSums, Reducer, one_group
 from dualform.engine.source import PatternSource
 from dualform.engine.sweep import sweep_blocks
+from dualform.identity.products import MAX_BATCHED_QUERIES
 from dualform.progress import bar
 from dualform.threads import side_by_side
 
@@ -73,8 +74,15 @@ class LocalExecutor:
         self._remembered: OrderedDict[Hashable, tuple[weakref.ref[Tensor], Tensor]] = OrderedDict()
         self._lock = threading.Lock()  # of all three, which several threads may ask for; held for no work
 
-    def run(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
+    def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job."""
+        folds = [job for job in jobs if isinstance(job, Fold)]
+        folded = iter(run_folds(source, folds) if folds else ())
+        passed = iter(self._run_passes(source, [job for job in jobs if not isinstance(job, Fold)]))
+        return [next(folded if isinstance(job, Fold) else passed) for job in jobs]
+
+    def _run_passes(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
+        """Return the result of each pass and sweep, from remembered measures where there are any."""
         known: dict[Hashable, Tensor] = {}  # measures of all patterns, by name
         wanted: dict[Hashable, Pass[Any]] = {}  # jobs that find the measures that are not known yet
         places: list[Hashable | None] = []
@@ -99,17 +107,16 @@ class LocalExecutor:
         ]
 
     def _run_together(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
-        """Return the result of each job; passes of one layer and view share one reading."""
+        """Return the result of each job; jobs of one layer and view share one reading."""
         together: dict[Hashable, list[int]] = {}
         results: dict[int, Any] = {}
         for i, job in enumerate(jobs):
-            if isinstance(job, Sweep):
-                results[i] = _sweep(source, job)
-                continue
-            place = (job.layer, job.view.key, job.like.device, job.dtype, job.coefficients_of)
+            place = (type(job), job.layer, job.view.key, job.like.device, job.dtype, job.coefficients_of)
             together.setdefault(place, []).append(i)
         for members in together.values():
-            found = self._read_once(source, [jobs[i] for i in members])
+            mine = [jobs[i] for i in members]
+            sweeps = [job for job in mine if isinstance(job, Sweep)]
+            found = _run_sweeps(source, sweeps) if sweeps else self._read_once(source, mine)
             results |= dict(zip(members, found, strict=True))
         return [results[i] for i in range(len(jobs))]
 
@@ -262,12 +269,12 @@ def _slices(count: int) -> Iterator[slice]:
         start = stop
 
 
-def _sweep(source: PatternSource, job: Sweep[Any]) -> Any:
-    """Return the result of a sweep, each block taken by the fastest reducer."""
-    running = _running(job, None)
-    for block, measures, groups_of in sweep_blocks(source, job):
-        running.take(running.prepare(block, measures, groups_of))
-    return running.result()
+def _run_sweeps(source: PatternSource, jobs: Sequence[Sweep[Any]]) -> list[Any]:
+    """Return the results of sweeps of one layer and view, each block taken by the fastest reducer."""
+    running = [_running(job, None) for job in jobs]
+    for place, block, measures, groups_of in sweep_blocks(source, jobs):
+        running[place].take(running[place].prepare(block, measures, groups_of))
+    return [reducer.result() for reducer in running]
 
 
 def fits_on_device(size: int, device: torch.device) -> bool:
@@ -283,7 +290,7 @@ def block_patterns(job: Pass[Any]) -> int:
     multiple = BLOCK_PATTERNS_MULTIPLE
     if job.queries.device.type != "cpu":
         return max(MIN_BLOCK_PATTERNS_GPU, MAX_BLOCK_MEASURES_GPU // max(count, 1) // multiple * multiple)
-    times = 1 if count > MAX_QUERIES_READING_ONCE else 2 if count > FEW else 4
+    times = 1 if count > MAX_QUERIES_READING_ONCE else 2 if count > MAX_BATCHED_QUERIES else 4
     most = min(times * BLOCK_PATTERNS, times * MAX_BLOCK_KEY_ELEMENTS // max(width, 1))
     size = min(most, MAX_BLOCK_MEASURES // max(count, 1))
     return max(multiple, size // multiple * multiple)

@@ -7,9 +7,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from dualform.algebra import attend, scale
 from dualform.engine.block import Block
 from dualform.identity.parameter_use import ParameterUse, matrix_and_bias
+from dualform.identity.products import attend, scale
 
 Of = Literal["attention", "magnitude", "contribution", "effect"]
 
@@ -27,7 +27,7 @@ class Measure(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PatternMeasure:
-    """Attention, magnitude or contribution. Effects have a measure of their own, in `dualform.attend.effects`.
+    """Attention, magnitude or contribution. Effects have a measure of their own, in `dualform.effects.layer_effects`.
 
     Attributes:
         of: attention x·q; magnitude |x·q|; or contribution, what the pattern adds to an output unit.

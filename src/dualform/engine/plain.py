@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from dualform.engine.jobs import Pass, Sweep
+from dualform.engine.fold import run_folds
+from dualform.engine.jobs import Fold, Job, Pass, Sweep
 from dualform.engine.reading import BlockReader, pattern_ranges
 from dualform.engine.reducers import one_group
 from dualform.engine.source import PatternSource
@@ -15,11 +16,16 @@ from dualform.engine.sweep import run_sweep
 class PlainExecutor:
     """Runs each job by itself, in order; one state per part, merged from the first part to the last."""
 
-    def run(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
+    def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job."""
-        return [run_sweep(source, job) if isinstance(job, Sweep) else self._run(source, job) for job in jobs]
+        return [self._run(source, job) for job in jobs]
 
-    def _run(self, source: PatternSource, job: Pass[Any]) -> Any:
+    def _run(self, source: PatternSource, job: Job) -> Any:
+        if isinstance(job, Fold):
+            return run_folds(source, [job])[0]
+        return run_sweep(source, job) if isinstance(job, Sweep) else self._run_pass(source, job)
+
+    def _run_pass(self, source: PatternSource, job: Pass[Any]) -> Any:
         horizon, device = job.view.horizon, job.like.device
         reader = BlockReader(
             source,

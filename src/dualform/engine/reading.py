@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.coefficients.family import Of
 from dualform.engine.block import Block
 from dualform.engine.source import PatternPart, PatternSource, Rows
+from dualform.identity.families.facts import CoefficientsOf
 
-Mask = Callable[[PatternPart, str], npt.NDArray[np.bool_] | None]
+PartMask = Callable[[PatternPart, str], npt.NDArray[np.bool_] | None]
 """Which patterns of a part and layer a view keeps, (n,); None for all of them."""
 BLOCK_PATTERNS = 8192
 
@@ -52,13 +52,13 @@ class PatternRange:
         return len(self.rows)
 
 
-def kept_rows(part: PatternPart, layer: str, horizon: int, mask: Mask) -> npt.NDArray[np.int64]:
+def kept_rows(part: PatternPart, layer: str, horizon: int, mask: PartMask) -> npt.NDArray[np.int64]:
     """Return the places in a part of the patterns that a view keeps, ascending."""
-    within, kept = _within(part, layer, horizon), mask(part, layer)
+    within, kept = _count_within(part, layer, horizon), mask(part, layer)
     return np.arange(within) if kept is None else np.flatnonzero(kept[:within])
 
 
-def _within(part: PatternPart, layer: str, horizon: int) -> int:
+def _count_within(part: PatternPart, layer: str, horizon: int) -> int:
     """Return how many of a part's patterns are of the first `horizon` steps; calls are in the order of steps."""
     if part.stop <= horizon:
         return part.count(layer)
@@ -67,7 +67,7 @@ def _within(part: PatternPart, layer: str, horizon: int) -> int:
 
 
 def kept_by_part(
-    source: PatternSource, layer: str, *, horizon: int, mask: Mask = keep_all
+    source: PatternSource, layer: str, *, horizon: int, mask: PartMask = keep_all
 ) -> Iterator[tuple[PatternPart, npt.NDArray[np.int64], int, int]]:
     """Yield each part within the horizon, its kept rows, and how many patterns come before: all, and kept ones."""
     before = kept_before = 0
@@ -81,7 +81,7 @@ def kept_by_part(
 
 
 def pattern_ranges(
-    source: PatternSource, layer: str, *, horizon: int, mask: Mask = keep_all, size: int = BLOCK_PATTERNS
+    source: PatternSource, layer: str, *, horizon: int, mask: PartMask = keep_all, size: int = BLOCK_PATTERNS
 ) -> Iterator[PatternRange]:
     """Yield a layer's kept patterns in ranges of at most `size`, none of them across parts."""
     for part, rows, before, kept_before in kept_by_part(source, layer, horizon=horizon, mask=mask):
@@ -89,23 +89,23 @@ def pattern_ranges(
             yield PatternRange(part, rows[start : start + size], kept_before + start, before)
 
 
-def count_kept(source: PatternSource, layer: str, *, horizon: int, mask: Mask = keep_all) -> int:
+def count_kept(source: PatternSource, layer: str, *, horizon: int, mask: PartMask = keep_all) -> int:
     """Return how many patterns of a layer a view keeps."""
     total = 0
     for part in source.parts():
-        within, kept = _within(part, layer, horizon), mask(part, layer)
+        within, kept = _count_within(part, layer, horizon), mask(part, layer)
         total += within if kept is None else int(np.count_nonzero(kept[:within]))
     return total
 
 
-def kept_patterns(source: PatternSource, layer: str, *, horizon: int, mask: Mask) -> npt.NDArray[np.int64]:
+def kept_patterns(source: PatternSource, layer: str, *, horizon: int, mask: PartMask) -> npt.NDArray[np.int64]:
     """Return the number of each kept pattern of a layer, counted over all parts."""
     found = [rows + before for _, rows, before, _ in kept_by_part(source, layer, horizon=horizon, mask=mask)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
 
 def kept_key_ids(
-    source: PatternSource, layer: str, *, horizon: int, mask: Mask = keep_all
+    source: PatternSource, layer: str, *, horizon: int, mask: PartMask = keep_all
 ) -> npt.NDArray[np.int64] | None:
     """Return the number of each kept pattern's key among the layer's distinct keys; None where it is not known."""
     found = [np.zeros(0, dtype=np.int64)]
@@ -140,7 +140,7 @@ class BlockReader:
         *,
         horizon: int,
         values: bool = False,
-        of: Of = "parameter",
+        of: CoefficientsOf = "parameter",
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         scaled: bool = True,
@@ -186,7 +186,7 @@ def read_blocks(
     layer: str,
     *,
     horizon: int,
-    mask: Mask = keep_all,
+    mask: PartMask = keep_all,
     values: bool = False,
     size: int = BLOCK_PATTERNS,
     device: torch.device | str = "cpu",

@@ -2,7 +2,7 @@
 
 `weight = start + share` (and `+ rounding`, where the optimizer rounds coarsely), each parameter summed over all layers
 that use it, in float64 over float32 products. Parameters whose optimizer has coefficients are summed in any order; the
-others are replayed step by step.
+others take a fold over the steps.
 """
 
 from collections.abc import Collection
@@ -12,19 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.coefficients.family import Of
 from dualform.engine.description import LayerEntry
 from dualform.engine.jobs import Executor, Pass, View, WholeView
-from dualform.engine.reading import keep_all
 from dualform.engine.reducers import GroupShares
-from dualform.engine.replay import Rounding, kept, replay, replayed_parameters
+from dualform.engine.shares import MaskGroup, Rounding, fold_shares, replayed_parameters
 from dualform.engine.source import PatternSource
+from dualform.identity.families.facts import CoefficientsOf
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.sinks import RESIDUAL
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ParameterParts:
     """A parameter in two parts, float64, or three where its optimizer rounds more coarsely than its dtype."""
 
     start: Tensor  # what decay and momentum left of the start
@@ -41,19 +40,20 @@ class Parts:
 
 def parts(
     source: PatternSource, view: View, executor: Executor, *, layers: Collection[str] | None = None
-) -> dict[str, Parts]:
+) -> dict[str, ParameterParts]:
     """Return start and share of each parameter of these layers in a view; by default of all layers with values."""
     if layers is None:
         layers = layers_with_values(source)
     horizon = view.horizon
     scalar = shares(source, view, executor, layers=layers)
     found = {
-        name: Parts(start(source, name, horizon=horizon), share, noise=_noise(source, name, horizon))
+        name: ParameterParts(start(source, name, horizon=horizon), share, noise=_noise(source, name, horizon))
         for name, share in scalar.items()
     }
     if replayed_parameters(source, layers):
-        for name, outcome in replay(source, layers, horizon=horizon, groups=1, codes=kept(view.mask)).items():
-            found[name] = Parts(outcome.start, outcome.shares[0], outcome.rounding, outcome.noise)
+        fold = fold_shares(source, layers, horizon=horizon, groups=1, by=MaskGroup(view.mask))
+        for name, outcome in executor.run(source, [fold])[0].items():
+            found[name] = ParameterParts(outcome.start, outcome.shares[0], outcome.rounding, outcome.noise)
     return found
 
 
@@ -73,7 +73,7 @@ def _noise(source: PatternSource, parameter: str, horizon: int) -> float:
     return float(np.linalg.norm(coefficients * residual[within]))
 
 
-def start(source: PatternSource, parameter: str, *, horizon: int, of: Of = "parameter") -> Tensor:
+def start(source: PatternSource, parameter: str, *, horizon: int, of: CoefficientsOf = "parameter") -> Tensor:
     """Return what `horizon` steps left of the start of a parameter that has coefficients, in float64."""
     found, _ = source.coefficients(parameter, horizon, of)
     left = found.start * source.initial[parameter].double()
@@ -82,7 +82,7 @@ def start(source: PatternSource, parameter: str, *, horizon: int, of: Of = "para
 
 
 def shares(
-    source: PatternSource, view: View, executor: Executor, *, layers: Collection[str], of: Of = "parameter"
+    source: PatternSource, view: View, executor: Executor, *, layers: Collection[str], of: CoefficientsOf = "parameter"
 ) -> dict[str, Tensor]:
     """Return the kept patterns' share of each parameter that has coefficients (or of its buffer), in float64."""
     total: dict[str, Tensor] = {}
@@ -118,6 +118,7 @@ def states(source: PatternSource, executor: Executor, *, horizon: int) -> dict[s
         if not len(source.facts(name)[0].step):
             found[name] = {entry: tensor.double() for entry, tensor in source.initial_states.get(name, {}).items()}
     if replayed_parameters(source, layers):
-        for name, outcome in replay(source, layers, horizon=horizon, groups=0, codes=kept(keep_all)).items():
+        fold = fold_shares(source, layers, horizon=horizon, groups=0)
+        for name, outcome in executor.run(source, [fold])[0].items():
             found[name] = {e: t.double() for e, t in outcome.state.items() if isinstance(t, Tensor)}
     return found

@@ -117,7 +117,7 @@ class PlaceState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Places(Reducer[PlaceState, PlaceState]):
+class GroupPlaces(Reducer[PlaceState, PlaceState]):
     """The sum and the best of measures per group, for groups by the million."""
 
     groups: int

@@ -16,11 +16,11 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from dualform.coefficients import Coefficients, Facts, derive, kinds
-from dualform.coefficients.family import Of
 from dualform.engine.addresses import Calls, addresses
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
+from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
+from dualform.identity.families.facts import CoefficientsOf
 
 Factors = npt.NDArray[np.float64]
 """What a parameter's gradient was multiplied with between backward and step, (steps, micros)."""
@@ -241,7 +241,9 @@ class PatternSource(ABC):
         ranges = [found for part in self.parts() if (found := part.key_range(layer)) is not None]
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (0.0, 0.0)
 
-    def coefficients(self, parameter: str, horizon: int, of: Of = "parameter") -> tuple[Coefficients, Factors]:
+    def coefficients(
+        self, parameter: str, horizon: int, of: CoefficientsOf = "parameter"
+    ) -> tuple[Coefficients, Factors]:
         """Return a parameter's coefficients after `horizon` steps, and its gradient's factors."""
         facts, factors = self.facts(parameter)
         if not len(facts.step):  # never updated: the start, whatever the optimizer
@@ -252,7 +254,8 @@ class PatternSource(ABC):
     def is_replayed(self, parameter: str) -> bool:
         """Say whether a parameter's optimizer has no coefficients, so that its steps have to be taken again."""
         facts, _ = self.facts(parameter)
-        return facts.optimizer in kinds() and len(facts.step) > 0
+        kind = find_optimizer_kind(facts.optimizer)
+        return kind is not None and not kind.has_coefficients and len(facts.step) > 0
 
     def exact_parameters(self) -> tuple[str, ...]:
         """Return the parameters that can be rebuilt: those of layers whose values are kept."""

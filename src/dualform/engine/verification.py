@@ -16,7 +16,7 @@ part of the proof: `‖start + shares − live‖` may be 5e-2 · ‖change‖ a
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,26 +24,26 @@ from torch import Tensor
 
 from dualform.engine.block import Block
 from dualform.engine.coverage import Coverage, coverage
+from dualform.engine.doubt import fold_doubts
 from dualform.engine.jobs import Executor, Pass, WholeView
-from dualform.engine.rebuild import Parts, parts
+from dualform.engine.rebuild import ParameterParts, parts
 from dualform.engine.reducers import Sums
-from dualform.engine.replay import doubts
 from dualform.engine.source import PatternSource
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.estimate import size_text
 
-TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+REBUILD_TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """What may be lost relative to the change, by the dtype that the patterns are stored in."""
 
 
-ROUNDING = 5e-2
+MAX_ROUNDING = 5e-2
 """How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
 
 
-DOUBTS = 4
+MAX_DOUBTS = 4
 """How many standard deviations an element may be off because training rounded its gradients in another way."""
 
-MOST_DOUBT = 2.5
+MAX_DOUBT_NORMS = 2.5
 """How many times the norm of those standard deviations a whole parameter may be off for that reason.
 
 Rounding at random leaves about that norm, so this allows for some bad luck, and not for an edit of every element.
@@ -111,12 +111,7 @@ class LayerCheck:
 
         A bias is one more column of the weight, whose key is 1.
         """
-        if not self.parameters:
-            return None
-        error, change = (
-            math.hypot(*parts) for parts in zip(*((c.error, c.change) for c in self.parameters), strict=True)
-        )
-        return relative(error, change)
+        return self._relative_to_change([check.error for check in self.parameters])
 
     @property
     def bound(self) -> float | None:
@@ -124,12 +119,13 @@ class LayerCheck:
 
         Each parameter has a bound of its own, and the layer passes only where each is kept.
         """
+        return self._relative_to_change([check.bound for check in self.parameters])
+
+    def _relative_to_change(self, sizes: Sequence[float]) -> float | None:
+        """Return sizes, one per parameter, relative to the parameters' change, all together; None for keys only."""
         if not self.parameters:
             return None
-        bound, change = (
-            math.hypot(*parts) for parts in zip(*((c.bound, c.change) for c in self.parameters), strict=True)
-        )
-        return relative(bound, change)
+        return relative(math.hypot(*sizes), math.hypot(*(check.change for check in self.parameters)))
 
     @property
     def rounding(self) -> float | None:
@@ -206,7 +202,7 @@ class Verification:
                 row += f"  {size:>8}  {replay:>7}"
             lines.append(f"{row}  {result}")
         failed = {check.parameter: check for layer in self.layers for check in layer.parameters if not check.passed}
-        lines += [_failure(check) for check in failed.values()]
+        lines += [_failure_text(check) for check in failed.values()]
         coarse = sum(check.noise > 0 for layer in self.layers for check in layer.parameters)
         if coarse:
             lines.append(f"gradients of {coarse} parameters were rounded by autocast: rebuilt to that rounding")
@@ -216,7 +212,7 @@ class Verification:
         return "\n".join([*lines, self.hint] if self.hint else lines)
 
 
-def _failure(check: ParameterCheck) -> str:
+def _failure_text(check: ParameterCheck) -> str:
     """Say how far a parameter that did not pass is from its bound."""
     if check.error > check.bound or check.rounding is None:
         return f"{check.parameter!r} is off by {check.error:.1e}; at most {check.bound:.1e} is rounding"
@@ -234,7 +230,12 @@ def relative(error: float, change: float) -> float:
 
 
 def compare(
-    run: PatternSource, rebuilt: Mapping[str, Parts], live: Mapping[str, Tensor], executor: Executor, *, horizon: int
+    run: PatternSource,
+    rebuilt: Mapping[str, ParameterParts],
+    live: Mapping[str, Tensor],
+    executor: Executor,
+    *,
+    horizon: int,
 ) -> dict[str, ParameterCheck]:
     """Compare rebuilt parameters with live ones, by the bound above."""
     checks = {}
@@ -244,7 +245,7 @@ def compare(
         change = float((now - run.initial[name].double()).norm())
         dtype = run.description.parameters[name].dtype
         eps = torch.finfo(getattr(torch, dtype)).eps / 2
-        tolerance = TOLERANCE["float16" if name in noise else dtype]
+        tolerance = REBUILD_TOLERANCE["float16" if name in noise else dtype]
         bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm()) + noise.get(name, 0.0)
         error = float((found.whole - now).norm())
         bound += 4 * found.noise
@@ -256,20 +257,21 @@ def compare(
         check = RoundingCheck(
             size=float(rounding.term.norm()),
             error=float((found.start + found.share - now).norm()),
-            bound=ROUNDING * change + bound + chance,
+            bound=MAX_ROUNDING * change + bound + chance,
             replay=float((rounding.parameter.double() - now).norm()),
             repeatable=rounding.repeatable,
         )
         bound = bound if rounding.repeatable else bound + chance  # rounded otherwise, at random
         checks[name] = ParameterCheck(name, error, change, bound, check)
-    return _excused(run, rebuilt, live, checks, horizon=horizon)
+    return _excused(run, rebuilt, live, checks, executor, horizon=horizon)
 
 
 def _excused(
     run: PatternSource,
-    rebuilt: Mapping[str, Parts],
+    rebuilt: Mapping[str, ParameterParts],
     live: Mapping[str, Tensor],
     checks: Mapping[str, ParameterCheck],
+    executor: Executor,
     *,
     horizon: int,
 ) -> dict[str, ParameterCheck]:
@@ -280,12 +282,12 @@ def _excused(
     """
     found = dict(checks)
     outside = [name for name, check in checks.items() if not check.error <= check.bound]
-    for name, doubt in doubts(run, outside, horizon=horizon).items():
+    for name, doubt in executor.run(run, [fold_doubts(run, outside, horizon=horizon)])[0].items():
         check, whole, now = checks[name], rebuilt[name].whole, live[name].detach().cpu().double()
         apart = doubt.apart(whole, now)
-        excuse = apart.minimum(DOUBTS * doubt.spread)
+        excuse = apart.minimum(MAX_DOUBTS * doubt.spread)
         # Rounding at random leaves about its spread all together: an edit of every element is more than that.
-        most = MOST_DOUBT * float(doubt.spread.norm())
+        most = MAX_DOUBT_NORMS * float(doubt.spread.norm())
         excuse = excuse * min(1.0, most / max(float(excuse.norm()), 1e-300))
         unexplained = float((apart - excuse).norm())
         if unexplained <= check.bound:
@@ -308,7 +310,7 @@ class PatternPower(Sums):
 
     def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
         """Add the power of a block's patterns."""
-        assert block.values is not None, "values were asked for"
+        assert block.values is not None, "this pass reads values"
         of_values = block.values.square().sum(dim=1)  # (n,)
         of_keys = block.keys.double().square().sum(dim=1)
         for i, use in enumerate(self.uses):

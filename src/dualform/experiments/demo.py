@@ -16,7 +16,7 @@ from dualform.experiments.agreement import Agreement, agreement
 from dualform.experiments.datasets import load
 from dualform.experiments.image_examples import Closeup, attend_examples, choose_examples, draw_figures
 from dualform.experiments.image_training import ClassifierRecipe, Phase, Task, accuracy, make_tasks, train_classifier
-from dualform.show.predictions import predict
+from dualform.show.predictions import predict_units
 from dualform.show.report.write import write_report
 from dualform.store.format import MANIFEST
 
@@ -64,7 +64,7 @@ def run_demo(folder: Path, *, seed: int = 0) -> Demo:
     seconds = time.perf_counter() - start
     memory = dualform.open(folder / "run")
     verification = memory.verify(model)
-    outputs = predict(model, task.test)
+    outputs = predict_units(model, task.test)
     vote = memory.attend(model, task.test).vote(by="label")
     closeup = attend_examples(memory, model, choose_examples(task, outputs, right=2, wrong=1), by="label")
     report = folder / "report.html"
@@ -79,13 +79,13 @@ def run_demo(folder: Path, *, seed: int = 0) -> Demo:
         verification=verification,
         table=agreement(vote, task.test_labels, outputs),
         closeup=closeup,
-        masked=_mask(memory, model, task),
+        masked=_masked_rows(memory, model, task),
         figures=draw_figures(closeup, tasks, folder / "figures", prefix="digits"),
         report=report,
     )
 
 
-def _mask(memory: Memory, model: nn.Module, task: Task) -> list[Masked]:
+def _masked_rows(memory: Memory, model: nn.Module, task: Task) -> list[Masked]:
     last = list(memory.layers)[-1]
     without = memory.without(label=MASKED_LABEL)
     views = {
@@ -97,7 +97,7 @@ def _mask(memory: Memory, model: nn.Module, task: Task) -> list[Masked]:
     }
     rows = []
     for what, masked in views.items():
-        hits = (predict(masked, task.test) == task.test_labels).double()
+        hits = (predict_units(masked, task.test) == task.test_labels).double()
         on_label = task.test_labels == MASKED_LABEL
         rows.append(Masked(what, float(hits[on_label].mean()), float(hits[~on_label].mean())))
     return rows

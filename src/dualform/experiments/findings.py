@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from dualform._version import __version__
+from dualform.attend.memory import Memory
 from dualform.engine.verification import Verification
 from dualform.show.terminal_tables import plain
 
@@ -53,6 +55,25 @@ def make_room(folder: Path, study: Any, *, seed: int, keep: bool) -> Row | None:
     if folder.exists():
         shutil.rmtree(folder)
     return None
+
+
+def verified_findings(memory: Memory, model: nn.Module, study: Any, clock: Clock, *, seed: int) -> Row:
+    """Return the findings that every study begins with: what it was, and whether its patterns rebuild the model."""
+    verification = clock("verify", lambda: memory.verify(model))
+    return {
+        "study": plain(study),
+        "seed": seed,
+        "verified": verification.passed,
+        "layers": exactness(verification),
+    }
+
+
+def finish_study(folder: Path, findings: Row, clock: Clock, *, device: str, keep: bool) -> Row:
+    """Store findings with their times and their machine, remove the run unless it is kept, and return them."""
+    result = store_findings(folder, findings | {"seconds": clock.seconds, "machine": describe_machine(device)})
+    if not keep:
+        shutil.rmtree(folder / "run")
+    return result
 
 
 def store_findings(folder: Path, findings: Row) -> Row:

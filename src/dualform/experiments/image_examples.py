@@ -1,5 +1,6 @@
 """Single test examples, looked at closely: per layer attention by group, its totals, and the top training images."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from dualform.attend.answers import GroupTotals, Ranking
 from dualform.attend.memory import Memory
 from dualform.experiments.image_training import Task
 from dualform.show import figures
+from dualform.show.figures import LayerPanels
 
 CURVE_PATTERNS = 500  # the paper's figures show the strongest 500 patterns of each class
 TOP_IMAGES = 3
@@ -97,18 +99,13 @@ def draw_figures(closeup: Closeup, tasks: Sequence[Task], folder: Path, *, prefi
         groups = next(iter(closeup.totals.values())).groups
         curves = {layer: top.values[query].cpu().numpy() for layer, top in closeup.curves.items()}
         sums = {layer: totals.values[query].cpu().numpy() for layer, totals in closeup.totals.items()}
-        paths.append(
-            figures.curves(
-                folder / f"{name}-curves.png", curves, groups, target=example.target, output=example.output,
-                title=f"{title}. The {CURVE_PATTERNS} strongest training patterns of each class",
-            )
+        panels = LayerPanels(
+            curves, groups, example.target, example.output,
+            f"{title}. The {CURVE_PATTERNS} strongest training patterns of each class",
         )  # fmt: skip
-        paths.append(
-            figures.totals(
-                folder / f"{name}-totals.png", sums, groups, target=example.target, output=example.output,
-                title=f"{title}. Total attention per class",
-            )
-        )  # fmt: skip
+        paths.append(figures.curves(folder / f"{name}-curves.png", panels))
+        panels = dataclasses.replace(panels, layers=sums, title=f"{title}. Total attention per class")
+        paths.append(figures.totals(folder / f"{name}-totals.png", panels))
         rows = {
             layer: [
                 (

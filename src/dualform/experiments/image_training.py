@@ -14,7 +14,7 @@ import dualform
 from dualform.experiments.datasets import ImageSet, moments, standardised
 from dualform.experiments.models import mlp
 from dualform.progress import bar
-from dualform.show.predictions import predict
+from dualform.show.predictions import predict_units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,13 +120,13 @@ def _show(recorder: dualform.Recorder, tasks: Sequence[Task]) -> None:
 
     A drawn image can be asked about where all tasks are standardised alike; with several, nobody can say by which.
     """
-    numbers = [task.first_sample + torch.arange(len(task.train)) for task in tasks]
+    samples = [task.first_sample + torch.arange(len(task.train)) for task in tasks]
     classes = zip(*(task.images.class_names for task in tasks), strict=True)
     white = 255 // max(int(task.images.train_images.max()) for task in tasks)  # digits have 16 shades
     mean, deviation = moments(tasks[0].images.train_images)
     recorder.media(
         images=white * np.concatenate([task.images.train_images for task in tasks]),
-        samples=torch.cat(numbers),
+        samples=torch.cat(samples),
         labels=[" / ".join(dict.fromkeys(names)) for names in classes],
         **({"mean": white * mean, "deviation": white * deviation} if len(tasks) == 1 else {}),
     )
@@ -149,4 +149,4 @@ def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> 
 
 def accuracy(model: nn.Module, task: Task) -> float:
     """Return the model's accuracy on a task's test images."""
-    return float((predict(model, task.test) == task.test_labels).double().mean())
+    return float((predict_units(model, task.test) == task.test_labels).double().mean())

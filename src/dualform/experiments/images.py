@@ -1,6 +1,5 @@
 """Run an image study, from data to numbers and figures; its findings are stored as JSON beside the run."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from torch import Tensor, nn
 import dualform
 from dualform.attend.memory import Memory
 from dualform.experiments.agreement import agreement
-from dualform.experiments.findings import Clock, Row, describe_machine, exactness, make_room, store_findings
+from dualform.experiments.findings import Clock, Row, finish_study, make_room, verified_findings
 from dualform.experiments.image_examples import attend_examples, choose_examples, draw_figures
 from dualform.experiments.image_studies import ImageStudy, load_sets
 from dualform.experiments.image_training import Task, accuracy, make_tasks, train_classifier
-from dualform.show.predictions import predict
+from dualform.show.predictions import predict_units
 from dualform.show.terminal_tables import plain
 
 CLOSE = 1000  # test examples per task for which attention is compared between tasks
@@ -40,40 +39,33 @@ def reproduce_images(study: ImageStudy, folder: Path, *, seed: int, device: str 
         "training", lambda: train_classifier(tasks, study.phases, study.recipe, run, seed=seed, device=device)
     )
     memory = dualform.open(run)
-    verification = clock("verify", lambda: memory.verify(model))
     findings: Row = {
-        "study": plain(study),
-        "seed": seed,
-        "verified": verification.passed,
-        "layers": exactness(verification),
+        **verified_findings(memory, model, study, clock, seed=seed),
         "accuracy": {task.name: accuracy(model, task) for task in tasks},
-        "table_1": clock("table 1", lambda: _table_1(memory, model, tasks[0])) if len(tasks) == 1 else None,
-        "sharing": clock("sharing", lambda: _sharing(memory, model, tasks)) if len(tasks) > 1 else None,
-        "masks": clock("masks", lambda: _masks(memory, model, tasks, study)) if study.name == "continual" else None,
-        "forgotten": clock("forgotten", lambda: _forgotten(memory, model, tasks, study))
+        "table_1": clock("table 1", lambda: _table_1_findings(memory, model, tasks[0])) if len(tasks) == 1 else None,
+        "sharing": clock("sharing", lambda: _sharing_findings(memory, model, tasks)) if len(tasks) > 1 else None,
+        "masks": clock("masks", lambda: _masks_findings(memory, model, tasks, study))
+        if study.name == "continual"
+        else None,
+        "forgotten": clock("forgotten", lambda: _forgotten_findings(memory, model, tasks, study))
         if study.name == "continual"
         else None,
     }
     findings["figures"] = clock("figures", lambda: _figures(memory, model, tasks, study, folder / "figures"))
-    findings["seconds"] = clock.seconds
-    findings["machine"] = describe_machine(device)
-    result = store_findings(folder, findings)
-    if not keep:
-        shutil.rmtree(run)
-    return result
+    return finish_study(folder, findings, clock, device=device, keep=keep)
 
 
-def _table_1(memory: Memory, model: nn.Module, task: Task) -> Row:
+def _table_1_findings(memory: Memory, model: nn.Module, task: Task) -> Row:
     """Return the agreement of attention with target and output, by magnitude (the authors' sums) and signed."""
     spotlight = memory.attend(model, list(task.test.split(1000)))
-    outputs = predict(model, task.test)
+    outputs = predict_units(model, task.test)
     return {
         of: plain(agreement(spotlight.vote(by="label", of=of), task.test_labels, outputs))
         for of in ("magnitude", "attention")
     }
 
 
-def _sharing(memory: Memory, model: nn.Module, tasks: Sequence[Task]) -> list[Row]:
+def _sharing_findings(memory: Memory, model: nn.Module, tasks: Sequence[Task]) -> list[Row]:
     """Return, per layer and tested task, how attention is shared between the tasks' patterns."""
     rows = []
     for tested in tasks:
@@ -94,7 +86,7 @@ def _sharing(memory: Memory, model: nn.Module, tasks: Sequence[Task]) -> list[Ro
     return rows
 
 
-def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> list[Row]:
+def _masks_findings(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> list[Row]:
     """Return both tasks' accuracies of the memory and of its masked views."""
     second = tasks[1]
     switch = study.phases[0].steps
@@ -116,32 +108,32 @@ def _masks(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Image
     return rows
 
 
-def _forgotten(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> Row:
+def _forgotten_findings(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> Row:
     """Look at tests of the first task that were right before the second and are wrong after it."""
     first, second = tasks
-    before = predict(memory.at(step=study.phases[0].steps).apply(model), first.test) == first.test_labels
-    outputs = predict(model, first.test)
+    before = predict_units(memory.at(step=study.phases[0].steps).apply(model), first.test) == first.test_labels
+    outputs = predict_units(model, first.test)
     after = outputs == first.test_labels
     rows = []
     for what, chosen in (("forgotten", before & ~after), ("still right", before & after)):
-        numbers = chosen.nonzero()[:, 0][:CLOSE]
-        if not len(numbers):
+        test_rows = chosen.nonzero()[:, 0][:CLOSE]
+        if not len(test_rows):
             continue
-        spotlight = memory.attend(model, first.test[numbers])
+        spotlight = memory.attend(model, first.test[test_rows])
         vote = spotlight.vote(by=["task", "label"])
         for name, layer in spotlight.layers.items():
             totals = layer.totals("task", of="magnitude")
             place = totals.groups.index(second.name)
             share = (totals.values[:, place] / totals.values.sum(dim=1)).mean()
             winners = vote.winners[name]
-            said = outputs[numbers].tolist()
+            said = outputs[test_rows].tolist()
             rows.append(
                 {
                     "tests": what,
                     "layer": name,
                     "share_of_second_task": float(share),
-                    "largest_total_in_second_task": _mean(task == second.name for task, _ in winners),
-                    "largest_total_is_the_output": _mean(
+                    "largest_total_in_second_task": _share_of_hits(task == second.name for task, _ in winners),
+                    "largest_total_is_the_output": _share_of_hits(
                         label == output for (_, label), output in zip(winners, said, strict=True)
                     ),
                 }
@@ -150,7 +142,7 @@ def _forgotten(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: I
     return {"counts": counts, "rows": rows}
 
 
-def _mean(hits: Any) -> float:
+def _share_of_hits(hits: Any) -> float:
     flags = [bool(hit) for hit in hits]
     return sum(flags) / len(flags)
 
@@ -159,7 +151,7 @@ def _figures(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: Ima
     by: str | list[str] = "label" if len(tasks) == 1 else ["task", "label"]
     names: list[str] = []
     for task in tasks:
-        outputs: Tensor = predict(model, task.test)
+        outputs: Tensor = predict_units(model, task.test)
         closeup = attend_examples(memory, model, choose_examples(task, outputs, right=1, wrong=1), by=by)
         paths = draw_figures(closeup, tasks, folder, prefix=f"{study.name}-{task.name}")
         names += [path.name for path in paths]

@@ -46,21 +46,21 @@ class Section:
 
 def write_page(path: Path, sections: Sequence[Section]) -> None:
     """Write sections into the page, replacing those of the same names, and copy their figures beside it."""
-    there = _read(path.read_text("utf-8")) if path.is_file() else {}
+    there = _read_sections(path.read_text("utf-8")) if path.is_file() else {}
     for section in sections:
         _copy_figures(section, path.parent / "figures" / "results")
         there[section.name] = _render(section)
     names = sorted(there, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-    parts = [f"{_mark(name)}\n{there[name].strip()}\n{_mark(name, end=True)}\n" for name in names]
+    parts = [f"{_section_mark(name)}\n{there[name].strip()}\n{_section_mark(name, end=True)}\n" for name in names]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([HEAD, *parts]), "utf-8")
 
 
-def _mark(name: str, *, end: bool = False) -> str:
+def _section_mark(name: str, *, end: bool = False) -> str:
     return f"<!-- {'end' if end else 'section'} {name} -->"
 
 
-def _read(page: str) -> dict[str, str]:
+def _read_sections(page: str) -> dict[str, str]:
     """Return the sections of a page, by name."""
     found = re.finditer(r"<!-- section (\S+) -->\n(.*?)\n<!-- end \1 -->", page, re.DOTALL)
     return {match[1]: match[2] for match in found}

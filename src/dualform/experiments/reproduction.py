@@ -96,12 +96,12 @@ def reproduce_studies(options: ReproductionOptions, *, json: bool) -> None:
         found[job.name] = []
         for seed in range(options.seeds):
             sys.stderr.write(f"{job.name}, seed {seed} ({seed + 1} of {options.seeds})\n")
-            kept = options.keep == "all" or (options.keep == "first" and seed == 0)
-            found[job.name].append(job.run(options.folder / f"{job.name}-{seed}", seed, kept))
+            keep_run = options.keep == "all" or (options.keep == "first" and seed == 0)
+            found[job.name].append(job.run(options.folder / f"{job.name}-{seed}", seed, keep_run))
         sections.append(job.section(found[job.name]))
         if not json:
             _print(job, found[job.name], options.folder)
-    target = options.page or _page(options)
+    target = options.page or _page_path(options)
     if target is not None:
         write_page(target, sections)
         sys.stderr.write(f"Wrote {target}\n")
@@ -109,7 +109,7 @@ def reproduce_studies(options: ReproductionOptions, *, json: bool) -> None:
         print_json(found)
 
 
-def _page(options: ReproductionOptions) -> Path | None:
+def _page_path(options: ReproductionOptions) -> Path | None:
     """Return the page to write to: with all, and the paper's data, the published one; anything else with its runs."""
     if options.which != "all":
         return None

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dualform
-from dualform.attend.effects import LayerEffects
 from dualform.attend.groups import Grouping
+from dualform.effects.layer_effects import LayerEffects
 from dualform.engine.block import Block
 from dualform.engine.jobs import Pass
 from dualform.engine.measures import PatternMeasure
@@ -55,14 +55,14 @@ def evaluate_effects(
         for seed in range(config.seeds):
             if not (path := here / f"retrained-{seed}.safetensors").is_file():
                 margins = _retrain(config, split, number, seed, device)
-                _save(path, {"margins": margins})
+                _save_scores(path, {"margins": margins})
                 tell(f"{config.name}: split {number}, retrained {config.subsets} halves with seed {seed}")
         if not (here / f"models-{CHECKPOINTS - 1}.safetensors").is_file():
             _train_models(config, split, number, here, device)
             tell(f"{config.name}: split {number}, trained {config.models} networks on all samples")
         for recording in range(config.recordings):
             if not (path := here / f"ours-{recording}.safetensors").is_file():
-                _save(path, _attribute(config, split, number, recording, here / "recording"))
+                _save_scores(path, _score_samples(config, split, number, recording, here / "recording"))
                 tell(f"{config.name}: split {number}, effects of recording {recording}")
 
 
@@ -74,7 +74,7 @@ def _keep_config(config: RetrainingConfig, folder: Path) -> None:
     path.write_text(text)
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _save_scores(path: Path, tensors: Mapping[str, Tensor]) -> None:
     beside = path.with_suffix(".partial")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
     beside.replace(path)
@@ -100,12 +100,12 @@ def _train_models(config: RetrainingConfig, split: Split, number: int, here: Pat
     rows = torch.arange(config.train).expand(len(seeds), -1)
     steps = config.epochs * (config.train // min(config.batch, config.train))
     keep = [math.ceil(steps * (i + 1) / CHECKPOINTS) for i in range(CHECKPOINTS)]
-    _, kept = train_stack(config, split.train, split.train_targets, rows, seeds, keep=keep, device=device)
-    for i, state in enumerate(kept):
-        _save(here / f"models-{i}.safetensors", state)
+    _, checkpoints = train_stack(config, split.train, split.train_targets, rows, seeds, keep=keep, device=device)
+    for i, state in enumerate(checkpoints):
+        _save_scores(here / f"models-{i}.safetensors", state)
 
 
-def _attribute(config: RetrainingConfig, split: Split, number: int, recording: int, run: Path) -> dict[str, Tensor]:
+def _score_samples(config: RetrainingConfig, split: Split, number: int, recording: int, run: Path) -> dict[str, Tensor]:
     """Record one training, and return the score of every sample by each of our methods, (M, N) each."""
     if run.exists():
         shutil.rmtree(run)
@@ -157,7 +157,7 @@ def _magnitudes(source: LayerEffects, grouping: Grouping) -> Tensor:
         reducer=GroupSums(len(grouping.labels)),
         like=source.queries,
         queries=source.queries,
-        measure=_MagnitudeOfInputs(len(source), source.asked.of),
+        measure=_MagnitudeOfInputs(len(source), source.gradients.of),
         rows=len(source),
         groups=grouping,
     )

@@ -116,9 +116,9 @@ def make_split(config: RetrainingConfig, number: int) -> Split:
     if len(inputs) < config.train or len(test) < config.tests:
         raise DataError(f"{config.data} has {len(inputs)} + {len(test)} samples; {config.name} wants more.")
     rows = torch.randperm(len(inputs), generator=generator)[: config.train]
-    asked = torch.randperm(len(test), generator=generator)[: config.tests]
+    chosen = torch.randperm(len(test), generator=generator)[: config.tests]
     halves = [torch.randperm(config.train, generator=generator)[: config.train // 2] for _ in range(config.subsets)]
-    return Split(inputs[rows], targets[rows], test[asked], test_targets[asked], torch.stack(halves))
+    return Split(inputs[rows], targets[rows], test[chosen], test_targets[chosen], torch.stack(halves))
 
 
 def _samples(config: RetrainingConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:

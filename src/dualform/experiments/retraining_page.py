@@ -67,11 +67,11 @@ def _cell(scores: Mapping[str, list[float]], pattern: str) -> str:
 
 def section(found: Found) -> Section:
     """Return the section on effects."""
-    recipes = "\n".join(f"- {config.name}: {_recipe(config)}" for config in _ordered(found))
+    recipes = "\n".join(f"- {config.name}: {_retraining_recipe(config)}" for config in _ordered(found))
     return Section("effects", "Do effects predict retraining?", (COMMAND, TEXT), [table(found)], more=f"{recipes}\n")
 
 
-def _recipe(config: RetrainingConfig) -> str:
+def _retraining_recipe(config: RetrainingConfig) -> str:
     network = "a character Transformer, width" if config.data == "text" else "an MLP with hidden units"
     return (
         f"{config.train:,} samples of {config.text or config.data}, {network} {', '.join(map(str, config.hidden))}; "

@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 
 import dualform
-from dualform.attend.effects_asked import measure
+from dualform.effects.output_gradients import measure_quantity
 from dualform.experiments.retraining_config import RetrainingConfig
 from dualform.progress import bar
 
@@ -90,7 +90,7 @@ def train_stack(
         return loss_of(functional_call(skeleton, dict(parameters), (batch,)), wanted)
 
     losses: Callable[..., Tensor] = vmap(loss)
-    kept: list[StackedState] = []
+    checkpoints: list[StackedState] = []
     with bar("retraining", total=orders.shape[1]) as advance:
         for step in range(orders.shape[1]):
             chosen = rows.gather(1, orders[:, step])  # (K, batch)
@@ -98,9 +98,9 @@ def train_stack(
             losses(stacked, inputs[chosen], targets[chosen]).sum().backward()
             optimizer.step()
             if step + 1 in keep:
-                kept.append({name: tensor.detach().cpu().clone() for name, tensor in stacked.items()})
+                checkpoints.append({name: tensor.detach().cpu().clone() for name, tensor in stacked.items()})
             advance(1)
-    return {name: tensor.detach() for name, tensor in stacked.items()}, kept
+    return {name: tensor.detach() for name, tensor in stacked.items()}, checkpoints
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def measure_stack(config: RetrainingConfig, stacked: StackedState, inputs: Tenso
     skeleton = initial(config, 0).to(device).eval()
 
     def margins(parameters: Mapping[str, Tensor], batch: Tensor, wanted: Tensor) -> Tensor:
-        return measure(functional_call(skeleton, dict(parameters), (batch,)), wanted, "margin")
+        return measure_quantity(functional_call(skeleton, dict(parameters), (batch,)), wanted, "margin")
 
     found: Tensor = vmap(margins, in_dims=(0, None, None))(stacked, inputs.to(device), targets.to(device))
     return found.cpu()

@@ -27,14 +27,14 @@ def summarise_images(findings: Sequence[Row]) -> list[Grid]:
     """Return the tables of one study, from the findings of its seeds."""
     grids = [_accuracies(findings)]
     if findings[0]["table_1"]:
-        grids += [_table_1(findings, "magnitude"), _table_1(findings, "attention")]
+        grids += [_table_1_lines(findings, "magnitude"), _table_1_lines(findings, "attention")]
     if findings[0]["masks"]:
-        grids.append(_masks(findings))
+        grids.append(_masks_lines(findings))
     if findings[0]["sharing"]:
-        grids.append(_sharing(findings))
+        grids.append(_sharing_lines(findings))
     if findings[0]["forgotten"]:
-        grids.append(_forgotten(findings))
-    return [*grids, _exactness(findings), costs(findings)]
+        grids.append(_forgotten_lines(findings))
+    return [*grids, _exactness_lines(findings), costs(findings)]
 
 
 def mean_and_deviation(values: Sequence[float], *, scale: float = 100.0, digits: int = 1) -> str:
@@ -67,7 +67,7 @@ def _accuracies(findings: Sequence[Row]) -> Grid:
     return Grid("Test accuracy, percent", ("task", "paper", "ours"), rows)
 
 
-def _table_1(findings: Sequence[Row], of: str) -> Grid:
+def _table_1_lines(findings: Sequence[Row], of: str) -> Grid:
     names = ("target_when_wrong", "output_when_wrong", "when_right")
     rows = []
     for i, entry in enumerate(findings[0]["table_1"][of]):
@@ -88,7 +88,7 @@ def _table_1(findings: Sequence[Row], of: str) -> Grid:
     return Grid(title, ("layer", *columns), tuple(rows))
 
 
-def _masks(findings: Sequence[Row]) -> Grid:
+def _masks_lines(findings: Sequence[Row]) -> Grid:
     tasks = findings[0]["study"]["tasks"]
     rows = tuple(
         (entry["memory"], *(mean_and_deviation([f["masks"][i][task] for f in findings]) for task in tasks))
@@ -98,7 +98,7 @@ def _masks(findings: Sequence[Row]) -> Grid:
     return Grid("Test accuracy of views of the memory, percent", ("memory", *tasks), rows, note)
 
 
-def _sharing(findings: Sequence[Row]) -> Grid:
+def _sharing_lines(findings: Sequence[Row]) -> Grid:
     tasks = findings[0]["study"]["tasks"]
     rows = tuple(
         (
@@ -113,7 +113,7 @@ def _sharing(findings: Sequence[Row]) -> Grid:
     return Grid("How absolute attention is shared between the tasks, percent", columns, rows)
 
 
-def _forgotten(findings: Sequence[Row]) -> Grid:
+def _forgotten_lines(findings: Sequence[Row]) -> Grid:
     first, second = findings[0]["study"]["tasks"]
     keys = ("share_of_second_task", "largest_total_in_second_task", "largest_total_is_the_output")
     rows = []
@@ -127,7 +127,7 @@ def _forgotten(findings: Sequence[Row]) -> Grid:
     return Grid(title, columns, tuple(rows))
 
 
-def _exactness(findings: Sequence[Row]) -> Grid:
+def _exactness_lines(findings: Sequence[Row]) -> Grid:
     rows = []
     for i, entry in enumerate(findings[0]["layers"]):
         errors = [f["layers"][i]["relative_error"] for f in findings]

@@ -98,8 +98,8 @@ class ParameterMap(ABC):
         for query, unit in zip(queries, units.tolist(), strict=True):
             one = values.new_zeros(1, values.shape[1])
             one[0, unit] = 1
-            asked = self.gradient(one, query[None], shape)  # D
-            moved = asked @ side if shape[0] > shape[1] else side @ asked
+            unit_gradient = self.gradient(one, query[None], shape)  # D
+            moved = unit_gradient @ side if shape[0] > shape[1] else side @ unit_gradient
             found.append((self.apply(moved, keys) * values).sum(dim=1))
         return torch.stack(found) if found else values.new_zeros(0, len(values))
 

@@ -111,17 +111,17 @@ class Continuity:
         for name, known in self._known.get(id(owned.optimizer), {}).items():
             first = self._updates is not None and id(owned.optimizer) not in self._stepped
             if first and name in parameters and (what := self._wrong_start(owned, name, states.get(parameters[name]))):
-                return f"The state of {owned.name} for parameter {name!r} {what}"
+                return f"The state of {owned.class_name} for parameter {name!r} {what}"
             if name not in parameters or known.is_same(state := states.get(parameters[name], {})):
                 continue
             if what := self._difference(owned, known, state):
-                return f"The state of {owned.name} for parameter {name!r} {what}"
+                return f"The state of {owned.class_name} for parameter {name!r} {what}"
         return None
 
     def _wrong_start(self, owned: Owned, name: str, state: Mapping[str, Any] | None) -> str | None:
         """Say what is wrong with the state at the first step of a resumed run, judging by its count of updates."""
         updates = 0 if self._updates is None else self._updates.get(name, 0)
-        if not updates or owned.logger is None or owned.logger.logs_restart:
+        if not updates or owned.kind is None or owned.kind.logs_restart:
             return None
         if not state:
             return f"is empty, though the run holds {updates} updates of it: its checkpoint was not loaded"
@@ -133,7 +133,7 @@ class Continuity:
         for entry, (tensor, writes) in known.tensors.items():
             now = state.get(entry)
             if now is None:
-                if owned.logger is not None and not owned.logger.logs_restart:
+                if owned.kind is not None and not owned.kind.logs_restart:
                     return f"was cleared ({entry!r} is gone)"
             elif now is tensor:
                 if tensor._version != writes:

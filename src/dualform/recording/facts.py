@@ -42,11 +42,11 @@ def gather_facts(
         situation: the rest.
     """
     state = owned.optimizer.state.get(parameter, {})
-    settings = owned.logger.settings(group, state) if owned.logger else {"lr": float(group.get("lr", "nan"))}
+    settings = owned.kind.encode(group, state) if owned.kind else {"lr": float(group.get("lr", "nan"))}
     updated = parameter.grad is not None and not situation.skipped
     if situation.skipped:
-        if owned.logger:
-            owned.logger.check_skipped(settings, name)
+        if owned.kind:
+            owned.kind.check_skipped(settings, name)
         return ParameterFacts(name, owned.name, updated, settings, [])
     attached = parameter.grad is not None and parameter.grad.requires_grad
     exact = name in situation.exact
@@ -63,9 +63,9 @@ def gather_facts(
         )
     factors = [resolution.factors.get(micro, 0.0) / situation.scale for micro in range(situation.micros)]
     if resolution.residual is not None:
-        if owned.logger is not None and owned.logger.rounds:
+        if owned.kind is not None and owned.kind.rounds:
             raise RefusedError(
-                f"Parameter {name!r} is trained by {owned.name} under autocast: its orthogonalisation makes "
+                f"Parameter {name!r} is trained by {owned.class_name} under autocast: its orthogonalisation makes "
                 "as much of the rounding of a gradient as of the gradient. Train it outside autocast, or "
                 'record the layer\'s keys only (layers={...: "keys"}).'
             )

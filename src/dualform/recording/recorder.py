@@ -525,7 +525,7 @@ class Recorder:
         self._samples |= self._changes.note(owned, mine)
         if self._evaluations > 1 and "evaluations" not in self._warned:
             self._warned.add("evaluations")
-            warn_user(many_evaluations(owned.name, self._evaluations))
+            warn_user(many_evaluations(owned.class_name, self._evaluations))
         self._open.add(optimizer, *prepared)
         if len(self._open.done) == len(self._owned):
             self._end_step()

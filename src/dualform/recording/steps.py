@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import RefusedError
-from dualform.recording.optimizers import FactLogger, find_logger, known_type, require_logger
+from dualform.identity.families.kind import OptimizerKind
+from dualform.identity.families.naming import class_name, optimizer_name
+from dualform.recording.optimizers import kind_of, known_type, require_kind
 from dualform.recording.sinks import CallRecord, ParameterFacts
 
 
@@ -37,7 +39,7 @@ class Owned:
 
     optimizer: Optimizer
     names: Mapping[int, str]  # id of every covered parameter -> name
-    logger: FactLogger | None  # nothing where only keys are recorded and the optimizer is not known
+    kind: OptimizerKind[Any] | None  # None where only keys are recorded and the optimizer is not known
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -47,8 +49,13 @@ class Owned:
 
     @property
     def name(self) -> str:
-        """The optimizer's type, or the known one whose step it has."""
-        return (known_type(self.optimizer) or type(self.optimizer)).__name__
+        """The name of the optimizer's type, or of the known one whose step it has, as a run keeps it."""
+        return optimizer_name(known_type(self.optimizer) or type(self.optimizer))
+
+    @property
+    def class_name(self) -> str:
+        """The name of that type's class, for people."""
+        return class_name(self.name)
 
 
 def own(
@@ -59,8 +66,8 @@ def own(
     taken: dict[str, Optimizer] = {}
     owned = []
     for optimizer in optimizers:
-        logger = find_logger(optimizer) if keys_only else require_logger(optimizer)
-        owned.append(Owned(optimizer, names, logger))
+        kind = kind_of(optimizer) if keys_only else require_kind(optimizer)
+        owned.append(Owned(optimizer, names, kind))
         for name in owned[-1].parameters:
             if name in taken:
                 raise RefusedError(
@@ -76,7 +83,7 @@ def warm_states(optimizers: Sequence[Owned]) -> dict[str, dict[str, Tensor]]:
     states = {}
     for owned in optimizers:
         for name, parameter in owned.parameters.items():
-            found = owned.logger.state(owned.optimizer.state.get(parameter, {})) if owned.logger else {}
+            found = owned.kind.warm_state(owned.optimizer.state.get(parameter, {})) if owned.kind else {}
             if found:
                 states[name] = {entry: tensor.detach().cpu().clone() for entry, tensor in found.items()}
     return states

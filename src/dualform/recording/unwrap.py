@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dualform.errors import OptimizerError
-from dualform.recording.optimizers import find_logger
+from dualform.recording.optimizers import kind_of
 
 _EXPECTED = "expected the optimizer that trains the model, or several in a list"
 
@@ -35,7 +35,7 @@ def unwrap_all(given: Any) -> list[Optimizer]:
 def unwrap(given: Any) -> Optimizer:
     """Return the optimizer itself, from inside any number of wrappers."""
     seen: set[int] = set()
-    while not (isinstance(given, Optimizer) and find_logger(given) is not None):
+    while not (isinstance(given, Optimizer) and kind_of(given) is not None):
         inner = _inner(given)
         if inner is None or id(inner) in seen:
             break

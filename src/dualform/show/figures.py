@@ -5,6 +5,7 @@ model's output are coloured. Takes arrays, not memories.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,51 @@ OTHER = "#9A9A9A"
 Array = npt.NDArray[np.floating[Any]]
 
 
-def curves(
-    path: Path,
-    layers: Mapping[str, Array],
-    groups: Sequence[Any],
-    *,
-    target: Any,
-    output: Any,
-    title: str,
-    what: str = "attention",
-) -> Path:
-    """Draw each group's strongest patterns, sorted: one panel per layer, (G, k) each; NaN ends a line."""
-    from matplotlib.figure import Figure
+@dataclass(frozen=True, slots=True)
+class LayerPanels:
+    """One test example's values by group, one panel per layer.
 
-    figure = Figure(figsize=(3.4 * len(layers), 3.0), layout="constrained")
-    panels = figure.subplots(1, len(layers), squeeze=False)
-    tasks = _tasks(groups)
-    for axes, (layer, values) in zip(panels[0], layers.items(), strict=True):
-        for group, line in zip(groups, values, strict=True):
-            colour, width, order = _style(group, target, output)
+    Attributes:
+        layers: layer -> values, (G, ...) each.
+        groups: (G,) the groups: classes, or (task, class) pairs.
+        target: the example's class.
+        output: the class that the model says.
+        title: the title of the figure.
+    """
+
+    layers: Mapping[str, Array]
+    groups: Sequence[Any]
+    target: Any
+    output: Any
+    title: str
+
+    @property
+    def tasks(self) -> list[Any]:
+        """The tasks, where groups are pairs."""
+        return list(dict.fromkeys(group[0] for group in self.groups if isinstance(group, tuple)))
+
+    def figure(self, *, width: float, height: float) -> tuple[Any, list[tuple[Any, str, Array]]]:
+        """Return a figure of this size, and the axes of each panel with its layer and values."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(1, len(self.layers), squeeze=False)[0]
+        return figure, [(one, *panel) for one, panel in zip(axes, self.layers.items(), strict=True)]
+
+    def style(self, group: Any) -> tuple[str, float, int]:
+        """Return colour, width and order of a group by its class."""
+        if _class(group) == self.target:
+            return TARGET, 2.0, 3
+        return (OUTPUT, 2.0, 2) if _class(group) == self.output else (OTHER, 0.8, 1)
+
+
+def curves(path: Path, panels: LayerPanels) -> Path:
+    """Draw each group's strongest patterns, sorted, (G, k) in each panel; NaN ends a line."""
+    figure, drawn = panels.figure(width=3.4 * len(panels.layers), height=3.0)
+    tasks = panels.tasks
+    for axes, layer, values in drawn:
+        for group, line in zip(panels.groups, values, strict=True):
+            colour, width, order = panels.style(group)
             dashes = (0, (4, 2)) if tasks and group[0] != tasks[0] else "solid"
             ranks = np.arange(1, len(line) + 1)
             axes.plot(ranks, line, color=colour, linewidth=width, zorder=order, linestyle=dashes)
@@ -47,43 +74,28 @@ def curves(
         axes.set_title(layer, fontsize=9)
         axes.set_xlabel("rank of the training pattern", fontsize=8)
         _tidy(axes)
-    panels[0][0].set_ylabel(what, fontsize=8)
-    _finish(figure, title, target, output, tasks, mark="dashed")
-    return _save(figure, path)
+    drawn[0][0].set_ylabel("attention", fontsize=8)
+    _finish(figure, panels, mark="dashed")
+    return _save_figure(figure, path)
 
 
-def totals(
-    path: Path,
-    layers: Mapping[str, Array],
-    groups: Sequence[Any],
-    *,
-    target: Any,
-    output: Any,
-    title: str,
-    what: str = "total attention",
-) -> Path:
-    """Draw each group's total: one panel per layer, (G,) each. A group may be a (task, class) pair."""
-    from matplotlib.figure import Figure
-
-    width = max(3.4, 0.2 * len(groups)) * len(layers)
-    figure = Figure(figsize=(width, 2.8), layout="constrained")
-    panels = figure.subplots(1, len(layers), squeeze=False)
-    tasks = _tasks(groups)
-    for axes, (layer, values) in zip(panels[0], layers.items(), strict=True):
+def totals(path: Path, panels: LayerPanels) -> Path:
+    """Draw each group's total, (G,) in each panel."""
+    groups, tasks = panels.groups, panels.tasks
+    figure, drawn = panels.figure(width=max(3.4, 0.2 * len(groups)) * len(panels.layers), height=2.8)
+    for axes, layer, values in drawn:
         places = np.arange(len(groups))
         for place, group, value in zip(places, groups, values, strict=True):
             second = bool(tasks) and group[0] != tasks[0]
-            axes.bar(
-                place, value, color=_style(group, target, output)[0], hatch="///" if second else None, edgecolor="white"
-            )
+            axes.bar(place, value, color=panels.style(group)[0], hatch="///" if second else None, edgecolor="white")
         axes.axhline(0, color="black", linewidth=0.6)
         axes.set_xticks(places, [str(_class(group)) for group in groups], fontsize=7)
         axes.set_xlabel("class, in each task" if tasks else "class", fontsize=8)
         axes.set_title(layer, fontsize=9)
         _tidy(axes)
-    panels[0][0].set_ylabel(what, fontsize=8)
-    _finish(figure, title, target, output, tasks, mark="hatched")
-    return _save(figure, path)
+    drawn[0][0].set_ylabel("total attention", fontsize=8)
+    _finish(figure, panels, mark="hatched")
+    return _save_figure(figure, path)
 
 
 def gallery(
@@ -107,22 +119,11 @@ def gallery(
             axes.set_yticks([])
             axes.spines[:].set_visible(False)
     figure.suptitle(title, fontsize=9)
-    return _save(figure, path)
-
-
-def _style(group: Any, target: Any, output: Any) -> tuple[str, float, int]:
-    """Return colour, width and order of a group by its class."""
-    if _class(group) == target:
-        return TARGET, 2.0, 3
-    return (OUTPUT, 2.0, 2) if _class(group) == output else (OTHER, 0.8, 1)
+    return _save_figure(figure, path)
 
 
 def _class(group: Any) -> Any:
     return group[1] if isinstance(group, tuple) else group
-
-
-def _tasks(groups: Sequence[Any]) -> list[Any]:
-    return list(dict.fromkeys(group[0] for group in groups if isinstance(group, tuple)))
 
 
 def _tidy(axes: Any) -> None:
@@ -132,21 +133,21 @@ def _tidy(axes: Any) -> None:
     axes.yaxis.get_offset_text().set_fontsize(7)
 
 
-def _finish(figure: Any, title: str, target: Any, output: Any, tasks: Sequence[Any], *, mark: str) -> None:
+def _finish(figure: Any, panels: LayerPanels, *, mark: str) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=TARGET, label=f"target: {target}")]
-    if output != target:
-        handles.append(Patch(color=OUTPUT, label=f"the model's output: {output}"))
+    handles = [Patch(color=TARGET, label=f"target: {panels.target}")]
+    if panels.output != panels.target:
+        handles.append(Patch(color=OUTPUT, label=f"the model's output: {panels.output}"))
     handles.append(Patch(color=OTHER, label="other classes"))
-    if tasks:
-        plain, marked = tasks
+    if panels.tasks:
+        plain, marked = panels.tasks
         handles.append(Patch(color="none", label=f"plain: {plain}, {mark}: {marked}"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(panels.title, fontsize=9)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save_figure(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return path

@@ -8,7 +8,7 @@ class Cancelled(Exception):
 
 
 @dataclass(slots=True)
-class Job:
+class ReportedJob:
     """The progress of one computation, reported by its thread and read by others."""
 
     title: str = ""
@@ -33,6 +33,6 @@ class Progress:
     running: bool = True
 
 
-def job_progress(job: Job) -> Progress:
+def job_progress(job: ReportedJob) -> Progress:
     """Return the progress of a job as it is now."""
     return Progress(job.title, job.done, job.total)

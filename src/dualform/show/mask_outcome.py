@@ -7,7 +7,7 @@ from pathlib import Path
 from dualform.attend.memory import Memory, undecided_text
 from dualform.printable import printable
 from dualform.show.model_loading import load_inputs, load_model
-from dualform.show.predictions import MASK_NOTE, compare_predictions, predict
+from dualform.show.predictions import MASK_NOTE, compare_predictions, predict_units
 from dualform.show.terminal_tables import console, percent, print_grid
 
 
@@ -40,8 +40,8 @@ def compare_mask(
     rows, targets = load_inputs(memory, inputs)
     loaded = load_model(memory, model, accept_untrained=accept_untrained, trust=trust)
     net = loaded.model
-    before = predict(net, rows)
-    after = predict(masked.unwarned().apply(net, layers=list(layers) or None), rows)
+    before = predict_units(net, rows)
+    after = predict_units(masked.unwarned().apply(net, layers=list(layers) or None), rows)
     flips = []
     changes = compare_predictions(before, after, targets)
     for test in changes.changed:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualform.attend.slopes import output_rows
+from dualform.effects.slopes import output_rows
 from dualform.errors import DualformError, QueryError
 from dualform.modes import evaluating
 from dualform.show.job import Cancelled
@@ -44,7 +44,7 @@ def model_failures_named(inputs: Tensor) -> Iterator[None]:
         ) from error
 
 
-def predict(model: nn.Module, inputs: Tensor) -> Tensor:
+def predict_units(model: nn.Module, inputs: Tensor) -> Tensor:
     """Return the output unit that is largest for each input, (M,), on the CPU; of a text, at its last position.
 
     The model is in evaluation mode meanwhile, and its modules are back in their own modes afterwards.

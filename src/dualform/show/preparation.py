@@ -8,7 +8,7 @@ from dualform.attend.memory import Memory
 from dualform.attend.weights import GroupWeights
 from dualform.engine.verification import LayerCheck
 from dualform.progress import watching
-from dualform.show.job import Cancelled, Job
+from dualform.show.job import Cancelled, ReportedJob
 
 QUICK_SECONDS = 2.0
 """A preparation that failed within this time is begun again at the next question."""
@@ -18,7 +18,7 @@ class Preparation:
     """A thread that prepares group weights, and then measures how well they rebuild the run's weights."""
 
     def __init__(self, memory: Memory, weights: GroupWeights) -> None:
-        self.job = Job()
+        self.job = ReportedJob()
         self.error: str | None = None
         self.checks: Mapping[str, LayerCheck] = {}
         self._began = time.monotonic()

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from dualform.attend.context import context_of
 from dualform.attend.memory import Memory
 from dualform.attend.removal import Removal
-from dualform.attend.slopes import output_rows, slopes
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.weights import GroupWeights
+from dualform.effects.slopes import output_rows, slopes
 from dualform.errors import QueryError
 from dualform.modes import evaluation_copy
 from dualform.recording.watch import plain_name
 from dualform.show.grouping import GroupingColumns, unit_name
 from dualform.show.held_out import held_out_windows, shorten_to_context
 from dualform.show.lru_cache import LruCache
-from dualform.show.predictions import model_failures_named, predict, run_model
+from dualform.show.predictions import model_failures_named, predict_units, run_model
 from dualform.show.preparation import QUICK_SECONDS, Preparation
 
 
@@ -108,7 +108,7 @@ class Session:
 
     def predictions(self) -> Tensor:
         """Return the model's output for every test, (M,)."""
-        found: Tensor = self.answers.get("predictions", lambda: predict(self.model, self.tests))
+        found: Tensor = self.answers.get("predictions", lambda: predict_units(self.model, self.tests))
         return found
 
     # One input ----------------------------------------------------------------------------------------------------

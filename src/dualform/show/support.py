@@ -1,9 +1,10 @@
 """The support matrix, read off the registries: what can be recorded, and how. `dualform support` prints it."""
 
-from dualform.coefficients import kinds
-from dualform.coefficients import optimizers as scalar
+from typing import Any
+
+from dualform.identity.families import optimizer_kinds
+from dualform.identity.families.kind import OptimizerKind
 from dualform.recording.layers import composites, registered
-from dualform.recording.optimizers import supported
 
 LAYER_KEYS = {
     "Linear": "input",
@@ -74,7 +75,7 @@ def support_page() -> str:
         "",
         "| optimizer | family | weights, masks, horizons, totals | contributions of single patterns |",
         "|---|---|---|---|",
-        *(f"| `{name}` | {_family(name)} |" for name in supported()),
+        *(f"| `{kind.optimizer.__name__}` | {_family(kind)} |" for kind in _by_name()),
         "",
         "## Around the training loop",
         "",
@@ -109,8 +110,11 @@ def _key(name: str) -> str:
     return "normalised input, elementwise"
 
 
-def _family(name: str) -> str:
-    if kind := kinds().get(name):
-        return f"{kind.family} | one forward replay | a backward replay, about √S matrices held"
-    assert name in scalar(), "an optimizer that is logged can be derived"
-    return "scalar: one number per step | one pass in any order | one pass in any order"
+def _by_name() -> list[OptimizerKind[Any]]:
+    return sorted(optimizer_kinds().values(), key=lambda kind: kind.optimizer.__name__)
+
+
+def _family(kind: OptimizerKind[Any]) -> str:
+    if kind.has_coefficients:
+        return f"{kind.family} | one pass in any order | one pass in any order"
+    return f"{kind.family} | one forward replay | a backward replay, about √S matrices held"

@@ -35,11 +35,11 @@ def show_text(spotlight: TextSpotlight) -> None:
                 document = Text(printable(passage.document))
                 table.add_row(f"{passage.attention:.4g}", f"{passage.occurrences:,}", document, text)
             screen.print(table)
-        _totals(screen, f"{name}: total attention by document", "document", layer.documents)
-        _totals(screen, f"{name}: total attention by token", "token", layer.tokens)
+        _print_totals(screen, f"{name}: total attention by document", "document", layer.documents)
+        _print_totals(screen, f"{name}: total attention by token", "token", layer.tokens)
 
 
-def _totals(screen: Console, title: str, column: str, totals: tuple[Total, ...]) -> None:
+def _print_totals(screen: Console, title: str, column: str, totals: tuple[Total, ...]) -> None:
     screen.print()
     rows = [(total.name, total.attention, total.patterns) for total in totals]
     print_grid(screen, title, [column, "attention", "patterns"], rows)

@@ -18,11 +18,11 @@ import pyarrow as pa
 import xxhash
 from torch import Tensor
 
-from dualform.coefficients import Facts
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.engine.facts_check import facts_problem
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.errors import CorruptError
+from dualform.identity.families import Facts
 from dualform.lazy import compute as pc
 from dualform.store.checked_tables import (
     BUDGET_RATIO,

@@ -5,7 +5,7 @@ momentum buffers there (or by their full checksum, where a shard ends at that ve
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from dualform.engine.local import LocalExecutor
 from dualform.engine.rebuild import parts, states
 from dualform.engine.verification import compare
 from dualform.errors import ResumeError
+from dualform.identity.families.naming import same_optimizer
 from dualform.recording.sinks import Start
 from dualform.store.folder import own_files, remove_partial, remove_unlisted
 from dualform.store.format import FINAL, FROZEN, UNCOVERED, shard_files
@@ -74,11 +75,16 @@ def read_pools(run: Run) -> tuple[set[str], dict[str, Pool]]:
 def _same_shape(old: Manifest, new: Manifest) -> None:
     for what in ("layers", "parameters", "optimizers", "batch_axis"):
         before, now = getattr(old, what), getattr(new, what)
-        if before != now:
+        if before != now and not (what == "optimizers" and _same_optimizers(before, now)):
             raise ResumeError(
                 f"The run was recorded with other {what}: {_difference(before, now)}. "
                 "Resume with the same model and options, or record to another folder."
             )
+
+
+def _same_optimizers(before: Sequence[str], now: Sequence[str]) -> bool:
+    """Say whether two runs have the same optimizers, whose names have no module in runs of earlier versions."""
+    return len(before) == len(now) and all(map(same_optimizer, before, now))
 
 
 def _difference(before: object, now: object) -> str:

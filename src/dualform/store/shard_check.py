@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 
 from dualform.engine.description import LayerEntry
+from dualform.identity.families.naming import same_optimizer
 from dualform.identity.parameter_use import takes_ids
 from dualform.lazy import compute as pc
 from dualform.printable import cut
@@ -231,7 +232,7 @@ def steps_problem(table: pa.Table, shard: ShardEntry, manifest: Manifest, calls:
     if unknown := [name for name in names if name not in manifest.parameters]:
         return f"there are steps of {cut(repr(unknown[0]))}, which is no parameter of the run"
     optimizers = pc.unique(table["optimizer"]).to_pylist()
-    if unknown := [name for name in optimizers if name not in manifest.optimizers]:
+    if unknown := [n for n in optimizers if not any(same_optimizer(n, known) for known in manifest.optimizers)]:
         return f"there are steps of the optimizer {cut(repr(unknown[0]))}, which the manifest does not know"
     step = np.asarray(table["step"], dtype=np.int64)
     if len(step) and (step[0] < shard.start or (step[1:] < step[:-1]).any()):

@@ -14,7 +14,7 @@ import torch
 import dualform
 from dualform import cli
 from dualform.progress import bar
-from dualform.show.predictions import predict
+from dualform.show.predictions import predict_units
 from dualform.show.viewer.jobs import MAX_RUNNING_JOBS
 from helpers.served import Running
 
@@ -46,7 +46,7 @@ def test_the_run(client, digits):
 
 def test_predictions_of_all_tests(client, digits):
     found = ask(client, "/api/tests")
-    assert found["predictions"] == predict(digits.model, digits.task.test).tolist()
+    assert found["predictions"] == predict_units(digits.model, digits.task.test).tolist()
     assert found["targets"] == digits.task.test_labels.tolist()
 
 
@@ -280,7 +280,7 @@ def test_whoever_goes_away_stops_the_work(digits, monkeypatch):
             stopped.set()
             raise
 
-    monkeypatch.setattr(dualform.Memory, "course", slow)
+    monkeypatch.setattr(dualform.Memory, "training_history", slow)
     server = Running(digits.folder)
     try:
         with server.client() as client, server.client() as other:

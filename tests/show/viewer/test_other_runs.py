@@ -144,6 +144,6 @@ def test_samples_may_be_named_by_texts(tmp_path, served):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs[rows]), rows % 3).backward()
             optimizer.step()
-    assert dualform.open(tmp_path / "run").course(width=1).epochs == (3,)
+    assert dualform.open(tmp_path / "run").training_history(width=1).epochs == (3,)
     with served(tmp_path / "run").client() as client:
         assert ask(client, "/api/time", test=2, by="label")["epochs"] == [3]

@@ -49,7 +49,7 @@ def from_png(members: Mapping[str, bytes], *, progress: bool) -> dict[str, bytes
             try:
                 labels = np.array(json.loads(members[file]), dtype=np.uint8).reshape(len(batches), -1)  # (B, N)
                 for batch, batch_labels in zip(batches, labels, strict=True):
-                    pixels = _decode(members[f"{batch}.png"])  # (N, 1024, 3)
+                    pixels = _decode_images(members[f"{batch}.png"])  # (N, 1024, 3)
                     planes = pixels.transpose(0, 2, 1).reshape(len(pixels), -1)  # (N, 3072)
                     contents[f"{batch}.bin"] = np.column_stack([batch_labels, planes]).tobytes()
                     advance(1)
@@ -99,7 +99,7 @@ def build_cifar10(contents: Mapping[str, bytes]) -> ImageSet:
     )
 
 
-def _decode(png: bytes) -> Bytes:
+def _decode_images(png: bytes) -> Bytes:
     """Return the pixels of a PNG in RGB."""
     import numpy as np
 

@@ -8,6 +8,7 @@ import http.client
 import io
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -21,24 +22,8 @@ _CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class FileDownload:
-    """Files that lie side by side under one address, each as `.gz`."""
-
-    base: str
-
-    @property
-    def label(self) -> str:
-        """The address."""
-        return f"download {self.base}"
-
-    def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
-        """Download and uncompress every file."""
-        return {file: gunzip(download(f"{self.base}{file}.gz", progress=progress), name=f"{file}.gz") for file in files}
-
-
-@dataclass(frozen=True, slots=True)
-class ArchiveDownload:
-    """A tar archive, compressed or not, that holds all the files."""
+class Download(ABC):
+    """Something that can be downloaded from an address and holds the files of a data set."""
 
     url: str
 
@@ -46,22 +31,30 @@ class ArchiveDownload:
     def label(self) -> str:
         """The address."""
         return f"download {self.url}"
+
+    @abstractmethod
+    def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
+        """Return the content of every file."""
+
+
+class FileDownload(Download):
+    """Files that lie side by side under one address, each as `.gz`."""
+
+    def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
+        """Download and uncompress every file."""
+        return {file: gunzip(download(f"{self.url}{file}.gz", progress=progress), name=f"{file}.gz") for file in files}
+
+
+class ArchiveDownload(Download):
+    """A tar archive, compressed or not, that holds all the files."""
 
     def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
         """Download the archive and read the files out of it."""
         return read_members(io.BytesIO(download(self.url, progress=progress)), files)
 
 
-@dataclass(frozen=True, slots=True)
-class ZipDownload:
+class ZipDownload(Download):
     """A zip archive that holds all the files."""
-
-    url: str
-
-    @property
-    def label(self) -> str:
-        """The address."""
-        return f"download {self.url}"
 
     def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
         """Download the archive and read the files out of it."""
@@ -69,7 +62,7 @@ class ZipDownload:
 
 
 @dataclass(frozen=True, slots=True)
-class BookDownload:
+class BookDownload(Download):
     """A book of Project Gutenberg as one text file, from its first words to the mark before the licence.
 
     Attributes:
@@ -77,13 +70,7 @@ class BookDownload:
         first: what the file starts with once the header is left out.
     """
 
-    url: str
     first: str
-
-    @property
-    def label(self) -> str:
-        """The address."""
-        return f"download {self.url}"
 
     def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
         """Download the book and cut the header and the licence off."""

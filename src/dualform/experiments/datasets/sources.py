@@ -78,7 +78,7 @@ def obtain(dataset: Dataset, *, progress: bool) -> Obtained:
     try:
         target = _writable_cache() / dataset.name
     except SourceError as error:
-        raise _failure(dataset, f"is in no local source, and cannot be fetched: {error}", failures) from error
+        raise _all_failed(dataset, f"is in no local source, and cannot be fetched: {error}", failures) from error
 
     for remote in dataset.remotes:
         try:
@@ -95,7 +95,7 @@ def obtain(dataset: Dataset, *, progress: bool) -> Obtained:
             ) from error
         return Obtained(location=Location(source=remote.label, folder=target), contents=contents)
 
-    raise _failure(dataset, "cannot be had from any of its sources", failures)
+    raise _all_failed(dataset, "cannot be had from any of its sources", failures)
 
 
 def _named_folders() -> list[Path]:
@@ -149,7 +149,7 @@ def _writable_cache() -> Path:
     return folder
 
 
-def _failure(dataset: Dataset, what: str, failures: list[str]) -> DataError:
+def _all_failed(dataset: Dataset, what: str, failures: list[str]) -> DataError:
     """Return the one error that says what failed, in every source, and what to do."""
     listed = "\n".join(f"  - {failure}" for failure in failures)
     return DataError(

@@ -1,4 +1,4 @@
-"""From a text to a corpus: its vocabulary, its tokens as numbers, and where its documents start."""
+"""From a text to a corpus: its vocabulary, its tokens as whole numbers, and where its documents start."""
 
 from collections import Counter
 from itertools import chain
@@ -30,11 +30,11 @@ def make_corpus(text: TextSet, unit: Unit | None = None) -> Corpus:
         (token for token, count in counts.items() if count > rare), key=lambda token: (-counts[token], token)
     )
     vocabulary = tuple(known if UNKNOWN in counts else [*known, UNKNOWN])
-    numbers = {token: number for number, token in enumerate(vocabulary)}
-    unknown = numbers[UNKNOWN]
+    token_ids = {token: number for number, token in enumerate(vocabulary)}
+    unknown = token_ids[UNKNOWN]
 
     def encode(tokens: list[list[str]]) -> Ids:
-        return np.array([numbers.get(token, unknown) for token in chain.from_iterable(tokens)], dtype=np.int64)
+        return np.array([token_ids.get(token, unknown) for token in chain.from_iterable(tokens)], dtype=np.int64)
 
     before = np.concatenate([[0], np.cumsum([len(line) for line in lines])]).astype(np.int64)  # tokens before each line
     starts = _document_starts(text, before)

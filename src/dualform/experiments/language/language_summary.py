@@ -18,7 +18,7 @@ TITLES = {
 def summarise_language(findings: Sequence[Row]) -> list[Grid]:
     """Return the tables of one study, from the findings of its seeds."""
     carried = [_carried(findings)] if findings[0]["carried"] else []
-    return [_quality(findings), _agreement(findings), *carried, _exactness(findings), costs(findings)]
+    return [_quality(findings), _agreement(findings), *carried, _language_exactness_lines(findings), costs(findings)]
 
 
 def language_section(name: str, findings: Sequence[Row], *, command: str) -> Section:
@@ -110,7 +110,7 @@ def _carried(findings: Sequence[Row]) -> Grid:
     return Grid("How much of a prediction's logit the top patterns carry", columns, rows, note)
 
 
-def _exactness(findings: Sequence[Row]) -> Grid:
+def _language_exactness_lines(findings: Sequence[Row]) -> Grid:
     rows = []
     for i, entry in enumerate(findings[0]["layers"]):
         errors = [f["layers"][i]["relative_error"] for f in findings]
@@ -129,23 +129,23 @@ def example_tables(examples: Sequence[Row]) -> str:
     for example in examples:
         said = ", ".join(f"{_safe(token)} {100 * share:.0f} %" for token, share in example["next"])
         truth = f" True: {_safe(example['target'])}." if example["target"] else ""
-        lines.append(f"### “… {_safe(_one_line(example['prompt']))}”\n")
-        lines.append(f"The model says next: {said}.{truth} It goes on: {_safe(_one_line(example['goes_on']))}\n")
+        lines.append(f"### “… {_safe(_without_breaks(example['prompt']))}”\n")
+        lines.append(f"The model says next: {said}.{truth} It goes on: {_safe(_without_breaks(example['goes_on']))}\n")
         lines.append("| layer | by | attention | occurrences | document | passage |\n|---|---|---|---|---|---|")
         for layer in example["layers"]:
             for by, passages in (("pattern", layer["by_pattern"]), ("total", layer["by_total"])):
-                lines += [f"| {layer['layer']} | {by} | {_passage(passage)} |" for passage in passages]
+                lines += [f"| {layer['layer']} | {by} | {_passage_lines(passage)} |" for passage in passages]
         lines.append("")
     return "\n".join(lines)
 
 
-def _passage(passage: Row) -> str:
+def _passage_lines(passage: Row) -> str:
     text = "".join(f"<b>{_safe(piece)}</b>" if bold else _safe(piece) for piece, bold in passage["pieces"])
     cells = (f"{passage['attention']:.4g}", f"{passage['occurrences']:,}", _safe(passage["document"]), text)
     return " | ".join(cells)
 
 
-def _one_line(text: str) -> str:
+def _without_breaks(text: str) -> str:
     return text.replace("\n", "⏎")
 
 

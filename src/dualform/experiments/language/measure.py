@@ -67,9 +67,11 @@ def token_agreement(memory: Memory, model: nn.Module, prompts: HeldOut) -> list[
         if not query.is_floating_point():
             continue
         top = memory.attend(queries={layer: query})[layer].top(1)
-        rows.append(_compare(layer, "most attended pattern", follower[top.columns["place"]], prompts))
+        rows.append(_agreement_row(layer, "most attended pattern", follower[top.columns["place"]], prompts))
         places = torch.cat(list(_largest_totals(memory, layer, query, counts)))
-        rows.append(_compare(layer, "largest total over a token's occurrences", follower[places.numpy()], prompts))
+        rows.append(
+            _agreement_row(layer, "largest total over a token's occurrences", follower[places.numpy()], prompts)
+        )
     return rows + chance(corpus, counts.numpy(), prompts)
 
 
@@ -79,7 +81,7 @@ def _largest_totals(memory: Memory, layer: str, queries: Tensor, counts: Tensor)
         yield memory.place_totals(layer, block).masked_fill_(unseen, -torch.inf).argmax(dim=1).cpu()
 
 
-def _compare(layer: str, by: str, followers: np.ndarray, prompts: HeldOut) -> Row:
+def _agreement_row(layer: str, by: str, followers: np.ndarray, prompts: HeldOut) -> Row:
     found = torch.from_numpy(followers)
     return {
         "layer": layer,

@@ -56,8 +56,8 @@ def as_row(spotlight: TextSpotlight, target: str | None) -> Row:
         "layers": [
             {
                 "layer": name,
-                "by_pattern": [_passage(passage) for passage in layer.by_pattern],
-                "by_total": [_passage(passage) for passage in layer.by_total],
+                "by_pattern": [_passage_row(passage) for passage in layer.by_pattern],
+                "by_total": [_passage_row(passage) for passage in layer.by_total],
                 "documents": [[total.name, total.attention] for total in layer.documents],
             }
             for name, layer in spotlight.layers.items()
@@ -65,7 +65,7 @@ def as_row(spotlight: TextSpotlight, target: str | None) -> Row:
     }
 
 
-def _passage(passage: Passage) -> Row:
+def _passage_row(passage: Passage) -> Row:
     return {
         "attention": passage.attention,
         "occurrences": passage.occurrences,

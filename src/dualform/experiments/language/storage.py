@@ -40,8 +40,8 @@ class Budget:
     left_out: str
 
     def __str__(self) -> str:
-        kept = f"{size_text(self.bytes)} of {size_text(self.free)} that are free: {self.storage}"
-        return f"{kept}. Left out: {self.left_out}." if self.left_out else f"{kept}."
+        text = f"{size_text(self.bytes)} of {size_text(self.free)} that are free: {self.storage}"
+        return f"{text}. Left out: {self.left_out}." if self.left_out else f"{text}."
 
 
 def budget(study: LanguageStudy, corpus: Corpus, folder: Path) -> Budget:

@@ -1,6 +1,5 @@
 """Run a language study, from text to findings, which are stored as JSON beside the run."""
 
-import shutil
 import sys
 import time
 from dataclasses import replace
@@ -14,7 +13,7 @@ from dualform.attend.memory import Memory
 from dualform.errors import DataError
 from dualform.experiments.datasets import load_text, names
 from dualform.experiments.datasets.textfile import read_text_file
-from dualform.experiments.findings import Clock, Row, describe_machine, exactness, make_room, store_findings
+from dualform.experiments.findings import Clock, Row, finish_study, make_room, verified_findings
 from dualform.experiments.language.corpora import make_corpus
 from dualform.experiments.language.language_training import fit, held_out_loss, quality, train_language_model
 from dualform.experiments.language.measure import ask_held_out, carried, token_agreement
@@ -63,22 +62,15 @@ def reproduce_language(
         ),
     )
     memory = dualform.open(run)
-    verification = clock("verify", lambda: memory.verify(model))
+    verified = verified_findings(memory, model, study, clock, seed=seed)
     findings: Row = {
-        "study": plain(study),
-        "seed": seed,
-        "verified": verification.passed,
-        "layers": _stored(memory, exactness(verification)),
+        **verified,
+        "layers": _stored(memory, verified["layers"]),
         "stored": plain(chosen),
-        "corpus": _describe(corpus),
+        "corpus": _describe_corpus(corpus),
         **_findings(study, corpus, memory, model, chosen, clock),
     }
-    findings["seconds"] = clock.seconds
-    findings["machine"] = describe_machine(device)
-    result = store_findings(folder, findings)
-    if not keep:
-        shutil.rmtree(run)
-    return result
+    return finish_study(folder, findings, clock, device=device, keep=keep)
 
 
 def _findings(
@@ -118,7 +110,7 @@ def _stored(memory: Memory, layers: list[Row]) -> list[Row]:
     ]
 
 
-def _describe(corpus: Corpus) -> Row:
+def _describe_corpus(corpus: Corpus) -> Row:
     return {
         "name": corpus.name,
         "unit": corpus.unit,

@@ -55,7 +55,7 @@ def find_examples(session: Session, words: str) -> list[int]:
 def example_snippets(session: Session, first: int, count: int) -> Snippets:
     """Return the ends of the texts of `count` tests, from the test `first` on."""
     last = min(first + count, len(session.tests))
-    return Snippets(first, [_end(whole_text(session, number)) for number in range(first, last)])
+    return Snippets(first, [_shortened(whole_text(session, number)) for number in range(first, last)])
 
 
 def whole_text(session: Session, number: int) -> str:
@@ -66,5 +66,5 @@ def whole_text(session: Session, number: int) -> str:
     return text_of(corpus, session.tests[number].reshape(-1).tolist())
 
 
-def _end(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= SNIPPET_CHARACTERS else "…" + text[-SNIPPET_CHARACTERS:]

@@ -130,9 +130,9 @@ def _contributions(
     """
     spot = session.whole(subject)[layer]
     slope = session.slopes(subject, unit)[layer].double()  # (rows, d_out)
-    kept = session.weights(by).shares(layer)
-    if kept is not None:
-        groups, shares = kept
+    by_group = session.weights(by).shares(layer)
+    if by_group is not None:
+        groups, shares = by_group
         each = [
             (apply_uses({use: share[g] for use, share in shares.items()}, spot.queries) * slope).sum()
             for g in range(len(groups))

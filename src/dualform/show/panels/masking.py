@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dualform.attend.memory import undecided_text
-from dualform.show.predictions import MASK_NOTE, compare_predictions, predict
+from dualform.show.predictions import MASK_NOTE, compare_predictions, predict_units
 from dualform.show.session import Mask, Session
 
 MAX_CHANGED = 1000  # test examples that are listed
@@ -40,13 +40,13 @@ class MaskEffect:
 
 def mask_effect(session: Session, mask: Mask) -> MaskEffect:
     """Compare the predictions for every test with and without a mask; the numbers of `dualform mask`."""
-    found: MaskEffect = session.answers.get(("mask", mask), lambda: _compare(session, mask))
+    found: MaskEffect = session.answers.get(("mask", mask), lambda: _mask_effect(session, mask))
     return found
 
 
-def _compare(session: Session, mask: Mask) -> MaskEffect:
+def _mask_effect(session: Session, mask: Mask) -> MaskEffect:
     before = session.predictions()
-    after = before if mask.removal.nothing else predict(session.masked(mask), session.tests)
+    after = before if mask.removal.nothing else predict_units(session.masked(mask), session.tests)
     changes = compare_predictions(before, after, session.targets)
     last = list(session.memory.layers)[-1]
     weights = session.weights(mask.removal.by)

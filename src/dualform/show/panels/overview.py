@@ -67,11 +67,11 @@ class Overview:
 
 def run_overview(session: Session) -> Overview:
     """Describe the run; the description is computed once per session."""
-    found: Overview = session.answers.get("run", lambda: _describe(session))
+    found: Overview = session.answers.get("run", lambda: _overview(session))
     return found
 
 
-def _describe(session: Session) -> Overview:
+def _overview(session: Session) -> Overview:
     memory = session.memory
     info = memory.info()
     text = session.media.text

@@ -64,7 +64,7 @@ def model_prediction(session: Session, subject: Subject, mask: Mask) -> ModelPre
     """Return the outputs of an input with and without a mask: the largest of both, and the target."""
     before = session.outputs(subject)
     after = None if mask.removal.nothing else session.outputs(subject, mask)
-    units = _largest_units(before) if after is None else [*_largest_units(before), *_largest_units(after)]
+    units = _strongest_units(before) if after is None else [*_strongest_units(before), *_strongest_units(after)]
     if subject.target is not None and 0 <= subject.target < len(before):
         units.append(subject.target)
     says = int(before.argmax())
@@ -95,5 +95,5 @@ def model_prediction(session: Session, subject: Subject, mask: Mask) -> ModelPre
     )
 
 
-def _largest_units(outputs: Tensor) -> list[int]:
+def _strongest_units(outputs: Tensor) -> list[int]:
     return torch.topk(outputs, min(MAX_UNITS, len(outputs))).indices.tolist()

@@ -45,10 +45,10 @@ def attention_timeline(
 ) -> Timeline:
     """Return how much an input attends in a layer to each group's patterns of each bin of steps."""
     width = max(1, -(-session.memory.step // MAX_BINS))
-    course = session.answers.get(("course", width), lambda: session.memory.course(width=width))
+    history = session.answers.get(("history", width), lambda: session.memory.training_history(width=width))
     spotlight, _ = session.spotlight(subject, row=row)
     answer = spotlight[layer].totals([*by, Bins("step", width)])
-    bins = max(len(course.edges) - 1, 1)
+    bins = max(len(history.edges) - 1, 1)
     grid: dict[Any, list[float]] = {}
     for label, value in zip(answer.groups, answer.values[0].tolist(), strict=True):
         group = label[0] if len(by) == 1 else label[:-1]
@@ -60,12 +60,12 @@ def attention_timeline(
     return Timeline(
         layer=layer,
         width=width,
-        edges=course.edges.tolist(),
+        edges=history.edges.tolist(),
         groups=groups,
         names=[group_name(session.media, by, group) for group in groups],
         grid=[grid[group] for group in groups],
         left_out=len(grid) - len(groups),
-        errors=None if course.errors is None else course.errors.tolist(),
-        epochs=course.epochs,
-        tasks=course.tasks,
+        errors=None if history.errors is None else history.errors.tolist(),
+        epochs=history.epochs,
+        tasks=history.tasks,
     )

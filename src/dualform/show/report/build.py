@@ -18,7 +18,7 @@ from dualform.progress import bar
 from dualform.recording.estimate import size_text
 from dualform.show.grouping import GroupingColumns, offered_groupings, parse_by
 from dualform.show.panels.badge import Badge, rebuild_badge
-from dualform.show.predictions import predict, share_right
+from dualform.show.predictions import predict_units, share_right
 from dualform.show.report.section import MaskedGroup, TestAnswers, ask_about_test, section_html
 from dualform.show.session import Mask, Session
 from dualform.show.templating import render, template_source
@@ -110,8 +110,10 @@ def mask_each(session: Session, by: GroupingColumns, tests: Sequence[int]) -> li
     with bar("masking", total=len(groups)) as advance:
         for group in groups:
             model = session.masked(Mask(Removal(by=by, groups=(group,))))
-            after = dict(zip(tests, predict(model, inputs).tolist(), strict=True))
-            right = None if session.targets is None else share_right(predict(model, session.tests), session.targets)
+            after = dict(zip(tests, predict_units(model, inputs).tolist(), strict=True))
+            right = (
+                None if session.targets is None else share_right(predict_units(model, session.tests), session.targets)
+            )
             found.append(MaskedGroup(group, after, right))
             advance(1)
     return found

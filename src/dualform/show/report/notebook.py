@@ -44,9 +44,9 @@ def text_spotlight_html(spotlight: TextSpotlight) -> "Markup":
 
 def _layer(name: str, layer: LayerSpotlight, query: int) -> dict[str, Any]:
     """Return one layer as its template takes it."""
-    title, chart = _totals(layer, query)
+    title, chart = _totals_chart(layer, query)
     top = layer.top(TOP_SAMPLES, per="sample" if "sample" in layer.columns else "pattern")
-    cards = [_card(layer.media, row) for row in top.to_arrow().to_pylist() if row["query"] == query]
+    cards = [_notebook_card(layer.media, row) for row in top.to_arrow().to_pylist() if row["query"] == query]
     return {
         "name": name,
         "patterns": f"{layer.count():,}",
@@ -56,7 +56,7 @@ def _layer(name: str, layer: LayerSpotlight, query: int) -> dict[str, Any]:
     }
 
 
-def _totals(layer: LayerSpotlight, query: int) -> "tuple[str, Markup | None]":
+def _totals_chart(layer: LayerSpotlight, query: int) -> "tuple[str, Markup | None]":
     """Return a chart of totals with its title: by label, or by the first column that has few enough groups."""
     columns = annotated_columns(list(layer.columns))
     for column in sorted(columns, key=lambda name: name != "label"):  # labels first
@@ -75,7 +75,7 @@ def _totals(layer: LayerSpotlight, query: int) -> "tuple[str, Markup | None]":
     return "", None
 
 
-def _card(media: Media, row: dict[str, Any]) -> Card:
+def _notebook_card(media: Media, row: dict[str, Any]) -> Card:
     sample, label, place = row.get("sample"), row.get("label"), row.get(PLACE)
     return Card(
         rank=row["rank"],

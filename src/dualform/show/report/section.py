@@ -112,19 +112,19 @@ def section_html(
         unit_name=facts.layers.unit_name,
         contributions=None if facts.contributions is None else _layer_charts(session, facts.contributions, by, said),
         effects=None if effects is None else _layer_charts(session, effects, by, said),
-        curves=[(curves.layer, _curves(session, curves, by, said)) for curves in facts.curves],
+        curves=[(curves.layer, _curves_chart(session, curves, by, said)) for curves in facts.curves],
         time_layer=facts.time.layer,
         timeline=strip(
             facts.time.grid, facts.time.names, title="total attention by group and step", steps=session.memory.step
         ),
         patterns_layer=facts.positive.layer,
         patterns=[(title, card_list(answer.cards, images)) for title, answer in found if answer.cards],
-        masks=_masks(session, by, facts, masks) if masks else "",
+        masks=_masks_table(session, by, facts, masks) if masks else "",
         mask_note=MASK_NOTE,
     )
 
 
-def _marks(by: GroupingColumns, group: Any, said: ModelPrediction) -> str:
+def _group_marks(by: GroupingColumns, group: Any, said: ModelPrediction) -> str:
     """Return the marks of a group whose label is the target or the model's output."""
     names = list(map(str, by))
     if "label" not in names:
@@ -141,7 +141,7 @@ def _layer_charts(session: Session, found: LayerTotals, by: GroupingColumns, sai
             charts.append((layer.layer, None))
             continue
         rows = [
-            Bar(name, value, _marks(by, group, said))
+            Bar(name, value, _group_marks(by, group, said))
             for name, value, group in zip(found.names, layer.totals, found.groups, strict=True)
         ]
         charts.append((layer.layer, bars(rows, title=f"{layer.layer}: total {found.of} by group")))
@@ -156,18 +156,20 @@ def _layer_charts(session: Session, found: LayerTotals, by: GroupingColumns, sai
     return render("layer_totals.html", charts=charts, left_out=found.left_out, table=table)
 
 
-def _curves(session: Session, found: SortedAttention, by: GroupingColumns, said: ModelPrediction) -> "Markup | str":
+def _curves_chart(
+    session: Session, found: SortedAttention, by: GroupingColumns, said: ModelPrediction
+) -> "Markup | str":
     """Return one layer's sorted curves; a second task's are dashed."""
     tasks = list(dict.fromkeys(group[0] for group in found.groups if isinstance(group, list | tuple)))
     series = []
     for group, name, values in zip(found.groups, found.names, found.curves, strict=True):
-        marks = _marks(by, group, said)
+        marks = _group_marks(by, group, said)
         role = "target" if "◆" in marks else "output" if "▸" in marks else ""
         series.append(Line(name, values, role, dashed=len(tasks) > 1 and group[0] != tasks[0]))
     return lines(series, title=f"{found.layer}: sorted attention of each group's strongest patterns") or ""
 
 
-def _masks(session: Session, by: GroupingColumns, facts: TestAnswers, masks: Sequence[MaskedGroup]) -> "Markup":
+def _masks_table(session: Session, by: GroupingColumns, facts: TestAnswers, masks: Sequence[MaskedGroup]) -> "Markup":
     """Return the prediction for the test example without each group, as a table."""
     before = facts.prediction.before
     rows = []

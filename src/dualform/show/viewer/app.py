@@ -22,7 +22,7 @@ from dualform.show.terminal_tables import plain
 from dualform.show.viewer.jobs import Jobs
 from dualform.show.viewer.opened import Opened
 from dualform.show.viewer.parameters import BadQuestion, RequestParameters
-from dualform.show.viewer.routes import Question, questions
+from dualform.show.viewer.routes import RouteAnswer, questions
 
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 IMAGE_CACHING = "private, max-age=86400"  # Cache-Control of images, whose content never changes
@@ -33,7 +33,7 @@ def make_app(opened: Opened) -> Starlette:
     jobs = Jobs()
     files = static_files()
 
-    def endpoint(answer: Question) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(answer: RouteAnswer) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
             parameters = RequestParameters(request.query_params.multi_items())
             return await _answered(

@@ -9,7 +9,7 @@ import anyio.to_thread
 from starlette.requests import Request
 
 from dualform.progress import watching
-from dualform.show.job import Job
+from dualform.show.job import ReportedJob
 
 R = TypeVar("R")
 MAX_RUNNING_JOBS = 8  # questions that are worked on at the same time
@@ -21,9 +21,9 @@ class Jobs:
 
     def __init__(self) -> None:
         self._limiter: anyio.CapacityLimiter | None = None
-        self._named: dict[str, Job] = {}
+        self._named: dict[str, ReportedJob] = {}
 
-    def progress(self, name: str) -> Job | None:
+    def progress(self, name: str) -> ReportedJob | None:
         """Return a job by the name that the page gave it."""
         return self._named.get(name)
 
@@ -31,7 +31,7 @@ class Jobs:
         """Run `work` in a thread; raise `Cancelled` if the client goes away before it is done."""
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(MAX_RUNNING_JOBS)
-        job = Job()
+        job = ReportedJob()
         if name:
             while len(self._named) >= MAX_NAMED_JOBS:
                 self._named.pop(next(iter(self._named)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualform.attend.groups import Bins
-from dualform.attend.last_tokens import laid_out
+from dualform.attend.last_tokens import as_model_takes
 from dualform.attend.prompts import read_prompt
 from dualform.attend.removal import Removal
 from dualform.errors import DualformError, QueryError
@@ -160,7 +160,7 @@ class RequestParameters:
             raise BadQuestion("This run keeps no vocabulary, so a text cannot be turned into tokens.")
         try:
             prompt = read_prompt(corpus, text, context=session.context)
-            subject = Subject(("prompt", text), laid_out(prompt.tokens[None], session.memory.batch_axis))
+            subject = Subject(("prompt", text), as_model_takes(prompt.tokens[None], session.memory.batch_axis))
             if session.context is None:
                 session.outputs(subject)  # raises where the prompt is longer than the model takes
         except QueryError as error:

@@ -23,22 +23,22 @@ MAX_CONTEXT = 400  # words or pieces on each side of a place
 MAX_SNIPPETS = 200  # in one answer
 MEASURES = ("attention", "magnitude", "contribution", "effect")
 
-Question = Callable[[Session, RequestParameters], Any]
+RouteAnswer = Callable[[Session, RequestParameters], Any]
 """A question: from an opened run and the parameters of a request to dataclasses, lists and numbers. May take long."""
-_QUESTIONS: dict[str, Question] = {}
+_QUESTIONS: dict[str, RouteAnswer] = {}
 
 
-def question(path: str) -> Callable[[Question], Question]:
+def question(path: str) -> Callable[[RouteAnswer], RouteAnswer]:
     """Register the function that answers a path. It runs in a thread."""
 
-    def register(answer: Question) -> Question:
+    def register(answer: RouteAnswer) -> RouteAnswer:
         _QUESTIONS[path] = answer
         return answer
 
     return register
 
 
-def questions() -> dict[str, Question]:
+def questions() -> dict[str, RouteAnswer]:
     """Return every registered question by its path."""
     return dict(_QUESTIONS)
 

@@ -1,0 +1,361 @@
+"""The elementwise family: Adam and its relatives multiply a gradient by a matrix per step, element by element.
+
+Given their second moments, which depend on the whole gradient, all of these optimizers are linear. With gradient g,
+
+    d  = sign · g + decay · W              (coupled decay)
+    m' = α m + β ⊙ d
+    W' = κ W − P ⊙ m' − Q ⊙ d              (κ < 1: decoupled decay)
+
+α, κ are numbers, β, P, Q numbers or matrices. So a share of W (that of a group of patterns, or of the start) follows
+the same three lines, and shares stay additive:
+
+    W = W_start + sum over groups W_group
+
+The second moments come from a replay of torch's own optimizer on the rebuilt gradients. An optimizer registers a
+function that reads α, β, κ, P, Q off its settings and its state after the step; everything else is shared.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.identity.families.kind import (
+    Backward,
+    Multiplier,
+    OptimizerKind,
+    Setting,
+    Settings,
+    Spread,
+    State,
+    StepMap,
+    TakenStep,
+    register_optimizer,
+)
+from dualform.identity.families.rounding import near
+from dualform.identity.parameter_maps import ParameterMap
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwiseStep(StepMap):
+    """One step, as the numbers and matrices (float64) of the three lines above; SGD's are numbers throughout."""
+
+    alpha: float = 0.0
+    beta: Tensor | float = 0.0
+    kappa: float = 1.0
+    on_average: Tensor | float = 0.0  # P
+    on_gradient: Tensor | float = 0.0  # Q
+    decay: float = 0.0
+    sign: float = 1.0
+    reach: float = 1.0  # how far one gradient moves an element at most, over all steps, in learning rates
+    corrected: float = 0.0  # steps t by which the average is divided by 1 − αᵗ; 0 where it is not
+
+    def step(self, share: Tensor, average: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return a share of W' and of m'."""
+        if gradient is None:
+            moved = self.decay * share if self.decay else None
+        else:
+            moved = self.sign * gradient
+            if self.decay:
+                moved = moved + self.decay * share
+        average = self.alpha * average
+        if moved is not None:
+            average = average + self.beta * moved
+        after = self.kappa * share - self.on_average * average
+        return (after if moved is None else after - self.on_gradient * moved), average
+
+    def bias_correction(self, alpha: float) -> float:
+        """Return 1 − αᵗ where the step divides the average by it."""
+        return 1 - alpha**self.corrected if self.corrected else 1.0
+
+
+Reading = Callable[[Settings, State, State], ElementwiseStep]
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwiseMultiplier(Multiplier):
+    """A matrix in the parameter's shape, A_s, multiplied element by element."""
+
+    matrix: Tensor
+
+    def to(self, like: Tensor) -> "ElementwiseMultiplier":
+        """Return it on the device and in the dtype of a tensor."""
+        return ElementwiseMultiplier(self.matrix.to(like))
+
+    def contribute(
+        self, parameter_map: ParameterMap, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor
+    ) -> Tensor:
+        """Return e_o · x · (A_s[o] ⊙ q), for a matrix."""
+        return parameter_map.unit_factors(queries, keys, units, self.matrix) * values[:, units].T
+
+
+class ElementwiseBackward(Backward[ElementwiseStep]):
+    """The way back of this family.
+
+    With v on W' and u on m', where `W' = κ W − P ⊙ m' − Q ⊙ d` and `m' = α m + β ⊙ d`:
+
+        a = u − P ⊙ v        w = β ⊙ a − Q ⊙ v        A_s = sign · w
+        u ← α a              v ← κ v + decay · w
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._on_weight = torch.ones(*shape, dtype=torch.float64)
+        self._on_average = torch.zeros(*shape, dtype=torch.float64)
+
+    def step(self, linear: ElementwiseStep) -> ElementwiseMultiplier:
+        """Go back over one step, and return its A_s."""
+        average = self._on_average - linear.on_average * self._on_weight
+        moved = linear.beta * average - linear.on_gradient * self._on_weight
+        self._on_average = linear.alpha * average
+        self._on_weight = linear.kappa * self._on_weight + linear.decay * moved
+        return ElementwiseMultiplier(linear.sign * moved)
+
+
+class ElementwiseSpread(Spread[ElementwiseStep]):
+    """What doubt about gradients does in this family, where a step divides a gradient by its own size.
+
+    A gradient that is known to within δ moves an element by δ (P + Q) more or less, over the steps in which its average
+    remembers it. But no gradient moves an element by much more than the learning rate: where rounding is all there is
+    of the gradient, P = lr / |g| is as uncertain as g, and two roundings move the element by lr in opposite directions.
+    Doubts of several steps are independent, so that their squares add up:
+
+        u² ← κ² u² + (1 / (1 / (δ (n P + Q)) + 1 / (2 lr)))²        n ← α n + β
+
+    n is what the average has taken up of a steady gradient, for Adam 1 − αᵗ, which P is corrected for. RMSprop, which
+    corrects nothing, moves further than lr in its first steps: `reach` says how far.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._square = torch.zeros(*shape, dtype=torch.float64)
+        self._response: Tensor | float = 0.0
+
+    def step(self, linear: ElementwiseStep, settings: Settings, doubt: Tensor) -> None:
+        """Follow one step."""
+        self._response = linear.alpha * self._response + linear.beta
+        moved = doubt.double() * (linear.on_average * self._response + linear.on_gradient)
+        if reach := linear.reach * settings["lr"]:
+            moved = 1 / (1 / moved + 1 / (2 * reach))
+        self._square = linear.kappa**2 * self._square + moved.square()
+
+    @property
+    def size(self) -> Tensor:
+        """The standard deviation of each element."""
+        return self._square.sqrt()
+
+
+class ElementwiseKind(OptimizerKind[ElementwiseStep]):
+    """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
+
+    family = "elementwise: one matrix per step"
+
+    def __init__(
+        self,
+        optimizer: type[Optimizer],
+        settings: tuple[str, ...],
+        read: Reading,
+        *,
+        average: str | None,
+        state_settings: tuple[str, ...],
+    ) -> None:
+        super().__init__(optimizer, average)
+        self.settings = settings
+        self.state_settings = state_settings
+        self._read = read
+
+    def encode(self, group: Mapping[str, Any], state: State) -> dict[str, Setting]:
+        """Return the settings; betas are two."""
+        found: dict[str, Setting] = {}
+        for name in self.settings:
+            value = group[name]
+            if name == "betas":
+                found["beta1"], found["beta2"] = (float(beta) for beta in value)
+            else:
+                found[name] = value if isinstance(value, bool) else float(value)
+        return found
+
+    def decode(self, row: Mapping[str, Any]) -> Settings:
+        """Return the settings."""
+        found = {name: row[name] for name in self.settings if name in row}
+        return found | {"betas": (row["beta1"], row["beta2"])} if "betas" in self.settings else found
+
+    def read(self, taken: TakenStep) -> ElementwiseStep:
+        """Return a step with its numbers as the step itself rounded them, to the parameter's dtype.
+
+        A first moment is a lerp, `m + β (d − m)`, so that its α is what β leaves.
+        """
+        linear = self._read(taken.settings, taken.before, taken.after)
+        rounded = near(taken.gradient.dtype)
+        beta = linear.beta if isinstance(linear.beta, Tensor) else rounded(linear.beta)
+        alpha = rounded(linear.alpha) if isinstance(beta, Tensor) or not linear.alpha else 1 - beta
+        kappa, decay = rounded(linear.kappa), rounded(linear.decay)
+        return dataclasses.replace(linear, alpha=alpha, beta=beta, kappa=kappa, decay=decay)
+
+    def backward(self, shape: Sequence[int]) -> ElementwiseBackward:
+        """Return where the way back starts."""
+        return ElementwiseBackward(shape)
+
+    def spread(self, shape: Sequence[int]) -> ElementwiseSpread:
+        """Return that there is no doubt yet."""
+        return ElementwiseSpread(shape)
+
+
+def reads(
+    optimizer: type[Optimizer], *settings: str, average: str | None = None, state_settings: tuple[str, ...] = ()
+) -> Callable[[Reading], Reading]:
+    """Register a function that reads a step of an optimizer.
+
+    Args:
+        optimizer: the optimizer's type.
+        settings: the names of its settings that are logged.
+        average: the state entry that m is; None where it keeps no average.
+        state_settings: settings that make it keep more state from its first step on.
+    """
+
+    def register(read: Reading) -> Reading:
+        register_optimizer(ElementwiseKind(optimizer, settings, read, average=average, state_settings=state_settings))
+        return read
+
+    return register
+
+
+def _moment(tensor: Tensor) -> Tensor:
+    return tensor.double()
+
+
+def _sign(settings: Settings) -> float:
+    return -1.0 if settings["maximize"] else 1.0
+
+
+def _adam(settings: Settings, after: State, *, decoupled: bool) -> ElementwiseStep:
+    beta1, beta2 = settings["betas"]
+    count = float(after["step"])
+    second = after["max_exp_avg_sq"] if settings["amsgrad"] else after["exp_avg_sq"]
+    denominator = _moment(second).sqrt() / (1 - beta2**count) ** 0.5 + settings["eps"]
+    decay, lr = settings["weight_decay"], settings["lr"]
+    return ElementwiseStep(
+        alpha=beta1,
+        beta=1 - beta1,
+        kappa=1 - lr * decay if decoupled else 1.0,
+        on_average=lr / (1 - beta1**count) / denominator,
+        decay=0.0 if decoupled else decay,
+        sign=_sign(settings),
+        corrected=count,
+    )
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+
+
+@reads(torch.optim.Adam, *_ADAM, "decoupled_weight_decay", average="exp_avg", state_settings=("amsgrad",))
+def _read_adam(settings: Settings, before: State, after: State) -> ElementwiseStep:
+    return _adam(settings, after, decoupled=settings["decoupled_weight_decay"])
+
+
+@reads(torch.optim.AdamW, *_ADAM, average="exp_avg", state_settings=("amsgrad",))
+def _read_adamw(settings: Settings, before: State, after: State) -> ElementwiseStep:
+    return _adam(settings, after, decoupled=True)
+
+
+@reads(
+    torch.optim.NAdam,
+    "lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize",
+    average="exp_avg",
+)  # fmt: skip
+def _read_nadam(settings: Settings, before: State, after: State) -> ElementwiseStep:
+    beta1, beta2 = settings["betas"]
+    count, lr, decay = float(after["step"]), settings["lr"], settings["weight_decay"]
+    momentum, following = (beta1 * (1 - 0.5 * 0.96 ** (at * settings["momentum_decay"])) for at in (count, count + 1))
+    product = float(after["mu_product"])
+    denominator = (_moment(after["exp_avg_sq"]) / (1 - beta2**count)).sqrt() + settings["eps"]
+    decoupled = settings["decoupled_weight_decay"]
+    return ElementwiseStep(
+        alpha=beta1,
+        beta=1 - beta1,
+        kappa=1 - lr * decay if decoupled else 1.0,
+        on_average=lr * following / (1 - product * following) / denominator,
+        on_gradient=lr * (1 - momentum) / (1 - product) / denominator,  # NAdam's factors follow no one α: uncorrected
+        decay=0.0 if decoupled else decay,
+        sign=_sign(settings),
+    )
+
+
+@reads(
+    torch.optim.RAdam,
+    "lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize",
+    average="exp_avg",
+)  # fmt: skip
+def _read_radam(settings: Settings, before: State, after: State) -> ElementwiseStep:
+    beta1, beta2 = settings["betas"]
+    count, lr, decay = float(after["step"]), settings["lr"], settings["weight_decay"]
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * count * beta2**count / (1 - beta2**count)
+    rate: Tensor | float = lr / (1 - beta1**count)
+    if length > 5:
+        ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        adapted = (1 - beta2**count) ** 0.5 / (_moment(after["exp_avg_sq"]).sqrt() + settings["eps"])
+        rate = rate * ratio**0.5 * adapted
+    decoupled = settings["decoupled_weight_decay"]
+    return ElementwiseStep(
+        alpha=beta1,
+        beta=1 - beta1,
+        kappa=1 - lr * decay if decoupled else 1.0,
+        on_average=rate,
+        decay=0.0 if decoupled else decay,
+        sign=_sign(settings),
+        corrected=count,
+    )
+
+
+@reads(torch.optim.Adamax, "lr", "betas", "eps", "weight_decay", "maximize", average="exp_avg")
+def _read_adamax(settings: Settings, before: State, after: State) -> ElementwiseStep:
+    beta1, _ = settings["betas"]
+    count = float(after["step"])
+    rate = settings["lr"] / (1 - beta1**count)
+    return ElementwiseStep(
+        alpha=beta1,
+        beta=1 - beta1,
+        on_average=rate / _moment(after["exp_inf"]),
+        decay=settings["weight_decay"],
+        sign=_sign(settings),
+        corrected=count,
+    )
+
+
+@reads(
+    torch.optim.RMSprop,
+    "lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize",
+    average="momentum_buffer",
+    state_settings=("centered", "momentum"),
+)  # fmt: skip
+def _read_rmsprop(settings: Settings, before: State, after: State) -> ElementwiseStep:
+    square = _moment(after["square_avg"])
+    if settings["centered"]:
+        square = square - _moment(after["grad_avg"]).square()
+    inverse = 1 / (square.sqrt() + settings["eps"])
+    remembered = (1 - settings["alpha"]) ** 0.5 * (1 - settings["momentum"])
+    reach = 1 / remembered if remembered else math.inf
+    common = {"decay": settings["weight_decay"], "sign": _sign(settings), "reach": reach}
+    if settings["momentum"] > 0:
+        return ElementwiseStep(alpha=settings["momentum"], beta=inverse, on_average=settings["lr"], **common)
+    return ElementwiseStep(on_gradient=settings["lr"] * inverse, **common)
+
+
+@reads(torch.optim.Adagrad, "lr", "lr_decay", "eps", "weight_decay", "maximize")
+def _read_adagrad(settings: Settings, before: State, after: State) -> ElementwiseStep:
+    rate = settings["lr"] / (1 + (float(after["step"]) - 1) * settings["lr_decay"])
+    scaled = rate / (_moment(after["sum"]).sqrt() + settings["eps"])
+    return ElementwiseStep(on_gradient=scaled, decay=settings["weight_decay"], sign=_sign(settings))
+
+
+@reads(torch.optim.Adadelta, "lr", "rho", "eps", "weight_decay", "maximize")
+def _read_adadelta(settings: Settings, before: State, after: State) -> ElementwiseStep:
+    eps = settings["eps"]
+    deviation = (_moment(after["square_avg"]) + eps).sqrt()
+    travelled = _moment(before["acc_delta"]) if "acc_delta" in before else torch.zeros_like(deviation)
+    scaled = settings["lr"] * (travelled + eps).sqrt() / deviation
+    return ElementwiseStep(on_gradient=scaled, decay=settings["weight_decay"], sign=_sign(settings))

@@ -1,0 +1,247 @@
+"""What every optimizer family gives, and the registry of optimizers.
+
+A step of an optimizer is read as a linear map of the parameter W, an average m, and the gradient g:
+
+    (W', m') = step(W, m, g)
+
+SGD's maps are made of numbers that are settings, so that a pattern has a coefficient. Those of other optimizers depend
+on the gradients themselves: their steps are taken again by torch's own optimizer, and each is read off its state.
+
+An optimizer is one `OptimizerKind`, registered with `register_optimizer` under its type. A family of them has a file
+beside this one: a `StepMap` (a step), a `Backward` (the same steps from the last to the first) and a `Multiplier` (what
+the gradient of a step is multiplied with in the end). Nothing outside these files knows which families there are.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.errors import FormatError
+from dualform.identity.families.facts import Coefficients, CoefficientsOf, Facts, MeasuredRate, UpdateRates
+from dualform.identity.families.naming import class_name, full_name, optimizer_name
+from dualform.identity.parameter_maps import ParameterMap
+
+State = Mapping[str, Any]
+Settings = Mapping[str, Any]
+Setting = float | bool | str
+"""What the steps table holds of a setting."""
+
+
+class StepMap(ABC):
+    """One step of one parameter, as a linear map in float64."""
+
+    noise: float = 0.0
+    """The size that the step's own rounding is expected to have; 0 where it is that of the parameter's dtype."""
+
+    kappa: float
+    """What the step leaves of the parameter."""
+
+    decay: float = 0.0
+    """What the step adds of the parameter to its gradient (coupled weight decay)."""
+
+    @abstractmethod
+    def step(self, share: Tensor, average: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return a share of W and of m after the step, given both before it and its own gradient (None for zero)."""
+
+    def rate(self, gradient: Tensor) -> MeasuredRate:
+        """Return how fast the parameter learns in this step, measured along the step's gradient.
+
+        The gradient moves the parameter now, and by what later steps take from the average, each less by one factor.
+        """
+        wide = gradient.double()
+        square = float(wide.square().sum())
+        if not square:
+            return MeasuredRate(0.0, 0.0, 0.0)
+        zero = torch.zeros_like(wide)
+        now, average = self.step(zero, zero, wide)
+        later, left = self.step(zero, average, None)
+        norm = float(average.square().sum())
+        alpha = float((left * average).sum()) / norm if norm else 0.0  # what a step leaves of the average
+        total = now + later / (1 - alpha)
+        along = -float((total * wide).sum()) * self.bias_correction(alpha)
+        return MeasuredRate(along, square, self.decay * abs(along) / square - math.log(self.kappa))
+
+    def bias_correction(self, alpha: float) -> float:
+        """Return what undoes the division of the average by 1 − αᵗ, where the step divides it, given α; else 1."""
+        return 1.0
+
+
+class Multiplier(ABC):
+    """What the gradient of one step is multiplied with in the final parameter."""
+
+    @abstractmethod
+    def to(self, like: Tensor) -> Self:
+        """Return it on the device and in the dtype of a tensor."""
+
+    @abstractmethod
+    def contribute(
+        self, parameter_map: ParameterMap, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor
+    ) -> Tensor:
+        """Return what each pattern adds to one output unit of each query, (Q, T).
+
+        Args:
+            parameter_map: how the parameter is made of patterns.
+            queries: (Q, d_in)
+            keys: (T, d_in)
+            values: (T, d_out)
+            units: (Q,)
+        """
+
+
+M = TypeVar("M", bound=StepMap)
+
+
+class Backward(ABC, Generic[M]):
+    """What multiplies a step's gradient in the final parameter, carried from the last step to the first."""
+
+    @abstractmethod
+    def step(self, linear: M) -> Multiplier:
+        """Go back over one step, and return its multiplier."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenStep:
+    """One step that torch's own optimizer has taken: its settings, its gradient, and the state before and after."""
+
+    settings: Settings
+    gradient: Tensor
+    before: State
+    after: State
+
+
+class Spread(ABC, Generic[M]):
+    """How far doubt about the gradients of all steps so far may have carried each element of a parameter."""
+
+    @abstractmethod
+    def step(self, linear: M, settings: Settings, doubt: Tensor) -> None:
+        """Follow one step, whose gradient is known to within `doubt`, at random, in the parameter's shape."""
+
+    @property
+    @abstractmethod
+    def size(self) -> Tensor:
+        """The standard deviation of each element, in the parameter's shape, float64."""
+
+
+class OptimizerKind(ABC, Generic[M]):
+    """One optimizer: which settings are logged of a step, how the step is taken again, and how it is read as a map."""
+
+    family: ClassVar[str]
+    """The family's name, and what multiplies a gradient."""
+
+    rounds: ClassVar[bool] = False
+    """Whether its steps round more coarsely than the parameter's dtype, so that the rounding is followed as a term."""
+
+    logs_restart: ClassVar[bool] = False
+    """Whether the settings say that the state was cleared, so that the step is exact all the same."""
+
+    state_settings: tuple[str, ...] = ()
+    """Settings that make the optimizer keep more state from its first step on, and cannot be turned on later."""
+
+    has_coefficients: ClassVar[bool] = False
+    """Whether the steps' maps follow from settings alone, so that a pattern has a coefficient."""
+
+    options: ClassVar[Mapping[str, Any]] = {"foreach": False}
+    """How torch's optimizer is made for a replay: with its plain loop over parameters."""
+
+    def __init__(self, optimizer: type[Optimizer], average: str | None) -> None:
+        self.optimizer = optimizer
+        self.average = average  # the state entry that m is
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer's type, as a run keeps it."""
+        return optimizer_name(self.optimizer)
+
+    def make(self, parameter: Tensor) -> Optimizer:
+        """Return torch's own optimizer for one parameter."""
+        make: Callable[..., Optimizer] = self.optimizer
+        return make([parameter], lr=0.0, **self.options)
+
+    @abstractmethod
+    def encode(self, group: Mapping[str, Any], state: State) -> dict[str, Setting]:
+        """Return a group's settings as the steps table holds them, given also the parameter's state before the step."""
+
+    @abstractmethod
+    def decode(self, row: Mapping[str, Any]) -> Settings:
+        """Return a group's settings, from a row of the steps table; the inverse of `encode`."""
+
+    def example(self) -> Mapping[str, Setting]:
+        """Return settings as the steps table holds them, to compare names and types with."""
+        return self.encode(self.make(torch.zeros(1, 1)).param_groups[0], {})
+
+    def warm_state(self, state: State) -> dict[str, Tensor]:
+        """Return the tensors of a parameter's optimizer state, which are part of the start where it is warm already."""
+        return {name: entry for name, entry in state.items() if isinstance(entry, Tensor)}
+
+    def check_skipped(self, settings: Mapping[str, Setting], parameter: str) -> None:
+        """Raise if a fused step that a gradient scaler skips would leave a broken state behind."""
+
+    def restart(self, settings: Settings, state: MutableMapping[str, Any]) -> None:
+        """Clear the state of a replay before a step whose settings say that it was cleared in training."""
+
+    @abstractmethod
+    def read(self, taken: TakenStep) -> M:
+        """Return a step as a linear map."""
+
+    def coefficients(self, facts: Facts, horizon: int, of: CoefficientsOf) -> Coefficients:
+        """Return a parameter's coefficients after `horizon` steps, if the optimizer has coefficients."""
+        raise _no_coefficients(facts.optimizer)
+
+    def setting_rates(self, facts: Facts) -> UpdateRates | None:
+        """Return the rates of a parameter's updates from its settings alone; None if they depend on gradients."""
+        return None
+
+    @abstractmethod
+    def backward(self, shape: Sequence[int]) -> Backward[M]:
+        """Return where the way back starts for a parameter of this shape."""
+
+    def spread(self, shape: Sequence[int]) -> Spread[M] | None:
+        """Return where doubt about gradients starts from, or None if the optimizer's steps do not amplify it."""
+        return None
+
+
+_OPTIMIZER_KINDS: dict[type[Optimizer], OptimizerKind[Any]] = {}
+_OPTIMIZER_KINDS_BY_NAME: dict[str, OptimizerKind[Any]] = {}
+
+
+def register_optimizer(kind: OptimizerKind[Any]) -> None:
+    """Register an optimizer, by its type."""
+    _OPTIMIZER_KINDS[kind.optimizer] = kind
+    _OPTIMIZER_KINDS_BY_NAME[kind.name] = kind
+
+
+def optimizer_kinds() -> Mapping[type[Optimizer], OptimizerKind[Any]]:
+    """Return every known optimizer by its type."""
+    return _OPTIMIZER_KINDS
+
+
+def find_optimizer_kind(name: str) -> OptimizerKind[Any] | None:
+    """Return the optimizer that a run names, or None if it is not known; a name without a module is torch's."""
+    return _OPTIMIZER_KINDS_BY_NAME.get(full_name(name))
+
+
+def derive(facts: Facts, *, horizon: int, of: CoefficientsOf = "parameter") -> Coefficients:
+    """Derive the coefficients of a parameter (or of its momentum buffer) after `horizon` steps."""
+    return require_optimizer_kind(facts.optimizer).coefficients(facts, horizon, of)
+
+
+def require_optimizer_kind(name: str) -> OptimizerKind[Any]:
+    """Return the optimizer that a run names, or raise if it is not known."""
+    found = find_optimizer_kind(name)
+    if found is None:
+        raise _no_coefficients(name)
+    return found
+
+
+def _no_coefficients(name: str) -> FormatError:
+    known = ", ".join(sorted(class_name(kind.name) for kind in _OPTIMIZER_KINDS.values() if kind.has_coefficients))
+    return FormatError(
+        f"The run was trained by {class_name(name)!r}; coefficients are known for {known}. "
+        "Open it with a newer dualform."
+    )
