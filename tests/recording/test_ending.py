@@ -16,7 +16,7 @@ from torch import nn
 import dualform
 from dualform.errors import RunExistsError, StoreError
 from dualform.recording import recorder as recorder_module
-from dualform.store import writer
+from dualform.store import shard_writing, writer
 from dualform.store.format import LOCK, locked
 from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
 
@@ -241,7 +241,7 @@ def test_garbage_collected_on_the_writers_own_thread_waits_for_nobody(run: Path,
     holder = [dualform.record(model, optimizer, run, shard_bytes=0).start()]
     recorder = weakref.ref(holder[0])
     dropped = threading.Event()
-    steps_table = writer.steps_table
+    steps_table = shard_writing.steps_table
 
     def drop(records: Any) -> Any:
         holder.clear()
@@ -249,7 +249,7 @@ def test_garbage_collected_on_the_writers_own_thread_waits_for_nobody(run: Path,
         dropped.set()
         return steps_table(records)
 
-    monkeypatch.setattr(writer, "steps_table", drop)
+    monkeypatch.setattr(shard_writing, "steps_table", drop)
     monkeypatch.setattr("warnings.warn", lambda *_, **__: None)  # on that thread nobody would catch it
     train(model, optimizer, batches(1))
     assert dropped.wait(60)
@@ -307,7 +307,7 @@ def test_a_second_interrupt_while_closing_keeps_the_lock_until_the_writer_has_en
     model = mlp()
     optimizer = sgd(model)
     go_on, waiting = threading.Event(), threading.Event()
-    real = writer.steps_table
+    real = shard_writing.steps_table
 
     def slowly(records: Any) -> Any:
         waiting.set()
@@ -318,7 +318,7 @@ def test_a_second_interrupt_while_closing_keeps_the_lock_until_the_writer_has_en
         assert waiting.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "steps_table", slowly)
+    monkeypatch.setattr(shard_writing, "steps_table", slowly)
     recorder = dualform.record(model, optimizer, run).start()
     train(model, optimizer, batches(3))
     with monkeypatch.context() as patch:
@@ -383,7 +383,7 @@ def test_a_beginning_that_is_interrupted_before_the_manifest_leaves_a_folder_to_
     model = mlp()
     optimizer = sgd(model)
     with monkeypatch.context() as patch:
-        patch.setattr(writer.DiskWriter, "_publish", fail)
+        patch.setattr(shard_writing.ShardWriter, "publish_manifest", fail)
         with pytest.raises(KeyboardInterrupt):
             dualform.record(model, optimizer, run).start()
     assert list(run.iterdir()) == []

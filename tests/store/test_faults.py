@@ -518,7 +518,7 @@ def test_a_full_disk_before_anything_is_written(run: Path, monkeypatch: pytest.M
     assert dualform.open(run).verify().passed
 
 
-@pytest.mark.parametrize("what", ["dualform.store.writer.write_parts", "pyarrow.parquet.write_table"])
+@pytest.mark.parametrize("what", ["dualform.store.shard_writing.write_parts", "pyarrow.parquet.write_table"])
 def test_a_full_disk_in_the_middle(run: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The file that does not fit is half written; then there is room again and the run is resumed."""
     model = network()

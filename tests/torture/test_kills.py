@@ -8,7 +8,7 @@ import pytest
 from torture.trainings import TRAININGS, examine
 
 from dualform.errors import CorruptError
-from dualform.store import writer
+from dualform.store import shard_writing
 from torture import kills
 
 
@@ -44,8 +44,8 @@ def test_an_examination_finds_a_step_that_is_there_twice(tmp_path: Path, monkeyp
     checkpoints = training.checkpoints()
     killed_recording(tmp_path / "whole", 12)
     assert 0 <= examine(training, tmp_path / "whole", checkpoints) <= 12
-    real = writer.steps_table
-    monkeypatch.setattr(writer, "steps_table", lambda records: pa.concat_tables([real(records)] * 2))
+    real = shard_writing.steps_table
+    monkeypatch.setattr(shard_writing, "steps_table", lambda records: pa.concat_tables([real(records)] * 2))
     recorded(tmp_path / "twice")
     with pytest.raises((AssertionError, CorruptError), match=r"verify failed|not each there once|do not ascend"):
         examine(training, tmp_path / "twice", checkpoints, ended=True)
