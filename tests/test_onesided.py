@@ -22,10 +22,10 @@ from dualform.errors import ResumeError
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
-from dualform.store.format import checksum
+from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.reader import Run
-from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
+from helpers.blob_files import file_checksum, write_parts_file
 from helpers.loops import state
 
 WIDE, SQUARE, TALL = "0", "2", "4"
@@ -311,10 +311,10 @@ def tamper(folder: Path, layer: str, factor: float) -> None:
     path = folder / "shards" / "000000.safetensors"
     tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     tensors[f"{layer}/values"][3] *= factor
-    before = checksum(path)
-    write_parts(path, {name: [tensor] for name, tensor in tensors.items()})
+    before = file_checksum(path)
+    write_parts_file(path, {name: [tensor] for name, tensor in tensors.items()})
     manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(before, checksum(path)))
+    manifest.write_text(manifest.read_text().replace(before, file_checksum(path)))
     json.loads(manifest.read_text())
 
 
@@ -569,7 +569,7 @@ def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: type[torch.o
     first = torch.optim.Muon([layer.weight], lr=0.02)
     second = other([layer.bias], lr=0.02)
     options: dict[str, Any] = {"dtype": None, "shard_bytes": 3000, "queue_bytes": 1 << 20, "resume": False}
-    sink = DiskWriter(run, **options, steps=None, factory=None, factory_arguments={})
+    sink = DiskWriter(FolderBlobs(run), **options, steps=None, factory=None, factory_arguments={})
     names = {"weight": ("fc.weight", first, layer.weight), "bias": ("fc.bias", second, layer.bias)}
     now = {name: parameter.detach().clone() for name, _, parameter in names.values()}
     uses = (ParameterUse("weight", "fc.weight", "outer"), ParameterUse("bias", "fc.bias", "bias"))

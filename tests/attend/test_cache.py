@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import dualform
 from dualform.attend import cache
 from dualform.engine.local import LocalExecutor
-from dualform.store import derived_sums
-from dualform.store import format as run_format
+from dualform.store import derived_sums, tensors
+from dualform.store.blobs import FileEntry
 from helpers.small import batch, files, network, recorded, sgd, state, train
 
 # Every third step of these runs has no annotations, on purpose; what a mask says of that stands in test_unknown.py.
@@ -83,9 +83,9 @@ def test_a_full_disk_under_the_cache_is_no_error(run: Path, monkeypatch: pytest.
     model = recorded(run, 6)
 
     def full(*_: Any) -> None:
-        raise safetensors.SafetensorError("No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_format.safetensors.torch, "save_file", full)
+    monkeypatch.setattr(tensors, "write_tensors", full)
     assert ask(run, model, "attention").shape == (6, 4)
     assert not [name for name in files(run) if name.startswith("cache/")]
 
@@ -245,7 +245,7 @@ def test_another_start_or_another_description_has_its_own_sums(run: Path) -> Non
     names = {memory._run.digest}
     manifest = memory._run.manifest
     for changes in (
-        {"files": manifest.files | {"initial.safetensors": run_format.FileEntry(1, "0")}},
+        {"files": manifest.files | {"initial.safetensors": FileEntry(1, "0")}},
         {"batch_axis": 1},
         {"columns": manifest.columns | {"label": "int32"}},
         {"optimizers": ("Adam",)},
@@ -264,7 +264,7 @@ def test_the_folder_is_bounded_and_the_least_recently_used_goes_first(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(run, 3)
-    monkeypatch.setattr(derived_sums, "MAX_FOLDER_BYTES", 2500)  # four files
+    monkeypatch.setattr(derived_sums, "MAX_SUMS_BYTES", 2500)  # four files
     monkeypatch.setattr(cache, "MAX_ANSWER_BYTES", 1000)
     names = {}
     for i in range(7):

@@ -17,7 +17,8 @@ import dualform
 from dualform.errors import RunExistsError, StoreError
 from dualform.recording import recorder as recorder_module
 from dualform.store import shard_writing, writer
-from dualform.store.format import LOCK, locked
+from dualform.store.folder_blobs import FolderBlobs
+from dualform.store.format import LOCK
 from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
 
 DROPPED = "was never closed, and its recording ends here"
@@ -327,7 +328,7 @@ def test_a_second_interrupt_while_closing_keeps_the_lock_until_the_writer_has_en
             recorder.close()
     assert leftovers(model, optimizer) == []
     assert writers(), "the writer has something left to publish"
-    with locked(run) as mine:
+    with FolderBlobs(run).lease() as mine:
         assert not mine, "nobody else may write while it does"
     go_on.set()
     with dualform.record(model, optimizer, run, resume=True) as again:  # waits for it

@@ -31,7 +31,7 @@ def test_a_corpus_comes_back_as_it_was(kept):
 
 def test_a_kept_corpus_is_verified_with_the_run(kept):
     assert dualform.open(kept).verify()
-    path = dualform.open(kept)._run.place(VOCABULARY)
+    path = dualform.open(kept)._run.blob(VOCABULARY).local_path()
     path.write_text(path.read_text().replace("wolf", "bear"))
     with pytest.raises(CorruptError, match=r"vocabulary-\w+\.json"):
         dualform.open(kept).verify()
@@ -44,7 +44,7 @@ def test_a_run_without_a_corpus_says_so(run):
 
 
 def test_a_vocabulary_that_lacks_a_part_is_corrupt(kept):
-    path = dualform.open(kept)._run.place(VOCABULARY)
+    path = dualform.open(kept)._run.blob(VOCABULARY).local_path()
     words = json.loads(path.read_text())
     size = path.stat().st_size
     del words["titles"]

@@ -396,7 +396,7 @@ def test_a_shard_that_was_cut_knows_no_state(run: Path) -> None:
     memory = dualform.open(run)
     shard = dataclasses.replace(memory._run.manifest.shards[-1], stop=3)
     cut = dataclasses.replace(memory._run.manifest, shards=(shard,), closed=False)
-    cut.publish(run)
+    cut.publish(memory._run.blobs, was=memory._run.manifest_tag)
     with pytest.raises(QueryError, match="not kept before the recording is closed"):
         dualform.open(run).trained(Mixed())
 

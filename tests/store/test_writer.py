@@ -18,6 +18,7 @@ from torch.nn import functional
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import AnnotationError, RefusedError, StoreError
+from dualform.store.blobs import Blobs
 from dualform.store.manifest import Manifest
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.writer import DiskWriter
@@ -540,10 +541,10 @@ def test_when_the_final_parameters_cannot_be_written_the_steps_are_there(
 
     real = writer.publish_tensors
 
-    def publish_tensors(path: Path, tensors: Any) -> Any:
-        if path.name == "final.safetensors":
+    def publish_tensors(blobs: Blobs, name: str, tensors: Any) -> Any:
+        if name == "final.safetensors":
             raise OSError(28, "No space left on device")
-        return real(path, tensors)
+        return real(blobs, name, tensors)
 
     monkeypatch.setattr(writer, "publish_tensors", publish_tensors)
     model = network()

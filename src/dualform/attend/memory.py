@@ -129,6 +129,10 @@ class Memory:
         """Describe the memory."""
         return describe(self._run, self._describe())
 
+    def manifest_checksum(self) -> str:
+        """Return the xxh3 checksum of the run's list of files, which names all of its content."""
+        return self._run.require_files().manifest_checksum()
+
     def patterns(self, layer: str, *, columns: Collection[str] | None = None) -> pa.Table:
         """Return the pattern table of a layer in this view: addresses and annotations, a row per pattern."""
         self._run.layer(layer)

@@ -56,6 +56,9 @@ class RunFiles(Protocol):
     def size(self) -> int:
         """Return how many bytes all files have."""
 
+    def manifest_checksum(self) -> str:
+        """Return the xxh3 checksum of the list of files, as hexadecimal."""
+
     def attach(self, files: Any) -> None:
         """Take more files in, or replace some."""
 

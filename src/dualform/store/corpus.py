@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,11 +19,13 @@ import torch
 from dualform.errors import CorruptError, MediaError, QueryError
 from dualform.printable import cut
 from dualform.store.attach import attach
+from dualform.store.blobs import Blob
 from dualform.store.corpus_fit import check_fit
 from dualform.store.documents import parse_json
-from dualform.store.format import CORPUS, VOCABULARY, opened_tensors
+from dualform.store.format import CORPUS, VOCABULARY
 from dualform.store.pieces import Tokenizer, piece_texts, vocabulary_size
 from dualform.store.reader import Run
+from dualform.store.tensors import TensorFile
 from dualform.tokens import UNITS, UNKNOWN, Unit
 
 Ids = npt.NDArray[np.int64]
@@ -169,18 +170,18 @@ def read_corpus(run: Run) -> Corpus:
     """Return the corpus that a run keeps, whether it fits or not."""
     if CORPUS not in run.manifest.files or VOCABULARY not in run.manifest.files:
         raise QueryError(
-            f"{run.folder} keeps no corpus, so it cannot be asked about a text. Record with annotate(token=..., "
+            f"{run.name} keeps no corpus, so it cannot be asked about a text. Record with annotate(token=..., "
             "place=..., document=...) and keep the text with memory.add_corpus."
         )
-    arrays = _read_tokens(run.place(CORPUS))
-    path = run.place(VOCABULARY)
+    arrays = _read_tokens(run.blob(CORPUS))
+    blob = run.blob(VOCABULARY)
     try:
-        words = msgspec.convert(parse_json(path.read_bytes()), _Words)
+        words = msgspec.convert(parse_json(blob.load()), _Words)
     except (OSError, ValueError) as error:
-        raise CorruptError(f"{path} cannot be read: {cut(str(error), 200)}. Restore the file from a copy.") from error
+        raise CorruptError(f"{blob} cannot be read: {cut(str(error), 200)}. Restore the file from a copy.") from error
     documents = len(arrays["starts"])
     if len(words.titles) != documents:
-        raise CorruptError(f"{path} has {len(words.titles)} titles for {documents} documents. Restore it from a copy.")
+        raise CorruptError(f"{blob} has {len(words.titles)} titles for {documents} documents. Restore it from a copy.")
     return Corpus(words.name, words.unit, words.spaced, words.vocabulary, titles=words.titles, **arrays)
 
 
@@ -195,19 +196,19 @@ class _Words:
     titles: tuple[str, ...]
 
 
-def _read_tokens(path: Path) -> dict[str, Ids]:
+def _read_tokens(blob: Blob) -> dict[str, Ids]:
     """Return the tokens of both parts, and where documents start, if they can be such."""
-    with opened_tensors(path) as file:
-        tensors = {name: file.get_tensor(name) for name in ("train", "test", "starts")}
+    file = TensorFile(blob)
+    tensors = {name: file.tensor(name) for name in ("train", "test", "starts")}
     for name, tensor in tensors.items():
         if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or bool((tensor < 0).any()):
             raise CorruptError(
-                f"{path}: {name!r} is {tuple(tensor.shape)} of {tensor.dtype}; expected (N,) whole numbers from 0. "
+                f"{blob}: {name!r} is {tuple(tensor.shape)} of {tensor.dtype}; expected (N,) whole numbers from 0. "
                 "Restore the file from a copy of the run."
             )
     starts = tensors["starts"]
     if not len(starts) or int(starts[0]) != 0 or bool((starts.diff() <= 0).any()):
-        raise CorruptError(f"{path}: documents do not ascend from place 0. Restore the file from a copy of the run.")
+        raise CorruptError(f"{blob}: documents do not ascend from place 0. Restore the file from a copy of the run.")
     return {name: tensor.to(torch.int64).numpy() for name, tensor in tensors.items()}
 
 

@@ -70,11 +70,11 @@ def check_fit(run: Run, train: Ids, *, digest: str | None = None) -> None:
 
 
 def _fit(shard: Shard, train: Ids, digest: str | None, *, tokens: bool) -> ShardFit:
-    path = shard.path("annotations").relative_to(shard.folder).as_posix()
+    name = shard.blob("annotations").name
     rows = shard.annotated_rows()
     if digest is None:
         return _compare(shard, rows, train, tokens=tokens)
-    key = (digest, shard.entry.files[path].xxh3, str(rows), str(tokens))
+    key = (digest, shard.entry.files[name].xxh3, str(rows), str(tokens))
     if key not in _outcomes:
         while len(_outcomes) >= REMEMBERED:
             _outcomes.pop(next(iter(_outcomes)), None)

@@ -8,7 +8,6 @@ run that grows or was cut off can be asked too. What cannot be kept is listed wi
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import xxhash
@@ -18,17 +17,11 @@ from dualform.errors import QueryError
 from dualform.recording.model_state import StatePart, live_state
 from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
-from dualform.store.format import (
-    FROZEN,
-    UNCOVERED,
-    FileEntry,
-    opened_tensors,
-    publish_tensors,
-    shard_files,
-    tensor_bytes,
-)
+from dualform.store.blobs import Blob, Blobs, FileEntry
+from dualform.store.format import FROZEN, UNCOVERED, shard_files
 from dualform.store.manifest import StateEntry
 from dualform.store.reader import Run
+from dualform.store.tensors import TensorFile, publish_tensors, tensor_bytes
 from dualform.torch_modes import without_gradients
 
 FROZEN_BYTES = 64 << 20  # of all frozen parameters together, up to which they are kept by value
@@ -97,7 +90,7 @@ class StateKeeper:
         self._parts = parts
         self._samples: dict[str, Tensor] = {}  # of frozen parameters at the start, to see whether they stay frozen
 
-    def begin(self, folder: Path) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
+    def begin(self, blobs: Blobs) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
         """Publish the frozen parameters while they are small; return the manifest's entries and the new files."""
         parts = self._now()
         if parts is None:
@@ -108,7 +101,7 @@ class StateKeeper:
         values = _storable(frozen)
         if not values or _bytes(values) > FROZEN_BYTES:
             return entries, {}
-        return entries, {FROZEN: publish_tensors(folder / FROZEN, _copied(values))}
+        return entries, {FROZEN: publish_tensors(blobs, FROZEN, _copied(values))}
 
     def after_step(self) -> ShardState | None:
         """Return what has changed since the start, copied; None where nothing is known of the model."""
@@ -122,12 +115,12 @@ class StateKeeper:
         return ShardState(_copied(values), tuple(name for name in changing if name not in values))
 
     def finish(
-        self, folder: Path, before: Mapping[str, StateEntry] | None
+        self, blobs: Blobs, before: Mapping[str, StateEntry] | None
     ) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
         """Publish the state at closing; return the manifest's entries and the new files.
 
         Args:
-            folder: the run folder.
+            blobs: where the run is kept.
             before: the manifest's entries until now, by which frozen parameters are compared with their start.
         """
         parts = self._now()
@@ -144,7 +137,7 @@ class StateKeeper:
         )
         values |= moved if _bytes(moved) <= FROZEN_BYTES else {}
         values = {name: tensor for name, tensor in values.items() if not entries[name].reason}
-        return entries, {UNCOVERED: publish_tensors(folder / UNCOVERED, _copied(values))} if values else {}
+        return entries, {UNCOVERED: publish_tensors(blobs, UNCOVERED, _copied(values))} if values else {}
 
     def _now(self, *, extra: bool = True) -> Parts | None:
         return None if self._parts is None else self._parts(extra=extra)
@@ -207,8 +200,7 @@ def _read(run: Run, name: str) -> dict[str, Tensor]:
     """Return the tensors of one of the run's files; nothing where it is not listed."""
     if name not in run.files():
         return {}
-    with opened_tensors(run.folder / name) as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    return TensorFile(Blob(run.blobs, name)).tensors()
 
 
 def _is_current(value: Tensor, entry: StateEntry) -> bool:

@@ -12,7 +12,8 @@ import torch
 
 from dualform.identity.parameter_maps import PARAMETER_MAPS
 from dualform.recording.annotations import RESERVED
-from dualform.store.format import FINAL, FROZEN, INITIAL, UNCOVERED, FileEntry, shard_files
+from dualform.store.blobs import FileEntry
+from dualform.store.format import FINAL, FROZEN, INITIAL, UNCOVERED, shard_files
 from dualform.store.use_check import use_problem
 
 if TYPE_CHECKING:

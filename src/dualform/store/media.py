@@ -16,8 +16,8 @@ from dualform.printable import cut
 from dualform.recording.media import CORPUS, DESCRIPTION, IMAGES, TESTS
 from dualform.store.corpus import Corpus, fitting_corpus
 from dualform.store.documents import parse_json
-from dualform.store.format import opened_tensors
 from dualform.store.reader import Run
+from dualform.store.tensors import TensorFile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +32,7 @@ class Tests:
 def read_tests(run: Run) -> Tests:
     """Return the test examples of a run."""
     if TESTS not in run.manifest.files:
-        raise QueryError(
-            f"{run.folder} keeps no test examples. Add some with memory.add_tests, or give your own inputs."
-        )
+        raise QueryError(f"{run.name} keeps no test examples. Add some with memory.add_tests, or give your own inputs.")
     tensors = _tensors(run, TESTS)
     found = Tests(tensors.get("inputs", _NOTHING), tensors.get("targets"), tensors.get("images"))
     if (
@@ -43,7 +41,7 @@ def read_tests(run: Run) -> Tests:
         or not _are_pixels(found.images, found.inputs)
     ):
         raise CorruptError(
-            f"{run.place(TESTS)} holds {_shapes(tensors)}; expected as many inputs as targets and images. Restore the "
+            f"{run.blob(TESTS)} holds {_shapes(tensors)}; expected as many inputs as targets and images. Restore the "
             "file from a copy of the run."
         )
     return found
@@ -83,7 +81,7 @@ class Media:
         images, samples = tensors.get("images", _NOTHING), tensors.get("samples", _NOTHING)
         if samples.dim() != 1 or samples.dtype != torch.int64 or not _are_pixels(images, samples):
             raise CorruptError(
-                f"{self._run.place(IMAGES)} holds {_shapes(tensors)}; expected images (N, H, W[, 3]) of uint8 and "
+                f"{self._run.blob(IMAGES)} holds {_shapes(tensors)}; expected images (N, H, W[, 3]) of uint8 and "
                 "samples (N,) of int64. Restore the file from a copy of the run."
             )
         return images, {sample: at for at, sample in enumerate(samples.tolist())}
@@ -111,12 +109,12 @@ _NOTHING = torch.empty(())
 def _description(run: Run) -> _Description:
     if DESCRIPTION not in run.manifest.files:
         return _Description()
-    path = run.place(DESCRIPTION)
+    blob = run.blob(DESCRIPTION)
     try:
-        return msgspec.convert(parse_json(path.read_bytes()), _Description)
+        return msgspec.convert(parse_json(blob.load()), _Description)
     except (OSError, ValueError) as error:
         reason = cut(str(error), 200)
-        raise CorruptError(f"{path} cannot be read: {reason}. Restore the file from a copy of the run.") from error
+        raise CorruptError(f"{blob} cannot be read: {reason}. Restore the file from a copy of the run.") from error
 
 
 def _are_pixels(images: Tensor | None, beside: Tensor) -> bool:
@@ -132,5 +130,4 @@ def _shapes(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _tensors(run: Run, name: str) -> dict[str, Tensor]:
-    with opened_tensors(run.place(name)) as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    return TensorFile(run.blob(name)).tensors()

@@ -5,10 +5,8 @@ cut short is an error at opening; changed bytes are found by `dualform.store.aud
 """
 
 import os
-import stat
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,6 +21,7 @@ from dualform.engine.facts_check import facts_problem
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.errors import CorruptError
 from dualform.lazy import compute as pc
+from dualform.store.blobs import Blob, Blobs
 from dualform.store.checked_tables import (
     BUDGET_RATIO,
     MIN_BUDGET,
@@ -31,8 +30,9 @@ from dualform.store.checked_tables import (
     count_rows,
     read_checked_table,
 )
-from dualform.store.derived_sums import FolderSums
-from dualform.store.format import FINAL, INITIAL, STATE, opened_tensors, shard_files
+from dualform.store.derived_sums import StoredSums
+from dualform.store.folder_blobs import as_blobs
+from dualform.store.format import FINAL, INITIAL, STATE, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
 from dualform.store.pool import DIGESTS, REFERENCES
@@ -62,14 +62,14 @@ class Shard(PatternPart):
 
     def __init__(
         self,
-        folder: Path,
+        blobs: Blobs,
         entry: ShardEntry,
         manifest: Manifest,
         before: Sequence["Shard"] = (),
         *,
         files: OpenFiles,
     ) -> None:
-        self.folder = folder
+        self._blobs = blobs
         self._before = before  # where the keys of a pool may lie
         self.entry = entry
         self.index, self.start, self.stop = entry.index, entry.start, entry.stop
@@ -146,7 +146,7 @@ class Shard(PatternPart):
         return min((self._manifest.parameters[table].shape[0] for table in tables), default=None)
 
     def _tensors(self) -> TensorFile:
-        return self._files.get(self.path("patterns"))
+        return self._files.get(self.blob("patterns"))
 
     def stored_bytes(self, layer: str) -> int:
         """Return the bytes of a layer's patterns in this shard's file, those that were cut off included."""
@@ -164,7 +164,7 @@ class Shard(PatternPart):
         """Return one of the user's columns, None where this shard does not have it; unless `keep`, read it alone."""
         if keep:
             return self.annotations[name] if name in self.annotations.column_names else None
-        if name not in column_names(self.path("annotations")):
+        if name not in column_names(self.blob("annotations")):
             return None
         return self._read("annotations", self._columns_problem, [name])[name]
 
@@ -182,14 +182,14 @@ class Shard(PatternPart):
     def steps(self) -> pa.Table:
         """The optimizer facts in this shard."""
         table = self._read("steps", steps_columns_problem)
-        calls = count_rows(self.path("calls"))
+        calls = count_rows(self.blob("calls"))
         self._require(steps_problem(table, self.entry, self._manifest, calls), "steps")
         return self._kept(table)
 
     @cached_property
     def _calls_table(self) -> pa.Table:
         table = self._read("calls", calls_columns_problem)
-        annotated = count_rows(self.path("annotations"))
+        annotated = count_rows(self.blob("annotations"))
         places = self._tensors().places
         self._require(calls_problem(table, self.entry, self._manifest, places, annotated), "calls")
         return self._kept(table)
@@ -201,11 +201,11 @@ class Shard(PatternPart):
 
     def _require(self, problem: str, what: str) -> None:
         if problem:
-            raise CorruptError(f"{self.path(what)}: {problem}. Restore the run's files from a copy.")
+            raise CorruptError(f"{self.blob(what)}: {problem}. Restore the run's files from a copy.")
 
-    def path(self, what: str) -> Path:
-        """Return the path of one of the shard's files."""
-        return self.folder / self._names[what]
+    def blob(self, what: str) -> Blob:
+        """Return one of the shard's files."""
+        return Blob(self._blobs, self._names[what])
 
     def _kept(self, table: pa.Table) -> pa.Table:
         return table.filter(pc.field("step") < self.entry.stop)
@@ -213,22 +213,22 @@ class Shard(PatternPart):
     def _read(self, what: str, check: SchemaCheck, columns: list[str] | None = None) -> pa.Table:
         size = sum(entry.bytes for entry in self.entry.files.values())
         budget = max(MIN_BUDGET, BUDGET_RATIO * size)
-        return read_checked_table(self.path(what), check, budget=budget, columns=columns)
+        return read_checked_table(self.blob(what), check, budget=budget, columns=columns)
 
 
 class Run(PatternSource):
-    """A run folder, opened for reading."""
+    """A recorded run, opened for reading: a folder by its path, or wherever else it is kept."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.manifest = Manifest.read(folder)
+    def __init__(self, place: str | os.PathLike[str] | Blobs) -> None:
+        self.blobs = as_blobs(place)
+        self.manifest, self.manifest_tag = Manifest.read_tagged(self.blobs)
         self._check_sizes()
         size = sum(entry.bytes for shard in self.manifest.shards for entry in shard.files.values())
         files = OpenFiles(OPEN, keep_mapped=size <= MAPPED and len(self.manifest.shards) <= OPEN)
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
-                shards.append(Shard(folder, entry, self.manifest, tuple(shards), files=files))
+                shards.append(Shard(self.blobs, entry, self.manifest, tuple(shards), files=files))
         self.shards = tuple(shards)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 
@@ -270,20 +270,20 @@ class Run(PatternSource):
 
     @property
     def name(self) -> str:
-        """The path of the run folder."""
-        return str(self.folder)
+        """The path of the run folder, or how its place is called."""
+        return self.blobs.location
 
     @property
     def run_files(self) -> "StoredFiles":
-        """The files of the folder that are no patterns."""
+        """The files of the run that are no patterns."""
         from dualform.store.run_files import StoredFiles  # which reads this run
 
         return StoredFiles(self)
 
     @property
-    def derived_sums(self) -> FolderSums:
-        """The `cache` folder of the run."""
-        return FolderSums(self.folder)
+    def derived_sums(self) -> StoredSums:
+        """The sums that are kept beside the run's patterns."""
+        return StoredSums(self.blobs)
 
     def parts(self) -> Sequence[Shard]:
         """Return the published shards in the order of steps."""
@@ -296,7 +296,7 @@ class Run(PatternSource):
         try:
             return pa.concat_tables(tables or [pa.table({})], promote_options="permissive")
         except pa.ArrowException as error:  # a setting that is a number in one shard and a text in another
-            raise CorruptError(f"{self.folder / 'steps'}: {error}. Restore the run's files from a copy.") from error
+            raise CorruptError(f"{Blob(self.blobs, 'steps')}: {error}. Restore the run's files from a copy.") from error
 
     def facts(self, parameter: str) -> tuple[Facts, Factors]:
         """Return a parameter's facts, and its gradient's factor in each step and micro, (S, micros)."""
@@ -314,8 +314,8 @@ class Run(PatternSource):
             optimizer = table["optimizer"][0].as_py() if table.num_rows else "none"
             if problem := facts_problem(optimizer, step, columns):
                 raise CorruptError(
-                    f"{self.folder / 'steps'}: the facts of parameter {parameter!r} cannot be: {problem}. Restore the "
-                    "run's files from a copy."
+                    f"{Blob(self.blobs, 'steps')}: the facts of parameter {parameter!r} cannot be: {problem}. Restore "
+                    "the run's files from a copy."
                 )
             factors = self._factors(table, step) if table.num_rows else np.zeros((self.steps, self._micros))
             self._facts[parameter] = (Facts(optimizer, dtype, step, columns), factors)
@@ -329,13 +329,13 @@ class Run(PatternSource):
         micros: int = pc.max(lengths).as_py() or 1
         if micros * self.steps > MAX_SPARSE * ((pc.sum(lengths).as_py() or 0) + MIN_FACTORS):
             raise CorruptError(
-                f"{self.folder / 'steps'}: one step has {micros} factors, and most of {self.steps} steps have none. "
-                "Restore the run's files from a copy."
+                f"{Blob(self.blobs, 'steps')}: one step has {micros} factors, and most of {self.steps} steps have "
+                "none. Restore the run's files from a copy."
             )
         if (called := max((shard.most_micros() for shard in self.shards), default=0)) > micros:
             raise CorruptError(
-                f"{self.folder / 'calls'}: a call is of backward {called - 1} of its step, but no step had more than "
-                f"{micros}. Restore the run's files from a copy."
+                f"{Blob(self.blobs, 'calls')}: a call is of backward {called - 1} of its step, but no step had more "
+                f"than {micros}. Restore the run's files from a copy."
             )
         return micros
 
@@ -352,12 +352,18 @@ class Run(PatternSource):
     def tensors(self, which: Which) -> dict[str, Tensor] | None:
         """Return the parameters at the start, or after the last step if the recording was closed with them."""
         if which == "initial":
-            check_parameters(self.folder / INITIAL, self.manifest, states=True)
-            return {name: found for name, found in self._tensors(INITIAL).items() if name in self.manifest.parameters}
+            return {name: found for name, found in self._start().items() if name in self.manifest.parameters}
         if not self.manifest.closed or self.manifest.no_final:
             return None
-        check_parameters(self.folder / FINAL, self.manifest, states=False)
-        return self._tensors(FINAL)
+        file = TensorFile(Blob(self.blobs, FINAL))
+        check_parameters(file, self.manifest, states=False)
+        return file.tensors()
+
+    def _start(self) -> dict[str, Tensor]:
+        """Return the parameters at the start, and the optimizers' state that was warm then."""
+        file = TensorFile(Blob(self.blobs, INITIAL))
+        check_parameters(file, self.manifest, states=True)
+        return file.tensors()
 
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""
@@ -368,39 +374,32 @@ class Run(PatternSource):
     def initial_states(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
         states: dict[str, dict[str, Tensor]] = {}
-        check_parameters(self.folder / INITIAL, self.manifest, states=True)
-        for name, tensor in self._tensors(INITIAL).items():
+        for name, tensor in self._start().items():
             if name not in self.manifest.parameters:
                 entry, _, parameter = name.partition(STATE)
                 states.setdefault(parameter, {})[entry] = tensor
         return states
 
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        with opened_tensors(self.folder / name) as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-
     def files(self) -> dict[str, Any]:
-        """Return every listed file with its entry, by where it lies in the run folder."""
+        """Return every listed file with its entry, by the name that it lies under."""
         listed = {entry.at or name: entry for name, entry in self.manifest.files.items()}
         for shard in self.manifest.shards:
             listed |= shard.files
         return listed
 
-    def place(self, name: str) -> Path:
-        """Return where a file lies that the manifest lists under a name."""
-        return self.folder / (self.manifest.files[name].at or name)
+    def blob(self, name: str) -> Blob:
+        """Return the file that the manifest lists under a name."""
+        return Blob(self.blobs, self.manifest.files[name].at or name)
 
     def _check_sizes(self) -> None:
         for name, entry in self.files().items():
-            path = f"{self.folder}/{name}"
-            try:
-                found = os.stat(path)  # noqa: PTH116 (a Path for each of thousands of files takes longer than the look)
-            except OSError:
-                found = None
-            if found is None or not stat.S_ISREG(found.st_mode):
-                raise CorruptError(f"{path} is listed in the manifest but missing. Restore it from a copy of the run.")
-            if found.st_size != entry.bytes:
-                raise CorruptError(
-                    f"{path} has {found.st_size} bytes, but {entry.bytes} were published: it was cut short or changed. "
-                    "Restore it from a copy of the run."
-                )
+            found = self.blobs.size(name)
+            if found == entry.bytes:
+                continue
+            blob = Blob(self.blobs, name)
+            if found is None:
+                raise CorruptError(f"{blob} is listed in the manifest but missing. Restore it from a copy of the run.")
+            raise CorruptError(
+                f"{blob} has {found} bytes, but {entry.bytes} were published: it was cut short or changed. "
+                "Restore it from a copy of the run."
+            )

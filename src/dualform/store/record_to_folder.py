@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,8 @@ from torch.optim import Optimizer
 from dualform.errors import RunFactoryError
 from dualform.recording.recorder import OnFailure, Recorder
 from dualform.recording.watch import Dtype, Layers
+from dualform.store.blobs import Blobs
+from dualform.store.folder_blobs import as_blobs
 from dualform.store.writer import DiskWriter
 
 _DTYPES = (None, "float16")
@@ -20,7 +21,7 @@ _DTYPES = (None, "float16")
 def record(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Blobs,
     *,
     layers: Layers = None,
     dtype: Dtype = None,
@@ -48,7 +49,7 @@ def record(
     Args:
         model: the model that is trained.
         optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
-        path: the run folder to make.
+        path: the run folder to make, or the `Blobs` to keep the run in.
         layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
             pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
             `"keys"` (attention only), of which the first match decides.
@@ -79,7 +80,7 @@ def record(
     except TypeError as error:
         raise RunFactoryError(f"factory_arguments are no JSON: {error}. Give numbers, strings, lists.") from error
     sink = DiskWriter(
-        Path(path),
+        as_blobs(path),
         dtype=dtype,
         shard_bytes=shard_bytes,
         queue_bytes=queue_bytes,

@@ -6,7 +6,6 @@ momentum buffers there (or by their full checksum, where a shard ends at that ve
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,30 +17,31 @@ from dualform.engine.rebuild import parts, states
 from dualform.engine.verification import compare
 from dualform.errors import ResumeError
 from dualform.recording.sinks import Start
-from dualform.store.folder import own_files, remove_partial, remove_unlisted
+from dualform.store.attach import remove_unlisted
+from dualform.store.blobs import Blobs, Tag
 from dualform.store.format import FINAL, FROZEN, UNCOVERED, shard_files
 from dualform.store.manifest import Manifest
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 
 
-def resume_at(folder: Path, wanted: Manifest, start: Start, step: int | None) -> Manifest:
-    """Cut the run back to the step where the model stands, and return its manifest from there on.
+def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) -> tuple[Manifest, Tag]:
+    """Cut the run back to the step where the model stands, and return its manifest from there on, with its tag.
 
     Args:
-        folder: the run folder.
+        blobs: where the run is kept.
         wanted: what a new run would be described as; it must agree with the run.
         start: the model and optimizer as they are now.
         step: where the checkpoint stands, if the user says so; otherwise it is found.
     """
-    run = Run(folder)
+    run = Run(blobs)
     _same_shape(run.manifest, wanted)
     step = _find(run, start.parameters) if step is None else _within(run, step)
     _prove(run, start, step)
     manifest = _cut(run.manifest, step)
-    manifest.publish(folder)
-    _sweep(folder, manifest)
-    return manifest
+    tag = manifest.publish(blobs, was=run.manifest_tag)
+    _remove_later_files(blobs, manifest)
+    return manifest, tag
 
 
 def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
@@ -94,7 +94,7 @@ def _find(run: Run, live: Mapping[str, Tensor]) -> int:
     candidates = matching_steps(run, live)
     if not candidates:
         raise ResumeError(
-            f"The model's weights are those of no recorded step (0 to {run.steps}) of {run.folder}. "
+            f"The model's weights are those of no recorded step (0 to {run.steps}) of {run.name}. "
             "Load the checkpoint into the model before recording, or record to another folder."
         )
     if len(candidates) > 1:
@@ -144,13 +144,12 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
     )
 
 
-def _sweep(folder: Path, manifest: Manifest) -> None:
+def _remove_later_files(blobs: Blobs, manifest: Manifest) -> None:
     """Remove what the manifest does not list: later shards, and what a killed writer left behind."""
-    remove_partial(folder)
+    blobs.remove_unpublished()
     listed = {entry.at or name for name, entry in manifest.files.items()}
     listed |= {name for shard in manifest.shards for name in shard.files}
-    remove_unlisted(folder, listed, [*{name.split("/")[0] for name in shard_files(0).values()}, "media"])
+    folders = {name.split("/")[0] for name in shard_files(0).values()}
+    remove_unlisted(blobs, listed, [*(f"{folder}/" for folder in folders), "media/", "cache/"])
     for name in (FINAL, FROZEN, UNCOVERED):
-        (folder / name).unlink(missing_ok=True)
-    for path in own_files(folder, ["cache"]):
-        path.unlink(missing_ok=True)
+        blobs.remove(name)

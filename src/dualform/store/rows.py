@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.errors import CorruptError
 from dualform.store.encoding import SCALE
-from dualform.store.tensors import Place, TensorFile
+from dualform.store.tensors import TensorFile
 
 DENSE = 4  # rows that are at most so far apart on average are read with what lies between them
 LARGEST_MAP = 512 << 20  # bytes of a pool that may stay mapped
@@ -71,36 +71,36 @@ class FileRows:
             low, high = (int(number) for number in torch.aminmax(found[0]))
             if not 0 <= low <= high < self.below:
                 raise CorruptError(
-                    f"{file.path}: {self.name!r} goes from {low} to {high}; expected numbers from 0 to "
+                    f"{file.blob}: {self.name!r} goes from {low} to {high}; expected numbers from 0 to "
                     f"{self.below - 1}. Restore the file from a copy of the run."
                 )
         return found[0], found[1] if len(found) > 1 else None
 
     def _found(self, file: TensorFile, index: slice | Tensor, into: Tensor | None) -> list[Tensor]:
         """Return some rows, and their scales where they have some."""
-        scales = file.places.get(self.name + SCALE)
-        places = [file.place(self.name), *([] if scales is None else [scales])]
+        names = [self.name, *([self.name + SCALE] if self.name + SCALE in file.places else [])]
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.count)
             stop = max(start, stop)
             if file.keep_mapped:
-                return [file.mapped(place)[start:stop] for place in places]
-            return _read(file, places, start, stop, into)
+                return [file.tensor(name)[start:stop] for name in names]
+            return _read(file, names, start, stop, into)
         if not len(index):
-            return _read(file, places, 0, 0, None)
+            return _read(file, names, 0, 0, None)
         low, high = int(index.min()), int(index.max()) + 1
         if not 0 <= low < high <= self.count:
             raise CorruptError(
-                f"{file.path}: row {high - 1} of {self.name!r} is referred to, but it has {self.count}. "
+                f"{file.blob}: row {high - 1} of {self.name!r} is referred to, but it has {self.count}. "
                 "Restore the run's files from a copy."
             )
         if high - low <= DENSE * len(index) and not file.keep_mapped:
-            return [found[index - low] for found in _read(file, places, low, high, into)]
-        return [file.mapped(place)[index] for place in places]
+            return [found[index - low] for found in _read(file, names, low, high, into)]
+        return [file.scattered(name, index) for name in names]
 
 
-def _read(file: TensorFile, places: Sequence[Place], start: int, stop: int, into: Tensor | None) -> list[Tensor]:
-    """Read rows, those of the first tensor into a buffer where they fit."""
+def _read(file: TensorFile, names: Sequence[str], start: int, stop: int, into: Tensor | None) -> list[Tensor]:
+    """Read rows of some tensors, those of the first one into a buffer where they fit."""
+    places = [file.place(name) for name in names]
     fits = into is not None and (stop - start) * places[0].row_bytes <= into.numel()
     first = file.read(places[0], start, stop, into if fits else None)
     return [first, *(file.read(place, start, stop) for place in places[1:])]

@@ -9,8 +9,10 @@ from dualform.recording.media import CORPUS, Files
 from dualform.store import kept_state
 from dualform.store.attach import attach
 from dualform.store.audit import check_files, check_key_ranges
+from dualform.store.blobs import Blob
 from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
 from dualform.store.corpus_fit import check_fit
+from dualform.store.format import MANIFEST
 from dualform.store.media import Media, Tests, read_tests
 from dualform.store.reader import Run
 
@@ -30,6 +32,10 @@ class StoredFiles:
     def size(self) -> int:
         """Return how many bytes all files have."""
         return sum(entry.bytes for entry in self.run.files().values())
+
+    def manifest_checksum(self) -> str:
+        """Return the xxh3 checksum of the manifest, as hexadecimal."""
+        return Blob(self.run.blobs, MANIFEST).checksum()
 
     def attach(self, files: Files) -> None:
         """Take more files in, or replace some; a text must fit the recorded places."""

@@ -7,7 +7,6 @@ of the training thread; `writer.py` calls it on the writer's thread.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,15 +20,16 @@ from dualform.recording.media import Files
 from dualform.recording.rowcheck import SEVERITY
 from dualform.recording.sinks import StepRecord
 from dualform.store.attach import publish_files, remove_replaced
+from dualform.store.blobs import Blobs, FileEntry, Tag
 from dualform.store.encoding import SCALE, encode
-from dualform.store.format import FileEntry, publish, publish_tensors, shard_files, write_partial
+from dualform.store.format import shard_files
 from dualform.store.kept_state import ShardState
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
 from dualform.store.reader import Run
 from dualform.store.resume import read_pools
 from dualform.store.tables import call_tables, merge_columns, steps_table
-from dualform.store.tensors import write_parts
+from dualform.store.tensors import publish_tensors, write_parts
 from dualform.threads import Background
 
 
@@ -40,27 +40,28 @@ class ShardWriter:
         manifest: as it was last published, or will first be.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path = path
+    def __init__(self, blobs: Blobs, manifest: Manifest) -> None:
+        self._blobs = blobs
         self.manifest = manifest
+        self._tag: Tag | None = None  # of the manifest as it was last published; None before it first is
         self._next = 0  # number of the next shard
         self._earlier_rows: dict[str, RowsEntry] = {}  # of the patterns that a resumed run holds already
         self._publishing: Background | None = None
         self._seen: set[str] = set()  # layers that have patterns
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
 
-    def continue_from(self, manifest: Manifest) -> None:
-        """Write behind the shards that a run holds already."""
-        self.manifest = manifest
+    def continue_from(self, manifest: Manifest, tag: Tag) -> None:
+        """Write behind the shards that a run holds already, whose manifest has a tag."""
+        self.manifest, self._tag = manifest, tag
         self._next = manifest.shards[-1].index + 1 if manifest.shards else 0
         self._earlier_rows = dict(manifest.rows)
-        self._seen, self._pools = read_pools(Run(self._path))
+        self._seen, self._pools = read_pools(Run(self._blobs))
 
     def attach(self, files: Files) -> None:
         """Publish files beside the patterns, in place of earlier ones of the same names."""
         self.settle()
-        self.publish_manifest(files={**self.manifest.files, **publish_files(self._path, files)})
-        remove_replaced(self._path, self.manifest)
+        self.publish_manifest(files={**self.manifest.files, **publish_files(self._blobs, files)})
+        remove_replaced(self._blobs, self.manifest)
 
     def write(self, records: list[StepRecord], parameters: Mapping[str, Tensor], state: ShardState | None) -> None:
         """Write steps as a shard and begin to publish it, once the shard before is published.
@@ -86,25 +87,25 @@ class ShardWriter:
         calls, annotations = call_tables(records)
         tensors, key_range, pools = self._tensors(records)
         write = functools.partial(write_parts, tensors=tensors)
-        partial = write_partial(self._path / names["patterns"], write, summed=True)
+        staged = self._blobs.stage(names["patterns"], write)
         try:
             tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
             for record in records:
                 record.release()
             self.settle()
         except BaseException:
-            partial.discard()
+            staged.discard()
             raise
         index, self._next = self._next, self._next + 1
         start, stop = records[0].step, records[-1].step + 1
         rows = records[-1].rows
 
         def finish() -> None:
-            files = {names["patterns"]: partial.publish()}
+            files = {names["patterns"]: staged.publish()}
             for what, table in tables.items():
-                files[names[what]] = _publish_table(self._path / names[what], table)
+                files[names[what]] = _publish_table(self._blobs, names[what], table)
             if state is not None and state.values:
-                files[names["uncovered"]] = publish_tensors(self._path / names["uncovered"], state.values)
+                files[names["uncovered"]] = publish_tensors(self._blobs, names["uncovered"], state.values)
             marks = {name: fingerprint(tensor) for name, tensor in parameters.items()}
             shard = ShardEntry(index, start, stop, files, key_range, marks, pools)
             if state is not None:
@@ -168,8 +169,10 @@ class ShardWriter:
     def publish_manifest(self, **changes: Any) -> None:
         """Change entries of the manifest, and publish it."""
         self.manifest = dataclasses.replace(self.manifest, **changes)
-        self.manifest.publish(self._path)
+        self._tag = self.manifest.publish(self._blobs, was=self._tag)
 
 
-def _publish_table(path: Path, table: pa.Table) -> FileEntry:
-    return publish(path, lambda partial: pq.write_table(table, partial))
+def _publish_table(blobs: Blobs, name: str, table: pa.Table) -> FileEntry:
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content)
+    return blobs.publish(name, lambda file: file.write(content.getvalue()))

@@ -10,14 +10,12 @@ import datetime
 import math
 import os
 import queue
-import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,17 +29,8 @@ from dualform.recording.estimate import size_text
 from dualform.recording.media import Files
 from dualform.recording.sinks import Start, StepRecord
 from dualform.recording.watch import Dtype, stored_dtype
-from dualform.store.folder import remove_partial
-from dualform.store.format import (
-    FINAL,
-    FROZEN,
-    INITIAL,
-    MANIFEST,
-    STATE,
-    is_foreign,
-    locked,
-    publish_tensors,
-)
+from dualform.store.blobs import Blobs
+from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
 from dualform.store.kept_state import ShardState, StateKeeper
 from dualform.store.manifest import Manifest
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
@@ -49,6 +38,7 @@ from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, resume_at
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
+from dualform.store.tensors import publish_tensors
 from dualform.threads import start_alone
 
 Snapshot = dict[str, Tensor]
@@ -76,24 +66,24 @@ class _Attachment:
     files: Files
 
 
-_writing: dict[Path, tuple[int, "weakref.ref[DiskWriter]"]] = {}
-"""Run folders that are being written, resolved -> the process that writes, and its writer."""
+_writing: dict[Hashable, tuple[int, "weakref.ref[DiskWriter]"]] = {}
+"""The identity of blobs that are being written -> the process that writes, and its writer."""
 
 
-def _writer_here(path: Path) -> "DiskWriter | None":
-    """Return the writer of this process that holds the lock of a run folder, if there is one."""
-    process, writer = _writing.get(path.resolve(), (0, None))
+def _writer_here(blobs: Blobs) -> "DiskWriter | None":
+    """Return the writer of this process that holds the lease of a run, if there is one."""
+    process, writer = _writing.get(blobs.identity(), (0, None))
     return writer() if writer is not None and process == os.getpid() else None
 
 
-def _taken(path: Path) -> str:
-    """Say who writes a run folder whose lock cannot be had."""
-    if _writer_here(path) is not None:
+def _taken(blobs: Blobs) -> str:
+    """Say who writes a run whose lease cannot be had."""
+    if _writer_here(blobs) is not None:
         return (
-            f"{path} is still being recorded to by this process: an earlier recorder was started and not closed. Call "
-            "its close(), or drop every reference to it; or choose another folder."
+            f"{blobs.location} is still being recorded to by this process: an earlier recorder was started and not "
+            "closed. Call its close(), or drop every reference to it; or choose another folder."
         )
-    return f"{path} is being recorded to by another process. Choose another folder."
+    return f"{blobs.location} is being recorded to by another process. Choose another folder."
 
 
 class DiskWriter:
@@ -101,7 +91,7 @@ class DiskWriter:
 
     def __init__(
         self,
-        path: Path,
+        blobs: Blobs,
         *,
         dtype: Dtype,
         shard_bytes: int,
@@ -111,7 +101,8 @@ class DiskWriter:
         factory: str | None,
         factory_arguments: Mapping[str, Any],
     ) -> None:
-        self.path = path
+        self.blobs = blobs
+        self.path = blobs.location  # as messages call the run
         self.dtype = dtype
         self._shard_bytes = shard_bytes
         self._resume = resume
@@ -131,22 +122,20 @@ class DiskWriter:
         self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
         self._columns: dict[str, str] = {}
         self._taken: list[StepRecord] = []
-        self._shards = ShardWriter(path, Manifest({}, {}, (), {}))
+        self._shards = ShardWriter(blobs, Manifest({}, {}, (), {}))
         self._keeper = StateKeeper(None)
         self._stack = ExitStack()
 
     # On the training thread ---------------------------------------------------------------------------------------
 
     def open(self, start: Start) -> int:
-        """Make the run folder, or continue in one; return the number of the first step to come."""
-        self._shards = ShardWriter(self.path, self._describe(start))
+        """Begin a run, or continue one; return the number of the first step to come."""
+        self._shards = ShardWriter(self.blobs, self._describe(start))
         self._keeper = StateKeeper(start.state)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if is_foreign(self.path):
-                raise RunExistsError(f"{self.path} is not empty and holds no run. Choose a new folder.")
+            self.blobs.make_ready()
             self._take_lock()
-            if (self.path / MANIFEST).is_file():
+            if self.blobs.size(MANIFEST) is not None:
                 self._continue(start)
             else:
                 self._begin(start)
@@ -167,29 +156,29 @@ class DiskWriter:
 
     def _remove_unborn(self) -> None:
         """Remove the files of a run whose beginning failed before its manifest: they would pass for somebody else's."""
-        if self._locked and not (self.path / MANIFEST).exists():
-            remove_partial(self.path)
+        if self._locked and self.blobs.size(MANIFEST) is None:
+            self.blobs.remove_unpublished()
             for name in (INITIAL, FROZEN):
                 with contextlib.suppress(OSError):
-                    (self.path / name).unlink(missing_ok=True)
+                    self.blobs.remove(name)
 
     def _take_lock(self) -> None:
         """Hold the folder's lock; an interrupted recording of this process may still be publishing there."""
-        if not self._stack.enter_context(locked(self.path)):
+        if not self._stack.enter_context(self.blobs.lease()):
             self._stack.close()
-            earlier = _writer_here(self.path)
+            earlier = _writer_here(self.blobs)
             if earlier is not None and earlier._left:
                 earlier._wait_for_worker(WAIT_SECONDS)
-            if not self._stack.enter_context(locked(self.path)):
-                raise RunExistsError(_taken(self.path))
+            if not self._stack.enter_context(self.blobs.lease()):
+                raise RunExistsError(_taken(self.blobs))
         self._locked = True
-        place = self.path.resolve()
+        place = self.blobs.identity()
         _writing[place] = (os.getpid(), weakref.ref(self))
         self._stack.callback(_writing.pop, place, None)
 
     def updates(self) -> Mapping[str, int]:
         """Return how many updates of each parameter the run holds, those before a warm start included."""
-        return count_updates(Run(self.path))
+        return count_updates(Run(self.blobs))
 
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a column has changed its type."""
@@ -232,8 +221,8 @@ class DiskWriter:
             self._drain({} if self._hole else {name: tensor.clone() for name, tensor in final.items()})
             self._check_whole()
             try:
-                entry = publish_tensors(self.path / FINAL, final)
-                state, files = self._keeper.finish(self.path, self._shards.manifest.uncovered_state)
+                entry = publish_tensors(self.blobs, FINAL, final)
+                state, files = self._keeper.finish(self.blobs, self._shards.manifest.uncovered_state)
                 self._shards.publish_manifest(
                     closed=True, files={**self._shards.manifest.files, FINAL: entry, **files}, uncovered_state=state
                 )
@@ -257,7 +246,7 @@ class DiskWriter:
 
     def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
         """Return the published step after which the parameters were these, or None."""
-        return find_step(Run(self.path), parameters)
+        return find_step(Run(self.blobs), parameters)
 
     def abandon(self) -> None:
         """Publish what was taken, and stop; the run stays open for `resume`.
@@ -356,28 +345,28 @@ class DiskWriter:
         tensors = dict(start.parameters)
         for name, state in start.states.items():
             tensors |= {f"{entry}{STATE}{name}": tensor for entry, tensor in state.items()}
-        remove_partial(self.path)
-        initial = publish_tensors(self.path / INITIAL, tensors)
-        entries, files = self._keeper.begin(self.path)
+        self.blobs.remove_unpublished()
+        initial = publish_tensors(self.blobs, INITIAL, tensors)
+        entries, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={INITIAL: initial, **files}, uncovered_state=entries)
 
     def _continue(self, start: Start) -> None:
         if self._resume is False:
             raise RunExistsError(
-                f"{self.path} holds a recorded run already. Pass resume=True to continue it from a checkpoint, "
-                "or choose another folder."
+                f"{self.path} holds a recorded run already. Pass resume=True to continue it from a "
+                "checkpoint, or choose another folder."
             )
         step = None if self._resume is True else int(self._resume)
-        self._shards.continue_from(resume_at(self.path, self._shards.manifest, start, step))
+        self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
         self._columns = dict(self._shards.manifest.columns)
-        state, files = self._keeper.begin(self.path)
+        state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
 
     def _check_space(self, record: StepRecord) -> None:
         self._checked = True
         need = self._shard_bytes if self._planned is None else self._planned * self._stored_bytes(record)
-        free = shutil.disk_usage(self.path).free
-        if free < need:
+        free = self.blobs.free_bytes()
+        if free is not None and free < need:
             per = "one shard" if self._planned is None else f"{self._planned} steps"
             raise StoreError(
                 f"{self.path} has {size_text(free)} free, but {per} will take {size_text(need)}. "
