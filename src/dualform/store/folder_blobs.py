@@ -133,13 +133,13 @@ class FolderBlobs(Blobs):
                 yield False
                 return
             # Who held it before may have removed the file that we opened; a lock on nothing protects nothing.
-            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(descriptor)):
+            if not _is_open_at(path, descriptor):
                 yield False
                 return
             try:
                 yield True
             finally:
-                if os.getpid() == process:
+                if os.getpid() == process and _is_open_at(path, descriptor):  # and not somebody else's by now
                     path.unlink(missing_ok=True)
         finally:
             if os.getpid() == process:
@@ -235,9 +235,8 @@ class FolderBlobs(Blobs):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise changed_error(self, name) from None
-            content, tag = self.load(name)
-            del content
-            if tag != was or not os.path.samestat(path.stat(), os.fstat(descriptor)):
+            tag = self.load(name)[1]
+            if tag != was or not _is_open_at(path, descriptor):
                 raise changed_error(self, name)
             yield
         finally:
@@ -316,6 +315,14 @@ def _close_inherited_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited_locks)
+
+
+def _is_open_at(path: Path, descriptor: int) -> bool:
+    """Say whether the file at a path is the one that is open, and not another one that has taken its place."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:

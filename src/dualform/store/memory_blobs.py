@@ -20,7 +20,7 @@ class MemoryBlobs(Blobs):
         self._location = location
         self._contents: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._leased = threading.Lock()
+        self._holder: object | None = None  # stands for whoever has the lease
 
     @property
     def location(self) -> str:
@@ -72,12 +72,16 @@ class MemoryBlobs(Blobs):
     @contextmanager
     def lease(self) -> Iterator[bool]:
         """Be the only one who writes; gives whether that could be had."""
-        mine = self._leased.acquire(blocking=False)
+        me = object()
+        with self._lock:
+            if self._holder is None:
+                self._holder = me
         try:
-            yield mine
+            yield self._holder is me
         finally:
-            if mine:
-                self._leased.release()
+            with self._lock:
+                if self._holder is me:
+                    self._holder = None
 
     def _content(self, name: str) -> bytes:
         try:

@@ -20,9 +20,9 @@ from dualform.recording.media import Files
 from dualform.recording.rowcheck import SEVERITY
 from dualform.recording.sinks import StepRecord
 from dualform.store.attach import publish_files, remove_replaced
-from dualform.store.blobs import Blobs, FileEntry, Tag
+from dualform.store.blobs import Blobs, FileEntry, Tag, changed_error
 from dualform.store.encoding import SCALE, encode
-from dualform.store.format import shard_files
+from dualform.store.format import MANIFEST, shard_files
 from dualform.store.kept_state import ShardState
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
@@ -101,6 +101,7 @@ class ShardWriter:
         rows = records[-1].rows
 
         def finish() -> None:
+            self.check_alone()
             files = {names["patterns"]: staged.publish()}
             for what, table in tables.items():
                 files[names[what]] = _publish_table(self._blobs, names[what], table)
@@ -165,6 +166,15 @@ class ShardWriter:
                     wide = call.keys.is_floating_point() and call.keys.shape[1] >= WIDTH
                     if call.raw and wide and call.positions == 1:
                         self._pools[call.layer] = Pool()
+
+    def check_alone(self) -> None:
+        """Raise `StoreError` where somebody else has replaced the manifest, before files of the same names are."""
+        try:
+            tag: Tag | None = self._blobs.load(MANIFEST)[1]
+        except FileNotFoundError:
+            tag = None
+        if tag != self._tag:
+            raise changed_error(self._blobs, MANIFEST)
 
     def publish_manifest(self, **changes: Any) -> None:
         """Change entries of the manifest, and publish it."""

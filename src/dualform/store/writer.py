@@ -221,6 +221,7 @@ class DiskWriter:
             self._drain({} if self._hole else {name: tensor.clone() for name, tensor in final.items()})
             self._check_whole()
             try:
+                self._shards.check_alone()
                 entry = publish_tensors(self.blobs, FINAL, final)
                 state, files = self._keeper.finish(self.blobs, self._shards.manifest.uncovered_state)
                 self._shards.publish_manifest(
