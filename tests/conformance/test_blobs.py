@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import io
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,18 @@ from conformance.blobs import MANIFEST, BlobsConformance
 from dualform.errors import CorruptError, FormatError, RunExistsError, RunNotFoundError, StoreError
 from dualform.show.report.write import write_report
 from dualform.store import reader
-from dualform.store.blobs import Blobs, FileEntry, Span, Tag, Write, changed_error, content_entry, content_tag
+from dualform.store.blobs import (
+    Blobs,
+    FileEntry,
+    Span,
+    Tag,
+    Write,
+    changed_error,
+    content_entry,
+    content_parts,
+    content_tag,
+    written_content,
+)
 from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.format import LOCK
 from dualform.store.memory_blobs import MemoryBlobs
@@ -33,11 +43,11 @@ from helpers.small import sgd
 class SqliteBlobs(Blobs):
     """The blobs of one run in a file of SQLite."""
 
-    def __init__(self, path: Path) -> None:
-        self.location = str(path)  # type: ignore[misc]
-        self._run("create table if not exists blobs (name text primary key, content blob, tag text)")
-
     location = ""
+
+    def __init__(self, path: Path) -> None:
+        self.location = str(path)
+        self._run("create table if not exists blobs (name text primary key, content blob, tag text)")
 
     def load(self, name: str) -> tuple[bytes, Tag]:
         rows, _ = self._run("select content, tag from blobs where name = ?", name)
@@ -50,15 +60,10 @@ class SqliteBlobs(Blobs):
         return rows[0][0] if rows else None
 
     def ranges(self, name: str, spans: Sequence[Span]) -> Sequence[memoryview]:
-        content = memoryview(self.load(name)[0])
-        if any(offset + count > len(content) for offset, count in spans):
-            raise OSError(f"{name} ends too early")
-        return [content[offset : offset + count] for offset, count in spans]
+        return content_parts(self.load(name)[0], spans)
 
     def publish(self, name: str, write: Write) -> FileEntry:
-        buffer = io.BytesIO()
-        write(buffer)
-        content = buffer.getvalue()
+        content = written_content(write)
         self._run("insert or replace into blobs values (?, ?, ?)", name, content, content_tag(content))
         return content_entry(content)
 

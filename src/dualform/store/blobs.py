@@ -122,9 +122,7 @@ class Blobs(ABC):
 
     def stage(self, name: str, write: Write) -> Staged:
         """Let `write` make the content of a blob now, to be published later; here it waits in memory."""
-        buffer = io.BytesIO()
-        write(buffer)
-        return _StagedInMemory(self, name, buffer.getvalue())
+        return _StagedInMemory(self, name, written_content(write))
 
     def open(self, name: str) -> BinaryIO:
         """Return a blob as a file that is open for reading."""
@@ -196,6 +194,20 @@ class Blob:
             while block := file.read(READ_BYTES):
                 digest.update(block)
         return digest.hexdigest()
+
+
+def written_content(write: Write) -> bytes:
+    """Return what `write` makes, in memory."""
+    buffer = io.BytesIO()
+    write(buffer)
+    return buffer.getvalue()
+
+
+def content_parts(content: bytes, spans: Sequence[Span]) -> list[memoryview]:
+    """Return parts of a content without copying them; raise `OSError` where it ends too early."""
+    if any(offset + count > len(content) for offset, count in spans):
+        raise OSError(f"its content of {len(content)} bytes ends too early")
+    return [memoryview(content)[offset : offset + count] for offset, count in spans]
 
 
 def content_tag(content: bytes) -> Tag:

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dualform.corpus import PLACE, TOKEN, Ids
 from dualform.errors import QueryError
 from dualform.store.reader import Run, Shard
 
-PLACE = "place"
-TOKEN = "token"
 WHOLE = "int64"  # the Arrow type of a column of whole numbers
 REMEMBERED = 1 << 16  # outcomes of shards that are remembered; one takes some hundred bytes
-
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ run that grows or was cut off can be asked too. What cannot be kept is listed wi
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from dualform.engine.beside_patterns import KnownState, lossy_text
 from dualform.errors import QueryError
 from dualform.recording.model_state import StatePart, live_state
 from dualform.recording.sinks import sample
@@ -150,21 +151,6 @@ class StateKeeper:
         return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now.to(then.device), then)
 
 
-@dataclass(frozen=True, slots=True)
-class KnownState:
-    """What a run knows of the uncovered state where its recording ended.
-
-    Attributes:
-        values: the parts that are kept by value.
-        marks: the parts that are known by their checksum alone.
-        unknown: the parts that are not known, with the reason.
-    """
-
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    marks: Mapping[str, StateEntry] = field(default_factory=dict)
-    unknown: Mapping[str, str] = field(default_factory=dict)
-
-
 def known_state(run: Run) -> KnownState | None:
     """Return what a run knows of the uncovered state at its end; None for a run that was recorded without it."""
     entries = run.manifest.uncovered_state
@@ -181,7 +167,7 @@ def known_state(run: Run) -> KnownState | None:
         stale = frozenset(last.stale)
     elif last is not None:
         stale = frozenset(entries)  # frozen parameters too may have been changed since the start
-    known, marks, unknown = dict(latest), {}, {}
+    known, checksums, unknown = dict(latest), {}, {}
     for name, entry in entries.items():
         if name in known:
             continue
@@ -190,10 +176,10 @@ def known_state(run: Run) -> KnownState | None:
         elif name in values and name not in stale and _is_current(values[name], entry):
             known[name] = values[name]
         elif entry.xxh3 and name not in stale:
-            marks[name] = entry
+            checksums[name] = entry.xxh3
         else:
             unknown[name] = "is not kept before the recording is closed"
-    return KnownState(known, marks, unknown)
+    return KnownState(known, checksums, unknown)
 
 
 def _read(run: Run, name: str) -> dict[str, Tensor]:
@@ -218,14 +204,6 @@ def differing(run: Run, model: nn.Module) -> dict[str, str]:
     return _Restoring(run, model).doubts(put=False)
 
 
-def lossy_text(live: Tensor, value: Tensor) -> str:
-    """Say that a tensor's dtype cannot hold the value that was copied into it; nothing where it can."""
-    if live.dtype == value.dtype or torch.equal(live.detach().cpu().to(value.dtype), value.cpu()):
-        return ""
-    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (live, value)]
-    return f"is {names[0]} in this model, which cannot hold the recorded {names[1]} values"
-
-
 class _Restoring:
     """The uncovered state of a run beside that of a model."""
 
@@ -243,10 +221,10 @@ class _Restoring:
             reason = self._put(name, value) if put else self._compare(name, digest(value), value)
             if reason:
                 found[name] = reason
-        for name, entry in self._state.marks.items():
-            if reason := self._compare(name, entry.xxh3, None):
+        for name, checksum in self._state.checksums.items():
+            if reason := self._compare(name, checksum, None):
                 found[name] = reason
-        listed = {*self._state.values, *self._state.marks, *found}
+        listed = {*self._state.values, *self._state.checksums, *found}
         return found | {name: "was not there when the run was recorded" for name in self._live if name not in listed}
 
     def _compare(self, name: str, mark: str, value: Tensor | None) -> str:

@@ -11,22 +11,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dualform.corpus import Corpus
+from dualform.engine.beside_patterns import Tests
 from dualform.errors import CorruptError, QueryError
 from dualform.printable import cut
 from dualform.recording.media import CORPUS, DESCRIPTION, IMAGES, TESTS
-from dualform.store.corpus import Corpus, fitting_corpus
+from dualform.store.corpus_files import fitting_corpus
 from dualform.store.documents import parse_json
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tests:
-    """The test examples that a run keeps."""
-
-    inputs: Tensor  # (M, ...)
-    targets: Tensor | None  # (M,)
-    images: Tensor | None  # (M, H, W[, 3]) uint8, what a person should see
 
 
 def read_tests(run: Run) -> Tests:
@@ -47,7 +40,7 @@ def read_tests(run: Run) -> Tests:
     return found
 
 
-class Media:
+class StoredMedia:
     """What a run keeps for people to look at; anything may be missing."""
 
     def __init__(self, run: Run) -> None:

@@ -1,11 +1,21 @@
 """A run in memory: for tests, and for short runs that nobody opens again."""
 
-import io
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dualform.store.blobs import Blobs, FileEntry, Span, Tag, Write, changed_error, content_entry, content_tag
+from dualform.store.blobs import (
+    Blobs,
+    FileEntry,
+    Span,
+    Tag,
+    Write,
+    changed_error,
+    content_entry,
+    content_parts,
+    content_tag,
+    written_content,
+)
 
 
 class MemoryBlobs(Blobs):
@@ -39,16 +49,11 @@ class MemoryBlobs(Blobs):
 
     def ranges(self, name: str, spans: Sequence[Span]) -> Sequence[memoryview]:
         """Return parts of a blob, without copying them."""
-        content = memoryview(self._content(name))
-        if any(offset < 0 or offset + count > len(content) for offset, count in spans):
-            raise OSError(f"{self.location}/{name} ends too early")
-        return [content[offset : offset + count] for offset, count in spans]
+        return content_parts(self._content(name), spans)
 
     def publish(self, name: str, write: Write) -> FileEntry:
         """Let `write` make the content of a blob, and publish it."""
-        buffer = io.BytesIO()
-        write(buffer)
-        content = buffer.getvalue()
+        content = written_content(write)
         self._contents[name] = content
         return content_entry(content)
 
