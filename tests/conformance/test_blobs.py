@@ -21,8 +21,8 @@ from dualform.show.report.write import write_report
 from dualform.store import reader
 from dualform.store.blobs import (
     Blobs,
+    ByteSpan,
     FileEntry,
-    Span,
     Tag,
     Write,
     changed_error,
@@ -59,7 +59,7 @@ class SqliteBlobs(Blobs):
         rows, _ = self._run("select length(content) from blobs where name = ?", name)
         return rows[0][0] if rows else None
 
-    def ranges(self, name: str, spans: Sequence[Span]) -> Sequence[memoryview]:
+    def ranges(self, name: str, spans: Sequence[ByteSpan]) -> Sequence[memoryview]:
         return content_parts(self.load(name)[0], spans)
 
     def publish(self, name: str, write: Write) -> FileEntry:
@@ -263,7 +263,7 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("folder")
     options = {} if request.param == "plain" else {"dtype": "float16"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "MAPPED", reader.MAPPED if request.param == "plain" else 0)
+        patch.setattr(reader, "MAPPED_RUN_BYTES", reader.MAPPED_RUN_BYTES if request.param == "plain" else 0)
         yield options, answers(PLACES["folder"](folder), folder, **options)
 
 

@@ -130,7 +130,7 @@ def test_files_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
 def test_chunks_in_the_same_memory_are_those_in_their_own(
     tmp_path: Path, dtype: str | None, mapped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "MAPPED", mapped)
+    monkeypatch.setattr(reader, "MAPPED_RUN_BYTES", mapped)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -24,7 +24,7 @@ Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """An xxh3 checksum, 64 bits, as hexadecimal."""
 Tag = str
 """Names the content of a blob: two contents have the same tag only if they are equal."""
-Span = tuple[int, int]
+ByteSpan = tuple[int, int]
 """Offset of the first byte, and number of bytes."""
 Write = Callable[[BinaryIO], object]
 """Writes the content of a blob to a file that is open for writing, from its first byte to its last."""
@@ -75,7 +75,7 @@ class Blobs(ABC):
         """Return how many bytes a blob has; None where there is none of that name."""
 
     @abstractmethod
-    def ranges(self, name: str, spans: Sequence[Span]) -> Sequence[memoryview]:
+    def ranges(self, name: str, spans: Sequence[ByteSpan]) -> Sequence[memoryview]:
         """Return parts of a blob; raise `OSError` where it ends too early."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Blob:
             raise FileNotFoundError(2, "No such file", str(self))
         return found
 
-    def ranges(self, spans: Sequence[Span]) -> Sequence[memoryview]:
+    def ranges(self, spans: Sequence[ByteSpan]) -> Sequence[memoryview]:
         """Return parts of the content."""
         return self.blobs.ranges(self.name, spans)
 
@@ -203,7 +203,7 @@ def written_content(write: Write) -> bytes:
     return buffer.getvalue()
 
 
-def content_parts(content: bytes, spans: Sequence[Span]) -> list[memoryview]:
+def content_parts(content: bytes, spans: Sequence[ByteSpan]) -> list[memoryview]:
     """Return parts of a content without copying them; raise `OSError` where it ends too early."""
     if any(offset + count > len(content) for offset, count in spans):
         raise OSError(f"its content of {len(content)} bytes ends too early")

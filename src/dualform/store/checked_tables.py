@@ -62,7 +62,7 @@ def read_checked_table(
         if texts:
             table.validate(full=True)  # that a text is one is not looked at in reading
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise _unreadable(blob, error) from error
+        raise _unreadable_table(blob, error) from error
     return table
 
 
@@ -71,7 +71,7 @@ def count_rows(blob: Blob) -> int:
     try:
         rows: int = pq.read_metadata(_source(blob)).num_rows
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise _unreadable(blob, error) from error
+        raise _unreadable_table(blob, error) from error
     return rows
 
 
@@ -80,7 +80,7 @@ def column_names(blob: Blob) -> list[str]:
     try:
         names: list[str] = pq.read_schema(_source(blob)).names
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise _unreadable(blob, error) from error
+        raise _unreadable_table(blob, error) from error
     return names
 
 
@@ -89,7 +89,7 @@ def _source(blob: Blob) -> Path | BinaryIO:
     return blob.local_path() or blob.open()
 
 
-def _unreadable(blob: Blob, error: BaseException) -> CorruptError:
+def _unreadable_table(blob: Blob, error: BaseException) -> CorruptError:
     return CorruptError(f"{blob} cannot be read: {cut(str(error), 300)}. Restore the file from a copy of the run.")
 
 

@@ -46,7 +46,7 @@ class StoredSums:
         blob = self._blob(name)
         size = sum(tensor.nbytes for tensor in tensors.values())
         with contextlib.suppress(OSError):
-            publish_tensors(self.blobs, blob.name, tensors, metadata=_marks(tensors))
+            publish_tensors(self.blobs, blob.name, tensors, metadata=_sums_metadata(tensors))
             self._prune(blob.name, most=max(MAX_SUMS_BYTES, size))
 
     def _prune(self, kept: str, *, most: int) -> None:
@@ -63,7 +63,7 @@ class StoredSums:
         return Blob(self.blobs, f"{PREFIX}{name}.safetensors")
 
 
-def _marks(answer: Mapping[str, Tensor]) -> dict[str, str]:
+def _sums_metadata(answer: Mapping[str, Tensor]) -> dict[str, str]:
     """Return what a file of sums says of itself: the code's version, a digest of names, shapes, dtypes and bytes."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(answer.items()):
@@ -77,6 +77,6 @@ def _loaded(blob: Blob) -> dict[str, Tensor] | None:
     try:
         file = TensorFile(blob)
         found = file.tensors()
-        return found if file.metadata == _marks(found) else None
+        return found if file.metadata == _sums_metadata(found) else None
     except (OSError, CorruptError):
         return None

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import xxhash
 
 from dualform.errors import RunExistsError
-from dualform.store.blobs import Blobs, FileEntry, Span, Tag, Write, changed_error, content_tag
+from dualform.store.blobs import Blobs, ByteSpan, FileEntry, Tag, Write, changed_error, content_tag
 from dualform.store.folder import (
     FOLDERS,
     PARTIAL,
@@ -60,7 +60,7 @@ class FolderBlobs(Blobs):
         found = self._status(name)
         return None if found is None else found.st_size
 
-    def ranges(self, name: str, spans: Sequence[Span]) -> Sequence[memoryview]:
+    def ranges(self, name: str, spans: Sequence[ByteSpan]) -> Sequence[memoryview]:
         """Return parts of a file."""
         found = []
         with self.open(name) as file:

@@ -37,7 +37,7 @@ STORABLE = frozenset(
 """The dtypes whose values are kept; a tensor of another dtype is known by its checksum."""
 
 NOT_KNOWN = "the run was recorded by a version of dualform that did not keep it"
-Parts = Mapping[str, StatePart]
+StateParts = Mapping[str, StatePart]
 
 
 def digest(tensor: Tensor) -> str:
@@ -46,7 +46,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _entry(part: StatePart, *, checked: bool) -> StateEntry:
-    """Describe a part of the state, with its checksum where it is `checked`."""
+    """Return the manifest's entry for a part of the state; its checksum is taken where `checked` says so."""
     if part.tensor is None:
         return StateEntry(part.kind, (), "", "", part.reason)
     try:
@@ -60,14 +60,14 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _storable(parts: Parts) -> dict[str, Tensor]:
+def _storable(parts: StateParts) -> dict[str, Tensor]:
     """Return the live tensors of the parts whose values can be kept."""
     return {
         name: part.tensor for name, part in parts.items() if part.tensor is not None and part.tensor.dtype in STORABLE
     }
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
+def _total_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -87,7 +87,7 @@ class ShardState:
 class StateKeeper:
     """Publishes the uncovered state of one recording. Its methods are called on the training thread."""
 
-    def __init__(self, parts: Callable[..., Parts | None] | None) -> None:
+    def __init__(self, parts: Callable[..., StateParts | None] | None) -> None:
         self._parts = parts
         self._samples: dict[str, Tensor] = {}  # of frozen parameters at the start, to see whether they stay frozen
 
@@ -100,18 +100,18 @@ class StateKeeper:
         frozen = {name: part for name, part in parts.items() if part.kind == "frozen" and part.tensor is not None}
         self._samples = {name: sample(part.tensor) for name, part in frozen.items() if part.tensor is not None}
         values = _storable(frozen)
-        if not values or _bytes(values) > FROZEN_BYTES:
+        if not values or _total_bytes(values) > FROZEN_BYTES:
             return entries, {}
         return entries, {FROZEN: publish_tensors(blobs, FROZEN, _copied(values))}
 
     def after_step(self) -> ShardState | None:
-        """Return what has changed since the start, copied; None where nothing is known of the model."""
+        """Return copies of the state that has changed since the start; None where the model's state cannot be read."""
         parts = self._now(extra=False)
         if parts is None:
             return None
         changing = {name: part for name, part in parts.items() if part.tensor is not None and self._changed(name, part)}
         values = _storable(changing)
-        if _bytes(values) > SHARD_STATE_BYTES:
+        if _total_bytes(values) > SHARD_STATE_BYTES:
             values = {}
         return ShardState(_copied(values), tuple(name for name in changing if name not in values))
 
@@ -136,11 +136,11 @@ class StateKeeper:
                 if part.kind == "frozen" and entries[name] != (before or {}).get(name)
             }
         )
-        values |= moved if _bytes(moved) <= FROZEN_BYTES else {}
+        values |= moved if _total_bytes(moved) <= FROZEN_BYTES else {}
         values = {name: tensor for name, tensor in values.items() if not entries[name].reason}
         return entries, {UNCOVERED: publish_tensors(blobs, UNCOVERED, _copied(values))} if values else {}
 
-    def _now(self, *, extra: bool = True) -> Parts | None:
+    def _now(self, *, extra: bool = True) -> StateParts | None:
         return None if self._parts is None else self._parts(extra=extra)
 
     def _changed(self, name: str, part: StatePart) -> bool:
@@ -157,13 +157,13 @@ def known_state(run: Run) -> KnownState | None:
     if entries is None:
         return None
     last = run.manifest.shards[-1] if run.manifest.shards else None
-    values = _read(run, FROZEN)
+    values = _read_tensors(run, FROZEN)
     latest: dict[str, Tensor] = {}  # values after the last step, whatever the manifest's checksums of the start say
     stale: frozenset[str] = frozenset()
     if run.manifest.closed and not run.manifest.no_final:
-        values |= _read(run, UNCOVERED)
+        values |= _read_tensors(run, UNCOVERED)
     elif last is not None and last.state_after == last.stop:
-        latest = _read(run, shard_files(last.index)["uncovered"])
+        latest = _read_tensors(run, shard_files(last.index)["uncovered"])
         stale = frozenset(last.stale)
     elif last is not None:
         stale = frozenset(entries)  # frozen parameters too may have been changed since the start
@@ -182,7 +182,7 @@ def known_state(run: Run) -> KnownState | None:
     return KnownState(known, checksums, unknown)
 
 
-def _read(run: Run, name: str) -> dict[str, Tensor]:
+def _read_tensors(run: Run, name: str) -> dict[str, Tensor]:
     """Return the tensors of one of the run's files; nothing where it is not listed."""
     if name not in run.files():
         return {}

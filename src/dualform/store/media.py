@@ -26,7 +26,7 @@ def read_tests(run: Run) -> Tests:
     """Return the test examples of a run."""
     if TESTS not in run.manifest.files:
         raise QueryError(f"{run.name} keeps no test examples. Add some with memory.add_tests, or give your own inputs.")
-    tensors = _tensors(run, TESTS)
+    tensors = TensorFile(run.blob(TESTS)).tensors()
     found = Tests(tensors.get("inputs", _NOTHING), tensors.get("targets"), tensors.get("images"))
     if (
         found.inputs.dim() < 1
@@ -70,7 +70,7 @@ class StoredMedia:
     def _images(self) -> tuple[Tensor | None, dict[int, int]]:
         if IMAGES not in self._run.manifest.files:
             return None, {}
-        tensors = _tensors(self._run, IMAGES)
+        tensors = TensorFile(self._run.blob(IMAGES)).tensors()
         images, samples = tensors.get("images", _NOTHING), tensors.get("samples", _NOTHING)
         if samples.dim() != 1 or samples.dtype != torch.int64 or not _are_pixels(images, samples):
             raise CorruptError(
@@ -120,7 +120,3 @@ def _are_pixels(images: Tensor | None, beside: Tensor) -> bool:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{cut(name)} {tuple(found.shape)} of {found.dtype}" for name, found in list(tensors.items())[:8])
-
-
-def _tensors(run: Run, name: str) -> dict[str, Tensor]:
-    return TensorFile(run.blob(name)).tensors()

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from dualform.store.blobs import (
     Blobs,
+    ByteSpan,
     FileEntry,
-    Span,
     Tag,
     Write,
     changed_error,
@@ -47,7 +47,7 @@ class MemoryBlobs(Blobs):
         content = self._contents.get(name)
         return None if content is None else len(content)
 
-    def ranges(self, name: str, spans: Sequence[Span]) -> Sequence[memoryview]:
+    def ranges(self, name: str, spans: Sequence[ByteSpan]) -> Sequence[memoryview]:
         """Return parts of a blob, without copying them."""
         return content_parts(self._content(name), spans)
 

@@ -10,9 +10,9 @@ from dualform.errors import CorruptError
 from dualform.printable import cut
 from dualform.store.format import STATE
 from dualform.store.manifest import Manifest
-from dualform.store.tensors import Place, TensorFile
+from dualform.store.tensors import TensorFile, TensorPlace
 
-_DTYPES = {
+_PARAMETER_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 """The dtypes that a parameter with values, or of a model in low precision, can have, as the manifest calls them."""
@@ -28,23 +28,25 @@ def check_parameters(file: TensorFile, manifest: Manifest, *, states: bool) -> N
     """
     for name, entry in manifest.parameters.items():
         if name not in file.places:
-            raise _corrupt(file, f"it lacks the parameter {cut(repr(name))}")
+            raise _bad_parameters(file, f"it lacks the parameter {cut(repr(name))}")
         place = file.places[name]
-        if place.shape != entry.shape or place.dtype != _DTYPES.get(entry.dtype, place.dtype):
+        if place.shape != entry.shape or place.dtype != _PARAMETER_DTYPES.get(entry.dtype, place.dtype):
             expected = f"expected {entry.shape} of {entry.dtype}"
-            raise _corrupt(file, f"parameter {cut(repr(name))} is {place.shape} of {_dtype(place)}; {expected}")
+            raise _bad_parameters(
+                file, f"parameter {cut(repr(name))} is {place.shape} of {_dtype_name(place)}; {expected}"
+            )
     for name in file.places.keys() - manifest.parameters.keys():
         state, _, parameter = name.partition(STATE)
         if not states or not state or parameter not in manifest.parameters:
-            raise _corrupt(file, f"it holds {cut(repr(name))}, which the manifest does not know")
+            raise _bad_parameters(file, f"it holds {cut(repr(name))}, which the manifest does not know")
         shape = file.places[name].shape
         if shape not in ((), (1,), manifest.parameters[parameter].shape):
-            raise _corrupt(file, f"the optimizer's {cut(repr(name))} is {shape}, unlike its parameter")
+            raise _bad_parameters(file, f"the optimizer's {cut(repr(name))} is {shape}, unlike its parameter")
 
 
-def _dtype(place: Place) -> str:
+def _dtype_name(place: TensorPlace) -> str:
     return str(place.dtype).removeprefix("torch.")
 
 
-def _corrupt(file: TensorFile, problem: str) -> CorruptError:
+def _bad_parameters(file: TensorFile, problem: str) -> CorruptError:
     return CorruptError(f"{file.blob}: {problem}. Restore the file from a copy of the run.")

@@ -14,7 +14,7 @@ from dualform.store.blobs import Blob
 MAGIC = b"PAR1"
 MAX_FOOTER_BYTES = 4 << 20
 """Size above which a footer is refused: a hundred parts of twenty columns take a tenth of it."""
-MAX_DEPTH = 16
+MAX_STRUCT_DEPTH = 16
 CODECS = {0: "no codec", 1: "Snappy"}
 """The codecs that a column may have, by their number in the footer: how the writer writes."""
 
@@ -64,7 +64,7 @@ class _Struct:
 
     def read(self, depth: int) -> dict[int, Any]:
         """Return the fields of a struct by their numbers."""
-        if depth > MAX_DEPTH:
+        if depth > MAX_STRUCT_DEPTH:
             raise ValueError("its footer nests too deeply")
         content = self._content
         found: dict[int, Any] = {}

@@ -50,11 +50,13 @@ from dualform.store.tensors import OpenFiles, TensorFile
 if TYPE_CHECKING:
     from dualform.store.run_files import StoredFiles
 
-Columns = dict[str, npt.NDArray[Any]]
-OPEN = 100  # files that stay open at most
-MAX_SPARSE = 64  # how many times more places than factors their table may have; honest steps have as many each
-MIN_FACTORS = 1 << 16  # factors that a table may always have
-MAPPED = 5 << 28  # bytes of a run whose files may all be mapped at once
+CallColumns = dict[str, npt.NDArray[Any]]
+MAX_OPEN_FILES = 100
+MAX_FACTOR_SPARSITY = (
+    64  # entries of the dense table (steps, micros) for each factor that is there; honest steps have 1
+)
+FREE_FACTORS = 1 << 16  # factors that are added to those of the run before the sparsity is looked at
+MAPPED_RUN_BYTES = 5 << 28  # size of a run up to which all of its files are mapped at once
 
 
 class Shard(PatternPart):
@@ -70,28 +72,30 @@ class Shard(PatternPart):
         files: OpenFiles,
     ) -> None:
         self._blobs = blobs
-        self._before = before  # where the keys of a pool may lie
+        self._before = before  # earlier shards, in which keys of a pool may lie
         self.entry = entry
         self.index, self.start, self.stop = entry.index, entry.start, entry.stop
         self._files = files
         self._manifest = manifest
         self._names = shard_files(entry.index)
-        self._calls: dict[str, Columns] = {}
+        self._calls: dict[str, CallColumns] = {}
         self._counts: dict[str, int] = {}
 
     def count(self, layer: str) -> int:
-        """Return how many patterns of a layer are here."""
+        """Return how many patterns of a layer this shard holds."""
         if layer not in self._counts:
             calls = self.calls(layer)
             self._counts[layer] = int((calls["rows"] * calls["positions"]).sum())
         return self._counts[layer]
 
-    def calls(self, layer: str) -> Columns:
+    def calls(self, layer: str) -> CallColumns:
         """Return the calls of a layer, as columns."""
         if layer not in self._calls:
             table = self._calls_table.filter(pc.field("layer") == layer)
-            numbers = [field.name for field in CALLS if field.type != pa.string()]
-            columns: Columns = {name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in numbers}
+            whole_columns = [field.name for field in CALLS if field.type != pa.string()]
+            columns: CallColumns = {
+                name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in whole_columns
+            }
             known = "layout" in table.column_names  # which the first runs did not have
             columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
             columns["batch_axis"] = np.full(table.num_rows, self._manifest.batch_axis)
@@ -113,12 +117,12 @@ class Shard(PatternPart):
         )
 
     def references(self, layer: str) -> Tensor:
-        """Return the number of each pattern's key in the layer's pool, (n,)."""
+        """Return the key id of each pattern's key in the layer's pool, (n,)."""
         base, count = self.entry.pools[layer]
         return self._stored(f"{layer}/{REFERENCES}", self.count(layer), below=base + count).take(slice(None))[0]
 
     def key_ids(self, layer: str) -> Tensor | None:
-        """Return the number of each pattern's key in the layer's pool, (n,); None where it has no pool here."""
+        """Return the key id of each pattern's key in the layer's pool, (n,); None where the layer has no pool here."""
         return self.references(layer) if layer in self.entry.pools else None
 
     def key_range(self, layer: str) -> tuple[float, float] | None:
@@ -126,7 +130,7 @@ class Shard(PatternPart):
         return self.entry.key_range.get(layer)
 
     def own_keys(self, layer: str) -> tuple[int, FileRows] | None:
-        """Return the keys of a layer's pool that lie in this shard, and the number of the first."""
+        """Return the key id of the first key of a layer's pool that lies in this shard, and the keys that do."""
         return (self.entry.pools[layer][0], self.pool(layer)) if layer in self.entry.pools else None
 
     def pool(self, layer: str) -> FileRows:
@@ -134,7 +138,7 @@ class Shard(PatternPart):
         return self._stored(f"{layer}/keys", self.entry.pools[layer][1])
 
     def digests(self, layer: str) -> Tensor:
-        """Return the digests of those keys, (n, 2)."""
+        """Return the digests of the keys of a layer's pool that lie in this shard, (n, 2)."""
         return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).take(slice(None))[0]
 
     def _stored(self, name: str, count: int, *, below: int | None = None) -> FileRows:
@@ -195,7 +199,7 @@ class Shard(PatternPart):
         return self._kept(table)
 
     def most_micros(self) -> int:
-        """Return the number of backwards of a step that the calls of this shard tell of, at most."""
+        """Return the largest number of backwards that the calls of this shard have in one step."""
         micro: int | None = pc.max(self._calls_table["micro"]).as_py()
         return 0 if micro is None else micro + 1
 
@@ -224,7 +228,9 @@ class Run(PatternSource):
         self.manifest, self.manifest_tag = Manifest.read_tagged(self.blobs)
         self._check_sizes()
         size = sum(entry.bytes for shard in self.manifest.shards for entry in shard.files.values())
-        files = OpenFiles(OPEN, keep_mapped=size <= MAPPED and len(self.manifest.shards) <= OPEN)
+        files = OpenFiles(
+            MAX_OPEN_FILES, keep_mapped=size <= MAPPED_RUN_BYTES and len(self.manifest.shards) <= MAX_OPEN_FILES
+        )
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
@@ -305,7 +311,7 @@ class Run(PatternSource):
             if table.num_rows:
                 table = table.filter((pc.field("parameter") == parameter) & pc.field("updated"))
             dtype = self.manifest.parameters[parameter].dtype
-            columns: Columns = {
+            columns: CallColumns = {
                 name: np.asarray(table[name])
                 for name in table.column_names
                 if name not in ("parameter", "optimizer", "factors", "fingerprint")
@@ -323,11 +329,11 @@ class Run(PatternSource):
 
     @cached_property
     def _micros(self) -> int:
-        """The most backwards that any step had."""
+        """The largest number of backwards of a step."""
         table = self.steps_table
         lengths = pc.list_value_length(table["factors"]) if table.num_rows else pa.array([], pa.int32())
         micros: int = pc.max(lengths).as_py() or 1
-        if micros * self.steps > MAX_SPARSE * ((pc.sum(lengths).as_py() or 0) + MIN_FACTORS):
+        if micros * self.steps > MAX_FACTOR_SPARSITY * ((pc.sum(lengths).as_py() or 0) + FREE_FACTORS):
             raise CorruptError(
                 f"{Blob(self.blobs, 'steps')}: one step has {micros} factors, and most of {self.steps} steps have "
                 "none. Restore the run's files from a copy."

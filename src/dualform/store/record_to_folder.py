@@ -15,7 +15,7 @@ from dualform.store.blobs import Blobs
 from dualform.store.folder_blobs import as_blobs
 from dualform.store.writer import DiskWriter
 
-_DTYPES = (None, "float16")
+_STORED_DTYPES = (None, "float16")
 
 
 def record(
@@ -68,7 +68,9 @@ def record(
         factory: `"package.module:function"` that makes the model, so that the command line can.
         factory_arguments: its keyword arguments, of JSON types.
     """
-    unknown = [found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _DTYPES]
+    unknown = [
+        found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _STORED_DTYPES
+    ]
     if unknown:
         raise ValueError(f'dtype is {unknown[0]!r}; expected None (the dtype that is trained) or "float16".')
     if on_failure not in ("raise", "detach"):

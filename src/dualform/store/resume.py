@@ -36,7 +36,7 @@ def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) ->
     """
     run = Run(blobs)
     _same_shape(run.manifest, wanted)
-    step = _find(run, start.parameters) if step is None else _within(run, step)
+    step = _step_of(run, start.parameters) if step is None else _checked_step(run, step)
     _prove(run, start, step)
     manifest = _cut(run.manifest, step)
     tag = manifest.publish(blobs, was=run.manifest_tag)
@@ -47,7 +47,7 @@ def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) ->
 def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
     """Return the one step whose fingerprints are those of the live parameters, or None."""
     try:
-        return _find(run, live)
+        return _step_of(run, live)
     except ResumeError:
         return None
 
@@ -76,12 +76,12 @@ def _same_shape(old: Manifest, new: Manifest) -> None:
         before, now = getattr(old, what), getattr(new, what)
         if before != now:
             raise ResumeError(
-                f"The run was recorded with other {what}: {_difference(before, now)}. "
+                f"The run was recorded with other {what}: {_first_difference(before, now)}. "
                 "Resume with the same model and options, or record to another folder."
             )
 
 
-def _difference(before: object, now: object) -> str:
+def _first_difference(before: object, now: object) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
@@ -89,7 +89,7 @@ def _difference(before: object, now: object) -> str:
     return f"was {before}, is {now}"
 
 
-def _find(run: Run, live: Mapping[str, Tensor]) -> int:
+def _step_of(run: Run, live: Mapping[str, Tensor]) -> int:
     """Return the one step whose fingerprints are those of the live parameters."""
     candidates = matching_steps(run, live)
     if not candidates:
@@ -105,7 +105,7 @@ def _find(run: Run, live: Mapping[str, Tensor]) -> int:
     return candidates.pop()
 
 
-def _within(run: Run, step: int) -> int:
+def _checked_step(run: Run, step: int) -> int:
     if not 0 <= step <= run.steps:
         raise ResumeError(f"Step {step} is outside the recorded run, which has steps 0 to {run.steps}.")
     return step

@@ -25,7 +25,7 @@ from dualform.store.encoding import SCALE, encode
 from dualform.store.format import MANIFEST, shard_files
 from dualform.store.kept_state import ShardState
 from dualform.store.manifest import Manifest, ShardEntry
-from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
+from dualform.store.pool import DIGESTS, MIN_POOLED_WIDTH, REFERENCES, Pool
 from dualform.store.reader import Run
 from dualform.store.resume import read_pools
 from dualform.store.tables import call_tables, merge_columns, steps_table
@@ -136,8 +136,8 @@ class ShardWriter:
                     least, greatest = key_range.get(call.layer, (low, high))
                     key_range[call.layer] = (min(low, least), max(high, greatest))
                 if (pool := self._pools.get(call.layer)) is not None:
-                    numbers, new, digests = pool.place(keys)
-                    tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(numbers)
+                    key_ids, new, digests = pool.place(keys)
+                    tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(key_ids)
                     tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
                     keys = keys if len(new) == len(keys) else keys[new]
                 self._encode(tensors, call.layer, "keys", keys)
@@ -163,7 +163,7 @@ class ShardWriter:
             for call in record.calls:
                 if call.layer not in self._seen:
                     self._seen.add(call.layer)
-                    wide = call.keys.is_floating_point() and call.keys.shape[1] >= WIDTH
+                    wide = call.keys.is_floating_point() and call.keys.shape[1] >= MIN_POOLED_WIDTH
                     if call.raw and wide and call.positions == 1:
                         self._pools[call.layer] = Pool()
 

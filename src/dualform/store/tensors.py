@@ -111,12 +111,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies in a file."""
+class TensorPlace:
+    """Where a tensor lies in a safetensors file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
+    offset: int  # of the tensor's first byte, counted from the file's first
 
     @property
     def row_bytes(self) -> int:
@@ -133,7 +133,7 @@ class _HeaderEntry:
     data_offsets: tuple[Count, Count]  # of its first byte, and behind its last, counted from the end of the header
 
 
-def _read_header(content: "_Bytes") -> tuple[dict[str, Place], dict[str, str]]:
+def _read_header(content: "_Bytes") -> tuple[dict[str, TensorPlace], dict[str, str]]:
     """Return where the tensors of a file lie, and the texts about them.
 
     Raise `ValueError` unless the tensors fill the file, one behind the other.
@@ -159,7 +159,7 @@ def _read_header(content: "_Bytes") -> tuple[dict[str, Place], dict[str, str]]:
             raise ValueError(f"{cut(repr(name))} has the unknown dtype {cut(repr(entry.dtype))}")
         if begin != end or stop - begin != math.prod(entry.shape) * dtype.itemsize:
             raise ValueError(f"{cut(repr(name))} does not lie behind the tensor before it, in the size of its shape")
-        found[name] = Place(dtype, entry.shape, 8 + length + begin)
+        found[name] = TensorPlace(dtype, entry.shape, 8 + length + begin)
         end = stop
     if 8 + length + end > size:
         raise ValueError(f"its tensors do not lie within the file of {size} bytes")
@@ -247,13 +247,13 @@ class TensorFile:
             raise CorruptError(f"{blob} cannot be read: {error}. Restore the file from a copy of the run.") from error
         self.keep_mapped = keep_mapped and path is not None
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> TensorPlace:
         """Return where a tensor lies; raise `CorruptError` where it is not there."""
         if name not in self.places:
             raise CorruptError(f"{self.blob} does not hold {name!r}. Restore the file from a copy.")
         return self.places[name]
 
-    def read(self, place: Place, start: int, stop: int, into: Tensor | None = None) -> Tensor:
+    def read(self, place: TensorPlace, start: int, stop: int, into: Tensor | None = None) -> Tensor:
         """Return rows of a tensor, read into memory: new, or the first bytes of a buffer (uint8)."""
         shape = (stop - start, *place.shape[1:])
         size = (stop - start) * place.row_bytes
@@ -310,7 +310,7 @@ class TensorFile:
 
 
 class OpenFiles:
-    """Files that were read lately, open; a system allows so many only. Those in use stay open until they are not."""
+    """The files that were read last, kept open, at most a number of them. A file that is in use stays open anyway."""
 
     def __init__(self, most: int, *, keep_mapped: bool) -> None:
         self._most = most

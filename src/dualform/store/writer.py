@@ -76,7 +76,7 @@ def _writer_here(blobs: Blobs) -> "DiskWriter | None":
     return writer() if writer is not None and process == os.getpid() else None
 
 
-def _taken(blobs: Blobs) -> str:
+def _occupied_text(blobs: Blobs) -> str:
     """Say who writes a run whose lease cannot be had."""
     if _writer_here(blobs) is not None:
         return (
@@ -170,7 +170,7 @@ class DiskWriter:
             if earlier is not None and earlier._left:
                 earlier._wait_for_worker(WAIT_SECONDS)
             if not self._stack.enter_context(self.blobs.lease()):
-                raise RunExistsError(_taken(self.blobs))
+                raise RunExistsError(_occupied_text(self.blobs))
         self._locked = True
         place = self.blobs.identity()
         _writing[place] = (os.getpid(), weakref.ref(self))
