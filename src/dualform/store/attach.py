@@ -31,7 +31,7 @@ def _write_bytes(file: BinaryIO, content: bytes) -> None:
 
 
 def remove_replaced(blobs: Blobs, manifest: Manifest) -> None:
-    """Remove attached files that the manifest does not list: replaced ones, and what killed attachments left."""
+    """Remove attached files that the manifest does not list: replaced files, and files of killed processes."""
     blobs.remove_unpublished()
     remove_unlisted(blobs, {entry.at or name for name, entry in manifest.files.items()}, ["media/"])
 

@@ -1,4 +1,4 @@
-"""Are the files of a run what was published? Checksums, and ranges that answers rest on."""
+"""Compare the files of a run with the manifest: their checksums, and the ranges of their keys."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Bytes by name: what a run is kept in, be it a folder, memory, or a service for objects.
+"""Bytes by name, the storage of a run: a folder, memory, or an object storage service.
 
 A run is a set of blobs that are published whole or not at all and never change, and one blob that is replaced: the
 manifest, which lists the others. To keep runs elsewhere, derive from `Blobs` and implement its abstract methods, and
@@ -51,7 +51,7 @@ class Staged(Protocol):
         """Let it appear under the name that it was staged for, or under another one."""
 
     def discard(self) -> None:
-        """Leave nothing of it behind."""
+        """Remove the written content; the blob is not published."""
 
 
 class Blobs(ABC):
@@ -114,7 +114,7 @@ class Blobs(ABC):
         return id(self)
 
     def exists(self) -> bool:
-        """Say whether the place is there at all, whatever it holds."""
+        """Say whether the place exists, with or without a run in it."""
         return True
 
     def make_ready(self) -> None:  # noqa: B027 (nothing to make is the common case)
@@ -136,7 +136,7 @@ class Blobs(ABC):
             return None
 
     def local_path(self, name: str) -> Path | None:
-        """Return the file of this machine that a blob is, for mapping it into memory; None where it is no file."""
+        """Return the path of a blob that is a file on this machine, so that it can be mapped; None for other blobs."""
         return None
 
     def free_bytes(self) -> int | None:
@@ -144,13 +144,13 @@ class Blobs(ABC):
         return None
 
     def remove_unpublished(self, prefix: str = "", *, older_than_seconds: float = 0.0) -> None:  # noqa: B027
-        """Remove what writers that were killed have left of blobs that begin with a prefix."""
+        """Remove the unpublished content that killed writers left for names with a prefix."""
 
     def mark_used(self, name: str) -> None:  # noqa: B027
         """Note that a blob was used now, for `by_use`."""
 
     def by_use(self, prefix: str) -> Sequence[tuple[str, int]]:
-        """Return the names and sizes of the blobs with a prefix, those that were used last first, if that is known."""
+        """Return the names and sizes of the blobs with a prefix: the last used first, where the order is known."""
         return [(name, self.size(name) or 0) for name in self.list(prefix)]
 
 
@@ -184,7 +184,7 @@ class Blob:
         return self.blobs.open(self.name)
 
     def local_path(self) -> Path | None:
-        """Return the file of this machine that the blob is, if it is one."""
+        """Return the path of the blob if it is a file on this machine, else None."""
         return self.blobs.local_path(self.name)
 
     def checksum(self) -> str:
@@ -197,7 +197,7 @@ class Blob:
 
 
 def written_content(write: Write) -> bytes:
-    """Return what `write` makes, in memory."""
+    """Return the content that `write` writes."""
     buffer = io.BytesIO()
     write(buffer)
     return buffer.getvalue()
@@ -255,7 +255,7 @@ class _StagedInMemory:
         return self.blobs.publish(self.name if name is None else name, lambda file: file.write(self.content))
 
     def discard(self) -> None:
-        """Nothing is left: it was never anywhere else."""
+        """Do nothing: the content was never anywhere but in memory."""
 
 
 class _RangeFile(io.RawIOBase):

@@ -27,7 +27,7 @@ BUDGET_RATIO = 64
 """Bytes of memory that a table may take for each byte of the shard's files, where that is more."""
 
 SchemaCheck = Callable[[pa.Schema], str]
-"""Returns what is wrong with the columns of a table, in words; empty where nothing is."""
+"""Returns a sentence about a problem of a table's columns, or an empty text if there is none."""
 
 
 def read_checked_table(
@@ -85,7 +85,7 @@ def column_names(blob: Blob) -> list[str]:
 
 
 def _source(blob: Blob) -> Path | BinaryIO:
-    """Return what pyarrow should read: a file of this machine, which it reads fastest, or ranges of a blob."""
+    """Return the argument for pyarrow's readers: the path of a local file, which is fastest, or an open blob."""
     return blob.local_path() or blob.open()
 
 
@@ -98,7 +98,7 @@ def _corrupt(blob: Blob, problem: str) -> CorruptError:
 
 
 def _size_problem(rows: int, parts: Sequence[ColumnPart], size: int, budget: int) -> str:
-    """Say what a footer claims that cannot be, or takes too much memory; empty where nothing does."""
+    """Return a sentence about a false or too large number in a footer, or an empty text if there is none."""
     total = 0
     for part in parts:
         if part.codec not in CODECS:
@@ -124,7 +124,7 @@ def _texts_problem(table: pa.Table, budget: int) -> str:
 
 
 def _spelled_out(table: pa.Table) -> pa.Table:
-    """Return a table with its texts as such, instead of numbers in a dictionary."""
+    """Return a table whose columns of texts are not dictionary-encoded."""
     for i, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type):
             table = table.set_column(i, field.name, table.column(i).cast(pa.string()))

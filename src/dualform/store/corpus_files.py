@@ -70,7 +70,7 @@ def read_corpus(run: Run) -> Corpus:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """What the vocabulary's file says."""
+    """The content of the vocabulary's file."""
 
     name: str
     unit: Unit
@@ -80,7 +80,7 @@ class _Words:
 
 
 def _read_tokens(blob: Blob) -> dict[str, Ids]:
-    """Return the tokens of both parts, and where documents start, if they can be such."""
+    """Return the tokens of both parts and the starts of documents; raise `CorruptError` where they are malformed."""
     file = TensorFile(blob)
     tensors = {name: file.tensor(name) for name in ("train", "test", "starts")}
     for name, tensor in tensors.items():

@@ -64,7 +64,7 @@ class StoredSums:
 
 
 def _sums_metadata(answer: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what a file of sums says of itself: the code's version, a digest of names, shapes, dtypes and bytes."""
+    """Return the metadata of a file of sums: the code's version, a digest of names, shapes, dtypes and bytes."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(answer.items()):
         digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
@@ -73,7 +73,7 @@ def _sums_metadata(answer: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _loaded(blob: Blob) -> dict[str, Tensor] | None:
-    """Return the tensors of a kept file, or None where they are not what this code wrote."""
+    """Return the tensors of a file of sums, or None if this version of the code did not write them."""
     try:
         file = TensorFile(blob)
         found = file.tensors()

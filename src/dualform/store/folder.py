@@ -1,4 +1,4 @@
-"""What a run folder may hold by name: our own files, and what is left of those that were not published.
+"""The names of files in a run folder: published files, and partial files that were not published.
 
 A run folder may come from somebody else, or lie on a disk that others write to. A link in it, followed for writing or
 deleting, would reach files outside.
@@ -17,7 +17,7 @@ TOP_NAMES = frozenset({MANIFEST, INITIAL, FINAL, FROZEN, UNCOVERED})
 OWN_NAMES = re.compile(
     r"\d{6}\.(safetensors|parquet)|[a-z]+(-[0-9a-f]{16})?\.(safetensors|json)|[0-9a-f]{32}\.safetensors"
 )
-"""Names of the files below those folders: shards by number, media by what they hold and their content, sums by key."""
+"""Names of the files in `FOLDERS`: shards by number, media by kind and checksum, sums by digest."""
 PARTIAL_NAMES = re.compile(re.escape(PARTIAL) + r"[A-Za-z0-9._-]+")
 
 
@@ -39,7 +39,7 @@ def own_files(folder: Path, kinds: Collection[str] = FOLDERS) -> Iterator[Path]:
 
 
 def partial_files(folder: Path, kinds: Collection[str] = FOLDERS) -> Iterator[Path]:
-    """Yield what a killed writer may have left in a run folder and in folders of it: files, and folders of them."""
+    """Yield the partial files, and folders of partial files, that killed writers left in a run folder."""
     for place in (folder, *(folder / kind for kind in kinds)):
         if (place != folder and place.is_symlink()) or not place.is_dir():
             continue
@@ -60,7 +60,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Say whether a folder holds anything but a run, or what is left of one that was killed at its very start."""
+    """Say whether a folder holds other files than a run, or than the rest of a run that was killed at its start."""
     names = {path.name for path in folder.iterdir()}
     if not names or MANIFEST in names:
         return False

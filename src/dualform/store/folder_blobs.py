@@ -73,7 +73,7 @@ class FolderBlobs(Blobs):
         return found
 
     def publish(self, name: str, write: Write) -> FileEntry:
-        """Let `write` fill a file, and publish it: readers see all of it or nothing, whenever we are killed."""
+        """Let `write` fill a file, and publish it: a reader sees the whole file or none, even after a kill."""
         return self.stage(name, write).publish()
 
     def stage(self, name: str, write: Write) -> "_StagedFile":
@@ -161,7 +161,7 @@ class FolderBlobs(Blobs):
             raise RunExistsError(f"{self.folder} is not empty and holds no run. Choose a new folder.")
 
     def open(self, name: str) -> BinaryIO:
-        """Return a file that is open for reading; only a plain file, which nothing has to be waited for."""
+        """Open a plain file for reading; anything else, such as a pipe that would have to be waited for, is refused."""
         path = self.folder / name
         if self._status(name) is None and path.exists():
             raise OSError(errno.EINVAL, "Not a file", str(path))
@@ -181,7 +181,7 @@ class FolderBlobs(Blobs):
         return shutil.disk_usage(self.folder).free
 
     def remove_unpublished(self, prefix: str = "", *, older_than_seconds: float = 0.0) -> None:
-        """Remove what a killed writer may have left behind; with an age, only what is that old."""
+        """Remove partial files that killed writers left; with an age, only partial files that are older."""
         limit = time.time() - older_than_seconds if older_than_seconds else None
         for path in partial_files(self.folder, [kind for kind in FOLDERS if f"{kind}/".startswith(prefix)]):
             if not path.relative_to(self.folder).as_posix().startswith(prefix):
@@ -205,7 +205,7 @@ class FolderBlobs(Blobs):
         return [(name, status.st_size) for status, name in found]
 
     def _status(self, name: str) -> os.stat_result | None:
-        """Return what the system knows of a plain file; None where there is none."""
+        """Return the status of a plain file; None where there is no plain file of that name."""
         try:
             # A Path for each of thousands of files takes longer than the look.
             found = os.stat(f"{self.folder}/{name}")  # noqa: PTH116
@@ -215,7 +215,7 @@ class FolderBlobs(Blobs):
 
     @contextmanager
     def _unchanged(self, name: str, was: Tag | None) -> Iterator[None]:
-        """Make sure that a file's content is the one of a tag, and hold off everybody else who asks the same."""
+        """Raise unless a file has the content of a tag; while the context lasts, nobody else passes this check."""
         import fcntl
 
         path = self.folder / name
@@ -246,7 +246,7 @@ class FolderBlobs(Blobs):
 
 
 def as_blobs(place: "str | os.PathLike[str] | Blobs") -> Blobs:
-    """Return the blobs of a run: those that are given, or a folder's."""
+    """Return the place of a run as `Blobs`: a path stands for the files of that folder."""
     return place if isinstance(place, Blobs) else FolderBlobs(place)
 
 
@@ -273,7 +273,7 @@ class _StagedFile:
         return FileEntry(self.bytes, self.xxh3)
 
     def discard(self) -> None:
-        """Leave nothing of it behind."""
+        """Remove the partial file, unless it was renamed into place."""
         with contextlib.suppress(OSError):
             self.partial.unlink()
 

@@ -1,4 +1,4 @@
-"""The names of a run's blobs, and of what stands in them. docs/format.md describes them for people.
+"""The names of a run's blobs. docs/format.md describes their content.
 
 How a blob is published is said in `blobs.py`, the manifest is read and written in `manifest.py`.
 """
@@ -16,7 +16,7 @@ STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter'
 
 
 def shard_files(index: int) -> dict[str, str]:
-    """Return the name of each blob of a shard, by what it holds; the last is there where it is needed."""
+    """Return the names of a shard's blobs by kind; `uncovered` is published only where there is uncovered state."""
     return {
         "patterns": f"shards/{index:06d}.safetensors",
         "calls": f"calls/{index:06d}.parquet",

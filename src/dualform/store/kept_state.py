@@ -183,7 +183,7 @@ def known_state(run: Run) -> KnownState | None:
 
 
 def _read_tensors(run: Run, name: str) -> dict[str, Tensor]:
-    """Return the tensors of one of the run's files; nothing where it is not listed."""
+    """Return the tensors of one of the run's files; an empty dictionary where the manifest does not list the file."""
     if name not in run.files():
         return {}
     return TensorFile(Blob(run.blobs, name)).tensors()

@@ -31,7 +31,7 @@ _ATTACHED = re.compile(r"media/([a-z]+)\.(safetensors|json)")
 
 
 def problems(manifest: "Manifest") -> Iterator[str]:
-    """Yield what cannot be true of a manifest, in words."""
+    """Yield a sentence about each contradiction in a manifest."""
     yield from _parameter_problems(manifest)
     yield from _file_problems(manifest)
     for name, layer in manifest.layers.items():

@@ -1,4 +1,4 @@
-"""Are the parameters in a run's files those that the manifest lists? Asked before they are used, of headers alone.
+"""Compare the parameters in a run's files with the manifest, by the headers of the files, before they are used.
 
 Everything that is rebuilt has the shape and dtype of the parameters at the start, so a shape that the manifest invents
 is found here before any memory is taken for it.

@@ -66,7 +66,7 @@ class ByteQueue(Generic[Item]):
             self._calls.put(None)
 
     def close(self) -> None:
-        """Say that nothing more will come."""
+        """Tell the consumer that no more items will come."""
         self._items.put(None)
 
     def fail(self, error: Exception) -> None:

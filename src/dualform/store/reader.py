@@ -103,7 +103,7 @@ class Shard(PatternPart):
         return self._calls[layer]
 
     def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows:
-        """Return the keys or values of a layer, as they are stored, to be read where they are used."""
+        """Return the stored keys or values of a layer; they are read from the file when some of them are taken."""
         count = self.count(layer)
         if what == "keys" and layer not in self.entry.pools:
             return self._stored(f"{layer}/keys", count, below=self._table_rows(layer))
@@ -153,7 +153,7 @@ class Shard(PatternPart):
         return self._files.get(self.blob("patterns"))
 
     def stored_bytes(self, layer: str) -> int:
-        """Return the bytes of a layer's patterns in this shard's file, those that were cut off included."""
+        """Return the bytes of a layer's patterns in this shard's file, patterns from step `stop` on included."""
         places = self._tensors().places
         names = [name for name in places if name.startswith(f"{layer}/")]
         mine = [places[name] for name in names if "/" not in name.removeprefix(f"{layer}/")]

@@ -53,7 +53,7 @@ def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
 
 
 def count_updates(run: Run) -> dict[str, int]:
-    """Return how many updates each parameter has had, as an optimizer counts them: those before a warm start too."""
+    """Return the number of updates of each parameter as its optimizer counts them, from before a warm start on."""
     counts = {}
     for name in run.manifest.parameters:
         warm = run.initial_states.get(name, {}).get("step")
@@ -62,7 +62,7 @@ def count_updates(run: Run) -> dict[str, int]:
 
 
 def read_pools(run: Run) -> tuple[set[str], dict[str, Pool]]:
-    """Return the layers that have patterns, and the pools of those that have one, as the run left them."""
+    """Return the layers that have patterns, and the pools of distinct keys by layer, as the run left them."""
     seen = {name for name in run.manifest.layers if run.count(name)}
     pools: dict[str, Pool] = {}
     for shard in run.shards:
@@ -145,7 +145,7 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
 
 
 def _remove_later_files(blobs: Blobs, manifest: Manifest) -> None:
-    """Remove what the manifest does not list: later shards, and what a killed writer left behind."""
+    """Remove files that the manifest does not list: later shards, and files of killed writers."""
     blobs.remove_unpublished()
     listed = {entry.at or name for name, entry in manifest.files.items()}
     listed |= {name for shard in manifest.shards for name in shard.files}

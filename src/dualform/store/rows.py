@@ -64,7 +64,7 @@ class FileRows:
         return self.count
 
     def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Read consecutive rows; take others out of what is read with them, or out of a map where they are few."""
+        """Read consecutive rows; scattered rows are read with the rows between them, or mapped where they are few."""
         file = self.opened()
         found = self._found(file, index, into)
         if self.below is not None and len(found[0]):
@@ -99,7 +99,7 @@ class FileRows:
 
 
 def _read_rows(file: TensorFile, names: Sequence[str], start: int, stop: int, into: Tensor | None) -> list[Tensor]:
-    """Read rows of some tensors, those of the first one into a buffer where they fit."""
+    """Read the same rows of several tensors; rows of the first tensor go into the buffer if they fit."""
     places = [file.place(name) for name in names]
     fits = into is not None and (stop - start) * places[0].row_bytes <= into.numel()
     first = file.read(places[0], start, stop, into if fits else None)

@@ -27,7 +27,7 @@ from dualform.store.tensors import TensorPlace
 MAX_CALL_PATTERNS = 1 << 40
 """Number of rows, positions or patterns of one call, above which a table of calls is refused: sums stay in 64 bits."""
 MAX_EMPTY_STEPS = 100_000
-"""Number of steps of a shard of which nothing is recorded, above which it is refused."""
+"""Number of steps without any record, above which a shard is refused."""
 LARGEST_LAYOUT = (1 << 20, 4096)
 """Elements that an error may have reached over in memory: this many, or this many times its own elements."""
 SETTING_TYPES = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
@@ -116,14 +116,14 @@ def calls_problem(
 
 
 def _layouts(table: pa.Table) -> npt.NDArray[np.object_]:
-    """Return the layout of each call; nothing where no call has one."""
+    """Return the layout of each call; an empty array where no call has a layout."""
     if "layout" not in table.column_names or table["layout"].null_count == table.num_rows:
         return np.zeros(0, dtype=object)
     return np.asarray(table["layout"].to_pylist(), dtype=object)
 
 
 def _address_problem(column: Mapping[str, Ints], shard: ShardEntry) -> str:
-    """Say what cannot be the address of a call."""
+    """Return a sentence about a call whose address is impossible, or an empty text if there is none."""
     rows, positions, inner, step = (column[name] for name in ("rows", "positions", "inner", "step"))
     for name in ("micro", "call", "rows", "positions", "inner", "offset"):
         if len(step) and not (column[name].min() >= 0 and column[name].max() <= MAX_CALL_PATTERNS):
