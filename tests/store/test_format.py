@@ -288,6 +288,17 @@ def test_the_lock_is_had_once_and_leaves_nothing(tmp_path: Path) -> None:
         assert again
 
 
+def test_the_end_of_a_lease_that_was_lost_leaves_the_lock_of_another(tmp_path: Path) -> None:
+    lost = FolderBlobs(tmp_path).lease()
+    assert lost.__enter__()
+    (tmp_path / LOCK).unlink()
+    with FolderBlobs(tmp_path).lease() as mine:
+        assert mine
+        lost.__exit__(None, None, None)
+        assert (tmp_path / LOCK).exists()
+    assert files(tmp_path) == set()
+
+
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
