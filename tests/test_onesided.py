@@ -20,10 +20,10 @@ from dualform.identity.families.onesided import polynomial
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
-from dualform.store.format import checksum
+from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.reader import Run
-from dualform.store.tensors import write_parts
 from dualform.store.writer import DiskWriter
+from helpers.blob_files import file_checksum, write_parts_file
 from helpers.folds import folded
 from helpers.loops import gradient_of, state
 from helpers.manifests import write_manifest
@@ -311,9 +311,9 @@ def tamper(folder: Path, layer: str, factor: float) -> None:
     path = folder / "shards" / "000000.safetensors"
     tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     tensors[f"{layer}/values"][3] *= factor
-    before = checksum(path)
-    write_parts(path, {name: [tensor] for name, tensor in tensors.items()})
-    write_manifest(folder, json.loads((folder / "manifest.json").read_text().replace(before, checksum(path))))
+    before = file_checksum(path)
+    write_parts_file(path, {name: [tensor] for name, tensor in tensors.items()})
+    write_manifest(folder, json.loads((folder / "manifest.json").read_text().replace(before, file_checksum(path))))
 
 
 @pytest.mark.mostly_slow(fast=3)
@@ -567,7 +567,7 @@ def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: Callable[...
     first = torch.optim.Muon([layer.weight], lr=0.02)
     second = other([layer.bias], lr=0.02)
     options: dict[str, Any] = {"dtype": None, "shard_bytes": 3000, "queue_bytes": 1 << 20, "resume": False}
-    sink = DiskWriter(run, **options, steps=None, factory=None, factory_arguments={})
+    sink = DiskWriter(FolderBlobs(run), **options, steps=None, factory=None, factory_arguments={})
     names = {"weight": ("fc.weight", first, layer.weight), "bias": ("fc.bias", second, layer.bias)}
     now = {name: parameter.detach().clone() for name, _, parameter in names.values()}
     uses = (ParameterUse("weight", "fc.weight", "outer"), ParameterUse("bias", "fc.bias", "bias"))

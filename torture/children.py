@@ -11,11 +11,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 import dualform
-import dualform.store.format
+import dualform.store.tensors
 import dualform.store.writer
 from dualform.lazy import compute, parquet
 from dualform.store.folder import own_files
@@ -123,8 +122,7 @@ def ask(connection: Connection, errors: Path, name: str, path: Path) -> None:
         return write_and_tell
 
     with told(connection, errors) as tell:
-        for name_of_writer in ("save_file", "save"):
-            setattr(safetensors.torch, name_of_writer, telling(getattr(safetensors.torch, name_of_writer)))
+        dualform.store.tensors.write_tensors = telling(dualform.store.tensors.write_tensors)
         tell(BEGINS)
         for _ in range(50):
             for file in own_files(path, ["cache"]):

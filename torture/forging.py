@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dualform.store.format import checksum
+from dualform.store.blobs import Blob
+from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.manifest import sealed
 from torture.good_runs import GoodRun
 
@@ -301,7 +302,8 @@ def _forged(name: str, change: Callable[..., object]) -> Apply:
         for listed in (raw["files"], *(shard["files"] for shard in raw["shards"])):
             for key, entry in listed.items():
                 if entry.get("at", key) == name:
-                    entry |= {"bytes": path.stat().st_size, "xxh3": checksum(path)}
+                    blob = Blob(FolderBlobs(path.parent), path.name)
+                    entry |= {"bytes": blob.size(), "xxh3": blob.checksum()}
                     if "at" in entry:
                         stem, ending = key.rsplit(".", 1)
                         entry["at"] = f"{stem}-{entry['xxh3']}.{ending}"

@@ -24,7 +24,8 @@ import torch
 
 import dualform
 from dualform.errors import RunNotFoundError
-from dualform.store.format import LOCK, locked
+from dualform.store.folder_blobs import FolderBlobs
+from dualform.store.format import LOCK
 from dualform.store.reader import Run
 from torture import children
 from torture.children import BEGINS, CLOSING, ENDED, OPENED, WRITING
@@ -245,7 +246,7 @@ class _Campaign:
         measures[name] = max(measures.get(name, 0.0), time.monotonic() - begin)
         if ended and (path / LOCK).exists():
             raise AssertionError("the lock is left after the end")
-        with locked(path) as mine:
+        with FolderBlobs(path).lease() as mine:
             if not mine:
                 raise AssertionError("the lock is still held after the process is gone")
         return found

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from dualform.attend.memory import Memory
     from dualform.attend.questions import Top, Totals
     from dualform.attend.spotlight import Spotlight
+    from dualform.corpus import Corpus
     from dualform.errors import DualformError
     from dualform.opening import open
     from dualform.recording.estimate import estimate
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
-    from dualform.store.corpus import Corpus
     from dualform.store.record_to_folder import record
 
 _HOME = {
-    "Corpus": "dualform.store.corpus",
+    "Corpus": "dualform.corpus",
     "DualformError": "dualform.errors",
     "Memory": "dualform.attend.memory",
     "Recorder": "dualform.recording.recorder",

@@ -1,18 +1,41 @@
 """Open a recorded run: the place where a store, an executor and a memory are put together."""
 
 import os
-from pathlib import Path
+from collections.abc import Hashable
 
 from dualform.attend.memory import Memory
 from dualform.engine.jobs import Executor
+from dualform.errors import CorruptError
+from dualform.store.blobs import Blob, Blobs
+from dualform.store.folder_blobs import as_blobs
+from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED
+from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
 
+REWRITTEN = (FINAL, FROZEN, UNCOVERED)  # a resumed recording writes them again under the same names
 
-def open(path: str | os.PathLike[str], *, executor: Executor | None = None) -> Memory:
+
+def open(path: str | os.PathLike[str] | Blobs, *, executor: Executor | None = None) -> Memory:
     """Open a recorded run.
 
     Args:
-        path: the run folder.
+        path: the run folder, or the `Blobs` that the run is kept in.
         executor: runs the questions over the patterns; by default threads on this machine, or its GPU.
     """
-    return Memory(Run(Path(path)), executor)
+    return Memory(Run(path), executor)
+
+
+def published_stamp(path: str | os.PathLike[str] | Blobs) -> Hashable | None:
+    """Return a value that changes whenever more of a run is published, fast to come by; None where there is no run."""
+    return as_blobs(path).stamp(MANIFEST)
+
+
+def check_end_state(path: str | os.PathLike[str] | Blobs) -> None:
+    """Raise where the model's state at the end is not that of the manifest: an older manifest was put back."""
+    blobs = as_blobs(path)
+    listed = Manifest.read(blobs).files
+    for blob in (Blob(blobs, name) for name in REWRITTEN if name in listed):
+        if blob.checksum() != listed[blob.name].xxh3:
+            raise CorruptError(
+                f"{blob} is not the file that the manifest lists. Restore both from one copy of the run."
+            )

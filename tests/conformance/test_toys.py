@@ -216,7 +216,7 @@ def test_a_list_of_patterns_answers_the_questions_of_the_readme(executor: type[A
 @pytest.mark.parametrize("executor", [PlainExecutor, ProcessExecutor])
 def test_a_run_answers_by_another_executor(executor: type[Any], executed_run: Run) -> None:
     queries = {"0": torch.randn(3, 40), "2": torch.randn(3, 6)}
-    here, there = (dualform.open(executed_run.folder, executor=one) for one in (executor(), None))
+    here, there = (dualform.open(executed_run.blobs, executor=one) for one in (executor(), None))
     for name in queries:
         one, other = here.attend(queries=queries)[name], there.attend(queries=queries)[name]
         torch.testing.assert_close(one.attention(), other.attention())

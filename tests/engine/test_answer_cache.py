@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import dualform
 from dualform.engine import answer_cache
 from dualform.engine.local import LocalExecutor
-from dualform.store import derived_sums
-from dualform.store import format as run_format
+from dualform.store import derived_sums, tensors
+from dualform.store.blobs import FileEntry
 from dualform.store.reader import Run
 from helpers.small import batch, files, network, recorded, sgd, state, train
 
@@ -85,9 +85,9 @@ def test_a_full_disk_under_the_cache_is_no_error(run: Path, monkeypatch: pytest.
     model = recorded(run, 6)
 
     def full(*_: Any) -> None:
-        raise safetensors.SafetensorError("No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(tensors, "write_tensors", full)
     assert ask(run, model, "attention").shape == (6, 4)
     assert not [name for name in files(run) if name.startswith("cache/")]
 
@@ -247,7 +247,7 @@ def test_another_start_or_another_description_has_its_own_sums(run: Path) -> Non
     names = {source.digest}
     manifest = source.manifest
     changed: tuple[dict[str, Any], ...] = (
-        {"files": manifest.files | {"initial.safetensors": run_format.FileEntry(1, "0")}},
+        {"files": manifest.files | {"initial.safetensors": FileEntry(1, "0")}},
         {"batch_axis": 1},
         {"columns": manifest.columns | {"label": "int32"}},
         {"optimizers": ("Adam",)},
@@ -267,7 +267,7 @@ def test_the_folder_is_bounded_and_the_least_recently_used_goes_first(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(run, 3)
-    monkeypatch.setattr(derived_sums, "MAX_FOLDER_BYTES", 2500)  # four files
+    monkeypatch.setattr(derived_sums, "MAX_SUMS_BYTES", 2500)  # four files
     monkeypatch.setattr(answer_cache, "MAX_CACHED_BYTES", 1000)
     names = {}
     for i in range(7):

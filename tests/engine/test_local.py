@@ -354,9 +354,9 @@ def test_files_that_are_read_give_what_files_that_are_mapped_give(
         return numbers_of(QUESTIONS[question](memory.attend(model, inputs)[""]))
 
     mapped = [ask(False), ask(True)]
-    monkeypatch.setattr(reader, "MAPPED", 0)
-    monkeypatch.setattr(reader, "OPEN", 1)
-    monkeypatch.setattr(rows_module, "DENSE", 2)  # so that the masked ones are scattered, and taken from a map
+    monkeypatch.setattr(reader, "MAPPED_RUN_BYTES", 0)
+    monkeypatch.setattr(reader, "MAX_OPEN_FILES", 1)
+    monkeypatch.setattr(rows_module, "MAX_MEAN_GAP", 2)  # so that the masked ones are scattered, and taken from a map
     for one, other in zip([ask(False), ask(True)], mapped, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

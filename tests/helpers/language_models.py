@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
+from dualform.store.blobs import Blobs
 
 TEXT = "the wolf sees the lamb. the fox fears the dog. the crow eats the cat. " * 8
 CHARACTERS = sorted(set(TEXT))
@@ -120,7 +121,7 @@ class OutputModel(nn.Module):
 
 
 def record_model(
-    folder: Path,
+    folder: Path | Blobs,
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
     *,
@@ -165,7 +166,7 @@ def record_last_position_model(folder: Path, **options: Any) -> tuple[dualform.M
     return memory, model
 
 
-def record_output_model(folder: Path, **options: Any) -> tuple[dualform.Memory, OutputModel]:
+def record_output_model(folder: Path | Blobs, **options: Any) -> tuple[dualform.Memory, OutputModel]:
     """Record an `OutputModel`; its text is not in the run."""
     torch.manual_seed(0)
     model = OutputModel()

@@ -5,11 +5,11 @@ from pathlib import Path
 from torch import nn
 
 import dualform
+from dualform.corpus import Corpus
 from dualform.experiments.datasets.textset import TextSet, Title
 from dualform.experiments.language.corpora import make_corpus
 from dualform.experiments.language.language_training import train_language_model
 from dualform.experiments.language.plans import LanguageRecipe, LanguageStudy, Storage
-from dualform.store.corpus import Corpus
 from dualform.tokens import Unit
 
 WHO = ("wolf", "lamb", "fox", "crow", "dog", "cat")

@@ -19,8 +19,9 @@ from dualform.recording import recorder as recorder_module
 from dualform.recording.calls import Pending
 from dualform.recording.changes import Changes
 from dualform.recording.ending import remove_handles
-from dualform.store import writer
-from dualform.store.format import LOCK, locked
+from dualform.store import shard_writing, writer
+from dualform.store.folder_blobs import FolderBlobs
+from dualform.store.format import LOCK
 from dualform.store.queue import ByteQueue
 from dualform.store.tables import steps_table
 from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
@@ -253,7 +254,7 @@ def test_garbage_collected_on_the_writers_own_thread_waits_for_nobody(run: Path,
         dropped.set()
         return steps_table(records)
 
-    monkeypatch.setattr(writer, "steps_table", drop)
+    monkeypatch.setattr(shard_writing, "steps_table", drop)
     monkeypatch.setattr("warnings.warn", lambda *_, **__: None)  # on that thread nobody would catch it
     train(model, optimizer, batches(1))
     assert dropped.wait(60)
@@ -321,7 +322,7 @@ def test_a_second_interrupt_while_closing_keeps_the_lock_until_the_writer_has_en
         assert waiting.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "steps_table", slowly)
+    monkeypatch.setattr(shard_writing, "steps_table", slowly)
     recorder = dualform.record(model, optimizer, run).start()
     train(model, optimizer, batches(3))
     with monkeypatch.context() as patch:
@@ -330,7 +331,7 @@ def test_a_second_interrupt_while_closing_keeps_the_lock_until_the_writer_has_en
             recorder.close()
     assert leftovers(model, optimizer) == []
     assert writers(), "the writer has something left to publish"
-    with locked(run) as mine:
+    with FolderBlobs(run).lease() as mine:
         assert not mine, "nobody else may write while it does"
     go_on.set()
     with dualform.record(model, optimizer, run, resume=True) as again:  # waits for it
@@ -386,7 +387,7 @@ def test_a_beginning_that_is_interrupted_before_the_manifest_leaves_a_folder_to_
     model = mlp()
     optimizer = sgd(model)
     with monkeypatch.context() as patch:
-        patch.setattr(writer.DiskWriter, "_publish", fail)
+        patch.setattr(shard_writing.ShardWriter, "publish_manifest", fail)
         with pytest.raises(KeyboardInterrupt):
             dualform.record(model, optimizer, run).start()
     assert list(run.iterdir()) == []

@@ -21,6 +21,12 @@ def kept(run):
     return run
 
 
+def file_of(folder):
+    path = Run(folder).blob(VOCABULARY).local_path()
+    assert path is not None
+    return path
+
+
 def test_a_corpus_comes_back_as_it_was(kept):
     expected, found = tiny_corpus(), dualform.open(kept).corpus()
     for name in ("train", "test", "starts"):
@@ -32,7 +38,7 @@ def test_a_corpus_comes_back_as_it_was(kept):
 
 def test_a_kept_corpus_is_verified_with_the_run(kept):
     assert dualform.open(kept).verify()
-    path = Run(kept).place(VOCABULARY)
+    path = file_of(kept)
     path.write_text(path.read_text().replace("wolf", "bear"))
     with pytest.raises(CorruptError, match=r"vocabulary-\w+\.json"):
         dualform.open(kept).verify()
@@ -45,7 +51,7 @@ def test_a_run_without_a_corpus_says_so(run):
 
 
 def test_a_vocabulary_that_lacks_a_part_is_corrupt(kept):
-    path = Run(kept).place(VOCABULARY)
+    path = file_of(kept)
     words = json.loads(path.read_text())
     size = path.stat().st_size
     del words["titles"]

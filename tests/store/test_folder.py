@@ -11,8 +11,9 @@ import torch
 
 import dualform
 from dualform.errors import StoreError
-from dualform.store.folder import own_files, remove_folder, remove_partial
-from dualform.store.format import LOCK, locked
+from dualform.store.folder import own_files, remove_folder
+from dualform.store.folder_blobs import FolderBlobs
+from dualform.store.format import LOCK
 from dualform.store.manifest import Manifest
 from helpers.small import batch, network, recorded, sgd, state, train
 
@@ -24,7 +25,7 @@ def test_a_kill_while_an_attachment_is_replaced_loses_nothing(run: Path) -> None
     memory.add_tests(torch.zeros(6, 5), torch.arange(6))
     child = os.fork()
     if child == 0:
-        Manifest.publish = lambda *_: os._exit(9)  # type: ignore[method-assign]
+        Manifest.publish = lambda *_, **__: os._exit(9)  # type: ignore[method-assign]
         memory.add_tests(torch.zeros(3, 5), torch.arange(3))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -57,7 +58,7 @@ def test_nothing_behind_a_link_is_deleted(run: Path, tmp_path: Path, folder: str
     (outside / ".partial-0123456789abcdef0123456789abcdef").mkdir()
     run.mkdir()
     (run / folder).symlink_to(outside)
-    remove_partial(run)
+    FolderBlobs(run).remove_unpublished()
     assert list(own_files(run)) == []
     assert len(list(outside.iterdir())) == 5
 
@@ -108,7 +109,7 @@ def test_a_linked_lock_is_not_followed(run: Path, tmp_path: Path) -> None:
 
 def test_a_forked_process_does_not_hold_the_lock(run: Path) -> None:
     run.mkdir()
-    with locked(run) as mine:
+    with FolderBlobs(run).lease() as mine:
         assert mine
         child = os.fork()
         if child == 0:
@@ -116,7 +117,7 @@ def test_a_forked_process_does_not_hold_the_lock(run: Path) -> None:
             os._exit(0)
     try:
         (run / LOCK).touch()
-        with locked(run) as again:
+        with FolderBlobs(run).lease() as again:
             assert again, "the child inherited nothing of the lock"
     finally:
         os.kill(child, signal.SIGKILL)

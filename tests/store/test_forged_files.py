@@ -22,11 +22,11 @@ from dualform.attend.memory import Memory
 from dualform.engine.facts_check import facts_problem
 from dualform.errors import CorruptError
 from dualform.store.checked_tables import read_checked_table
-from dualform.store.format import checksum
 from dualform.store.manifest import Manifest
 from dualform.store.parquet_footer import read_footer
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
+from helpers.blob_files import file_blob, file_checksum
 from helpers.manifests import write_manifest
 from helpers.small import recorded
 
@@ -86,7 +86,7 @@ def sign(folder: Path, name: str) -> None:
     raw = json.loads((folder / "manifest.json").read_text())
     for listed in (raw["files"], *(shard["files"] for shard in raw["shards"])):
         if name in listed:
-            listed[name] |= {"bytes": (folder / name).stat().st_size, "xxh3": checksum(folder / name)}
+            listed[name] |= {"bytes": (folder / name).stat().st_size, "xxh3": file_checksum(folder / name)}
     write_manifest(folder, raw)
 
 
@@ -275,7 +275,7 @@ def test_a_text_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"task": pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)}), path)
     with pytest.raises(CorruptError, match=r"x.parquet cannot be read: .*UTF8"):
-        read_checked_table(path, lambda _: "", budget=1 << 20)
+        read_checked_table(file_blob(path), lambda _: "", budget=1 << 20)
 
 
 # Bombs ------------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_a_small_file_of_many_rows_is_refused_before_it_is_read(tmp_path: Path) 
     assert path.stat().st_size < 100_000
     before = peak()
     with pytest.raises(CorruptError, match="20000000 rows would take 152 MB"):
-        read_checked_table(path, lambda _: "", budget=64 << 20)
+        read_checked_table(file_blob(path), lambda _: "", budget=64 << 20)
     assert peak() - before < 50 << 20
 
 
@@ -313,7 +313,7 @@ def test_a_small_file_of_long_texts_is_refused_before_they_are_spelled_out(tmp_p
     assert path.stat().st_size < 1_000_000
     before = peak()
     with pytest.raises(CorruptError, match="texts of column 'task' would take 47683 MB"):
-        read_checked_table(path, lambda _: "", budget=64 << 20)
+        read_checked_table(file_blob(path), lambda _: "", budget=64 << 20)
     assert peak() - before < 100 << 20
 
 
@@ -322,16 +322,19 @@ def test_a_codec_that_shrinks_without_bounds_is_refused(tmp_path: Path, codec: s
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"label": [1]}), path, compression=codec)
     with pytest.raises(CorruptError, match="a column is compressed by"):
-        read_checked_table(path, lambda _: "", budget=1 << 20)
+        read_checked_table(file_blob(path), lambda _: "", budget=1 << 20)
 
 
 FLIP_BITS = """
 import sys
 from pathlib import Path
 from dualform.errors import CorruptError
+from dualform.store.blobs import Blob
 from dualform.store.checked_tables import read_checked_table
+from dualform.store.folder_blobs import FolderBlobs
 
 path = Path(sys.argv[1])
+blob = Blob(FolderBlobs(path.parent), path.name)
 whole, read = path.read_bytes(), 0
 for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole)):
     for bit in (0, 4, 6):
@@ -339,7 +342,7 @@ for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(who
         content[at] ^= 1 << bit
         path.write_bytes(content)
         try:
-            read += read_checked_table(path, lambda _: "", budget=1 << 20).num_rows >= 0
+            read += read_checked_table(blob, lambda _: "", budget=1 << 20).num_rows >= 0
         except CorruptError:
             pass
 print(read)
@@ -358,7 +361,7 @@ def test_a_footer_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     lists = pa.array([[1.0], [], [2.0, 3.0]] * 50)
     pq.write_table(pa.table({"n": list(range(150)), "factors": lists}), path, row_group_size=60)
-    rows, parts = read_footer(path)
+    rows, parts = read_footer(file_blob(path))
     footer = pq.read_metadata(path)
     columns = [footer.row_group(i).column(j) for i in range(3) for j in range(2)]
     assert rows == 150
@@ -367,7 +370,7 @@ def test_a_footer_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
     assert {part.codec for part in parts} == {1}
     assert [part.nested for part in parts] == [False, True] * 3
     pq.write_table(pa.table({"n": [1]}), path, compression="none")
-    assert [part.codec for part in read_footer(path)[1]] == [0]
+    assert [part.codec for part in read_footer(file_blob(path))[1]] == [0]
 
 
 @pytest.mark.parametrize(
@@ -377,17 +380,19 @@ def test_a_footer_that_is_none_is_refused(content: bytes, tmp_path: Path) -> Non
     path = tmp_path / "x.parquet"
     path.write_bytes(content)
     with pytest.raises(CorruptError, match="cannot be read"):
-        read_checked_table(path, lambda _: "", budget=1 << 20)
+        read_checked_table(file_blob(path), lambda _: "", budget=1 << 20)
 
 
 def test_texts_of_an_honest_table_are_read_whichever_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.parquet"
     table = pa.table({"task": ["a", None, "b", "a"] * 100, "n": list(range(400))})
     pq.write_table(table, path, row_group_size=150)
-    assert read_checked_table(path, lambda _: "", budget=1 << 20).equals(table)
+    assert read_checked_table(file_blob(path), lambda _: "", budget=1 << 20).equals(table)
     monkeypatch.setattr("dualform.store.checked_tables.MIN_BUDGET", 0)  # so that texts are read as a dictionary
-    assert read_checked_table(path, lambda _: "", budget=1 << 20).equals(table)
-    assert read_checked_table(path, lambda _: "", budget=1 << 20, columns=["task"]).equals(table.select(["task"]))
+    assert read_checked_table(file_blob(path), lambda _: "", budget=1 << 20).equals(table)
+    assert read_checked_table(file_blob(path), lambda _: "", budget=1 << 20, columns=["task"]).equals(
+        table.select(["task"])
+    )
 
 
 # Patterns ---------------------------------------------------------------------------------------------------------
@@ -450,7 +455,7 @@ def test_a_header_that_is_none_is_refused(content: bytes, match: str, tmp_path: 
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(content).to_bytes(8, "little") + content)
     with pytest.raises(CorruptError, match=match):
-        TensorFile(path)
+        TensorFile(file_blob(path))
 
 
 def test_a_header_without_end_and_a_rest_are_refused(tmp_path: Path) -> None:
@@ -458,7 +463,7 @@ def test_a_header_without_end_and_a_rest_are_refused(tmp_path: Path) -> None:
     for content, match in ((b"\xff" * 8, "is said to have"), (b"\x02" + b"\0" * 7 + b"{}rest", "4 bytes behind")):
         path.write_bytes(content)
         with pytest.raises(CorruptError, match=match):
-            TensorFile(path)
+            TensorFile(file_blob(path))
 
 
 @pytest.mark.parametrize("run", ["mixed"], indirect=True)
@@ -509,8 +514,8 @@ def test_initial_parameters_that_are_infinite_fail_verify(run: Path) -> None:
 INITIAL: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a parameter less": (lambda h: h.update({"x:0.weight": h.pop("0.weight")}), "lacks the parameter '0.weight'"),
     "a parameter of another name": (lambda h: h.update({"x": h.pop("2.bias")}), "lacks the parameter"),
-    "another shape": (lambda h: h["0.weight"].update(shape=[5, 4]), "is \\(5, 4\\) of F32"),
-    "another dtype": (lambda h: h["0.weight"].update(dtype="I32"), "of I32; expected"),
+    "another shape": (lambda h: h["0.weight"].update(shape=[5, 4]), "is \\(5, 4\\) of float32"),
+    "another dtype": (lambda h: h["0.weight"].update(dtype="I32"), "of int32; expected"),
     "state of an unknown parameter": (
         lambda h: h.update({"m:9.bias": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}),
         "which the manifest does not know",

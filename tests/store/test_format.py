@@ -5,7 +5,7 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,9 +14,13 @@ import torch
 
 import dualform
 from dualform.errors import CorruptError, FormatError, RunNotFoundError
+from dualform.store.blobs import FileEntry
 from dualform.store.folder import PARTIAL
-from dualform.store.format import LOCK, FileEntry, checksum, locked, opened_tensors, publish, publish_tensors
+from dualform.store.folder_blobs import FolderBlobs
+from dualform.store.format import LOCK
 from dualform.store.manifest import Manifest, sealed
+from dualform.store.tensors import TensorFile, publish_tensors
+from helpers.blob_files import file_blob, file_checksum
 from helpers.small import files, listed, network, recorded, sgd, train
 
 
@@ -83,7 +87,7 @@ def test_the_manifest_has_these_entries(whole: Path) -> None:
         assert shard["key_range"]["2"][0] == 0.0  # behind a ReLU
     for name in files(whole) - {"manifest.json"}:
         entries = manifest["files"] | {n: e for shard in manifest["shards"] for n, e in shard["files"].items()}
-        assert entries[name] == {"bytes": (whole / name).stat().st_size, "xxh3": checksum(whole / name)}
+        assert entries[name] == {"bytes": (whole / name).stat().st_size, "xxh3": file_checksum(whole / name)}
 
 
 def test_every_file_is_in_an_open_format(whole: Path) -> None:
@@ -205,7 +209,8 @@ def test_json_of_something_else_is_no_run(whole: Path) -> None:
 
 def test_publish_makes_the_file_and_says_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file.bin"
-    assert publish(path, lambda partial: partial.write_bytes(b"whole")) == FileEntry(5, checksum(path))
+    entry = FolderBlobs(tmp_path).publish("deep/file.bin", lambda file: file.write(b"whole"))
+    assert entry == FileEntry(5, file_checksum(path))
     assert path.read_bytes() == b"whole"
     assert files(tmp_path) == {"deep/file.bin"}
 
@@ -214,15 +219,14 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
     path = tmp_path / "file.bin"
     path.write_bytes(b"old")
 
-    def fail(partial: Path) -> None:
-        partial.write_bytes(b"half")
-        (partial.parent / ".tmp-of-a-library").write_bytes(b"quarter")
-        assert partial.parent.name.startswith(PARTIAL)
-        assert partial.parent.parent == path.parent, "another disk could not be renamed from"
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        (partial,) = {found.name for found in tmp_path.iterdir()} - {"file.bin"}
+        assert partial.startswith(PARTIAL), "beside its place: another disk could not be renamed from"
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        publish(path, fail)
+        FolderBlobs(tmp_path).publish("file.bin", fail)
     assert path.read_bytes() == b"old"
     assert files(tmp_path) == {"file.bin"}
 
@@ -242,25 +246,21 @@ def test_a_file_is_synced_before_it_appears_and_its_folder_after(
         target = Path(f"/proc/self/fd/{handle}").resolve()
         seen.append((target.is_dir(), path.exists()))
 
-    monkeypatch.setattr("dualform.store.format.os.fsync", fsync)
-    publish(path, lambda partial: partial.write_bytes(b"whole"))
+    monkeypatch.setattr("dualform.store.folder_blobs.os.fsync", fsync)
+    FolderBlobs(tmp_path).publish("file.bin", lambda file: file.write(b"whole"))
     assert seen == [(False, False), (True, True)]
 
 
-def test_a_failing_safetensors_write_is_an_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise safetensors.SafetensorError("No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", refuse)
-    with pytest.raises(OSError, match="No space left"):
-        publish_tensors(tmp_path / "x.safetensors", {"x": torch.zeros(1)})
+def test_a_dtype_that_safetensors_cannot_hold_is_an_oserror(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"'x' is of torch\.complex128"):
+        publish_tensors(FolderBlobs(tmp_path), "x.safetensors", {"x": torch.zeros(1, dtype=torch.complex128)})
     assert files(tmp_path) == set()
 
 
 def test_parameters_that_are_views_of_one_storage_can_be_published(tmp_path: Path) -> None:
     flat = torch.arange(12.0)
     parts = {"a": flat[:6].view(2, 3), "b": flat[6:].view(3, 2).t(), "again": flat[:6].view(2, 3)}
-    publish_tensors(tmp_path / "x.safetensors", parts)
+    publish_tensors(FolderBlobs(tmp_path), "x.safetensors", parts)
     found = safetensors.torch.load_file(tmp_path / "x.safetensors")
     for name, part in parts.items():
         torch.testing.assert_close(found[name], part, rtol=0, atol=0)
@@ -268,25 +268,36 @@ def test_parameters_that_are_views_of_one_storage_can_be_published(tmp_path: Pat
 
 def test_an_unreadable_safetensors_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    with pytest.raises(CorruptError, match=r"x\.safetensors"), opened_tensors(path):
-        pass
+    with pytest.raises(CorruptError, match=r"x\.safetensors"):
+        TensorFile(file_blob(path))
     path.write_bytes(b"\xff" * 64)
-    with pytest.raises(CorruptError, match=r"x\.safetensors"), opened_tensors(path):
-        pass
+    with pytest.raises(CorruptError, match=r"x\.safetensors"):
+        TensorFile(file_blob(path))
 
 
 # The lock ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_lock_is_had_once_and_leaves_nothing(tmp_path: Path) -> None:
-    with locked(tmp_path) as first:
+    with FolderBlobs(tmp_path).lease() as first:
         assert first
-        with locked(tmp_path) as second:
+        with FolderBlobs(tmp_path).lease() as second:
             assert not second
         assert (tmp_path / LOCK).exists(), "who did not get the lock must not remove it"
     assert files(tmp_path) == set()
-    with locked(tmp_path) as again:
+    with FolderBlobs(tmp_path).lease() as again:
         assert again
+
+
+def test_the_end_of_a_lease_that_was_lost_leaves_the_lock_of_another(tmp_path: Path) -> None:
+    lost = FolderBlobs(tmp_path).lease()
+    assert lost.__enter__()
+    (tmp_path / LOCK).unlink()
+    with FolderBlobs(tmp_path).lease() as mine:
+        assert mine
+        lost.__exit__(None, None, None)
+        assert (tmp_path / LOCK).exists()
+    assert files(tmp_path) == set()
 
 
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,17 +310,12 @@ def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: 
         real(file, how)
 
     monkeypatch.setattr(fcntl, "flock", flock_late)
-    with locked(tmp_path) as mine:
+    with FolderBlobs(tmp_path).lease() as mine:
         assert not mine
 
 
 def test_a_published_file_may_be_read_by_whom_new_files_may(tmp_path: Path) -> None:
-    def private(partial: Path) -> None:  # as safetensors does: a temporary file of its own, renamed
-        other = partial.with_name(".tmp")
-        other.touch(mode=0o600)
-        other.replace(partial)
-
-    publish(tmp_path / "file.bin", private)
+    FolderBlobs(tmp_path).publish("file.bin", lambda file: file.write(b"whole"))
     (tmp_path / "plain").touch()
     assert (tmp_path / "file.bin").stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.bin", "plain"]

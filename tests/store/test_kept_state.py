@@ -15,6 +15,7 @@ import dualform
 from dualform.errors import CorruptError, QueryError
 from dualform.store import kept_state
 from dualform.store.manifest import Manifest
+from dualform.store.reader import Run
 from helpers.manifests import write_manifest
 from helpers.small import files, listed, network, recorded
 
@@ -399,10 +400,10 @@ def test_a_resumed_run_keeps_its_own_state(run: Path) -> None:
 
 def test_a_shard_that_was_cut_knows_no_state(run: Path) -> None:
     learn(run)
-    manifest = Manifest.read(run)
-    shard = dataclasses.replace(manifest.shards[-1], stop=3)
-    cut = dataclasses.replace(manifest, shards=(shard,), closed=False)
-    cut.publish(run)
+    source = Run(run)
+    shard = dataclasses.replace(source.manifest.shards[-1], stop=3)
+    cut = dataclasses.replace(source.manifest, shards=(shard,), closed=False)
+    cut.publish(source.blobs, was=source.manifest_tag)
     with pytest.raises(QueryError, match="not kept before the recording is closed"):
         dualform.open(run).trained(Mixed())
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import ResumeError, RunExistsError, StoreError
+from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
 from helpers.small import ROWS, batch, columns, files, listed, network, sgd, state, train
@@ -337,7 +338,7 @@ def test_a_kill_between_the_cut_and_the_sweep_is_mended_by_the_next_resume(
 
     checkpoints.load(4)
     with monkeypatch.context() as patch:
-        patch.setattr("dualform.store.resume._sweep", killed)
+        patch.setattr("dualform.store.resume._remove_later_files", killed)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.resume(range(4, 5))
     memory = dualform.open(checkpoints.path)
@@ -350,12 +351,12 @@ def test_a_kill_between_the_cut_and_the_sweep_is_mended_by_the_next_resume(
 
 
 def test_a_failing_cut_leaves_the_run_as_it_was(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     checkpoints.load(4)
     with monkeypatch.context() as patch:
-        patch.setattr("dualform.store.manifest.publish", full)
+        patch.setattr(FolderBlobs, "replace", full)
         with pytest.raises(StoreError, match="No space left on device"):
             checkpoints.resume(range(4, 5))
     memory = dualform.open(checkpoints.path)

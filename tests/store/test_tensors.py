@@ -14,9 +14,9 @@ import dualform
 from dualform.engine.reading import BlockReader, pattern_ranges, read_blocks
 from dualform.errors import CorruptError
 from dualform.store import reader
-from dualform.store.format import checksum
 from dualform.store.rows import FileRows
-from dualform.store.tensors import OpenFiles, TensorFile, write_parts
+from dualform.store.tensors import OpenFiles, TensorFile
+from helpers.blob_files import file_blob, write_parts_file
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 
@@ -41,15 +41,15 @@ def test_the_library_reads_what_was_written_in_parts(
         for i, (dtype, width, counts) in enumerate(tensors)
     }
     path = tmp_path / "x.safetensors"
-    assert write_parts(path, parts) == checksum(path)
+    write_parts_file(path, parts)
     whole = {name: torch.cat(each) for name, each in parts.items()}
     found = safetensors.torch.load_file(path)
-    file = TensorFile(path)
+    file = TensorFile(file_blob(path))
     assert found.keys() == file.places.keys() == whole.keys()
     for name, expected in whole.items():
         place = file.place(name)
         assert torch.equal(found[name], expected)
-        assert torch.equal(file.mapped(place), expected)
+        assert torch.equal(file.tensor(name), expected)
         assert torch.equal(file.read(place, 0, len(expected)), expected)
         middle = len(expected) // 2
         assert torch.equal(file.read(place, middle, len(expected)), expected[middle:])
@@ -65,8 +65,8 @@ def test_rows_of_a_file_are_those_of_the_tensor(tmp_path: Path, index: object, s
     torch.manual_seed(0)
     rows, scales = torch.randn(60, 7), torch.rand(60)
     path = tmp_path / "x.safetensors"
-    write_parts(path, {"rows": [rows]} | ({"rows.scale": [scales]} if scaled else {}))
-    file = TensorFile(path, keep_mapped=keep_mapped)
+    write_parts_file(path, {"rows": [rows]} | ({"rows.scale": [scales]} if scaled else {}))
+    file = TensorFile(file_blob(path), keep_mapped=keep_mapped)
     source = FileRows(lambda: file, "rows", 50)  # without the last
     wanted = slice(*index) if isinstance(index, tuple) else torch.tensor(index, dtype=torch.int64)
     for into in (None, torch.empty(7 * 4 * 50, dtype=torch.uint8), torch.empty(9, dtype=torch.uint8)):
@@ -79,9 +79,9 @@ def test_rows_of_a_file_are_those_of_the_tensor(tmp_path: Path, index: object, s
 def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     safetensors.torch.save_file({"a": torch.arange(6).reshape(2, 3)}, path, metadata={"who": "the library"})
-    file = TensorFile(path)
+    file = TensorFile(file_blob(path))
     assert list(file.places) == ["a"]
-    assert torch.equal(file.mapped(file.place("a")), torch.arange(6).reshape(2, 3))
+    assert torch.equal(file.tensor("a"), torch.arange(6).reshape(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(damage)
     with pytest.raises(CorruptError, match=r"x\.safetensors"):
-        TensorFile(path)
+        TensorFile(file_blob(path))
 
 
 def test_a_file_that_is_cut_short_or_lacks_a_tensor_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    write_parts(path, {"a": [torch.zeros(100)]})
-    file = TensorFile(path)
+    write_parts_file(path, {"a": [torch.zeros(100)]})
+    file = TensorFile(file_blob(path))
     with pytest.raises(CorruptError, match="does not hold 'b'"):
         file.place("b")
     content = path.read_bytes()
@@ -107,22 +107,22 @@ def test_a_file_that_is_cut_short_or_lacks_a_tensor_is_named(tmp_path: Path) -> 
     with pytest.raises(CorruptError, match="ends too early"):
         file.read(file.place("a"), 0, 100)
     with pytest.raises(CorruptError, match="within the file"):
-        TensorFile(path)
+        TensorFile(file_blob(path))
     path.unlink()
     with pytest.raises(CorruptError, match="cannot be read"):
-        TensorFile(path)
+        TensorFile(file_blob(path))
 
 
 def test_files_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
     paths = [tmp_path / f"{i}.safetensors" for i in range(5)]
     for path in paths:
-        write_parts(path, {"a": [torch.zeros(3)]})
+        write_parts_file(path, {"a": [torch.zeros(3)]})
     files = OpenFiles(2, keep_mapped=False)
-    first = files.get(paths[0])
-    assert files.get(paths[0]) is first
+    first = files.get(file_blob(paths[0]))
+    assert files.get(file_blob(paths[0])) is first
     before = len(list(Path("/proc/self/fd").iterdir()))
     for path in paths[1:]:
-        files.get(path)
+        files.get(file_blob(path))
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
     assert torch.equal(first.read(first.place("a"), 0, 3), torch.zeros(3)), "one that is in use stays open"
 
@@ -132,7 +132,7 @@ def test_files_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
 def test_chunks_in_the_same_memory_are_those_in_their_own(
     tmp_path: Path, dtype: Literal["float16"] | None, mapped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "MAPPED", mapped)
+    monkeypatch.setattr(reader, "MAPPED_RUN_BYTES", mapped)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,8 +18,10 @@ from torch.nn import functional
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import AnnotationError, RefusedError, StoreError
-from dualform.store.format import publish_tensors
+from dualform.store.blobs import Blobs
 from dualform.store.manifest import Manifest
+from dualform.store.shard_writing import ShardWriter
+from dualform.store.tensors import publish_tensors
 from dualform.store.writer import DiskWriter
 from helpers.small import ROWS, State, batch, columns, files, listed, network, recorded, sgd, state, train
 
@@ -77,13 +79,13 @@ def test_the_number_of_shards_changes_no_answer(tmp_path: Path) -> None:
 def test_what_waits_to_be_written_is_bounded_in_bytes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that stands still makes training wait before it has handed over more than the queue may hold."""
     go = threading.Event()
-    real = DiskWriter._write_shard
+    real = ShardWriter._write_shard
 
-    def wait(self: DiskWriter, *arguments: Any) -> Callable[[], None]:
+    def wait(self: ShardWriter, *arguments: Any) -> Callable[[], None]:
         go.wait(10)
         return real(self, *arguments)
 
-    monkeypatch.setattr(DiskWriter, "_write_shard", wait)
+    monkeypatch.setattr(ShardWriter, "_write_shard", wait)
     model = network()
     optimizer = sgd(model)
     step_bytes = 4 * ROWS * (5 + 4 + 4 + 3)
@@ -402,10 +404,10 @@ def test_integers_of_every_width_and_numpy_booleans(run: Path) -> None:
 
 def fails_after(shards: int) -> Callable[..., Callable[[], None]]:
     """Return a `_write_shard` that has published this many shards when the disk is full."""
-    real = DiskWriter._write_shard
+    real = ShardWriter._write_shard
     published: list[bool] = []
 
-    def write_shard(self: DiskWriter, *arguments: Any) -> Callable[[], None]:
+    def write_shard(self: ShardWriter, *arguments: Any) -> Callable[[], None]:
         if len(published) == shards:
             raise OSError(28, "No space left on device")
         published.append(True)
@@ -417,7 +419,7 @@ def fails_after(shards: int) -> Callable[..., Callable[[], None]]:
 def test_a_failing_writer_raises_at_a_later_step_and_keeps_what_it_published(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DiskWriter, "_write_shard", fails_after(2))
+    monkeypatch.setattr(ShardWriter, "_write_shard", fails_after(2))
     model = network()
     optimizer = sgd(model)
     states = []
@@ -440,7 +442,7 @@ def test_a_failing_writer_raises_at_a_later_step_and_keeps_what_it_published(
 
 
 def test_with_detach_a_failing_writer_warns_and_training_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskWriter, "_write_shard", fails_after(1))
+    monkeypatch.setattr(ShardWriter, "_write_shard", fails_after(1))
     model, alone = network(), network()
     optimizer = sgd(model)
     states = []
@@ -540,10 +542,10 @@ def test_when_the_final_parameters_cannot_be_written_the_steps_are_there(
 ) -> None:
     from dualform.store import writer
 
-    def publish_all_but_final(path: Path, tensors: Any) -> Any:
-        if path.name == "final.safetensors":
+    def publish_all_but_final(blobs: Blobs, name: str, tensors: Any) -> Any:
+        if name == "final.safetensors":
             raise OSError(28, "No space left on device")
-        return publish_tensors(path, tensors)
+        return publish_tensors(blobs, name, tensors)
 
     monkeypatch.setattr(writer, "publish_tensors", publish_all_but_final)
     model = network()

@@ -8,7 +8,7 @@ import pytest
 from torture.trainings import TRAININGS, examine
 
 from dualform.errors import CorruptError
-from dualform.store import writer
+from dualform.store import shard_writing
 from dualform.store.tables import steps_table
 from torture import kills
 
@@ -45,7 +45,7 @@ def test_an_examination_finds_a_step_that_is_there_twice(tmp_path: Path, monkeyp
     checkpoints = training.checkpoints()
     killed_recording(tmp_path / "whole", 12)
     assert 0 <= examine(training, tmp_path / "whole", checkpoints) <= 12
-    monkeypatch.setattr(writer, "steps_table", lambda records: pa.concat_tables([steps_table(records)] * 2))
+    monkeypatch.setattr(shard_writing, "steps_table", lambda records: pa.concat_tables([steps_table(records)] * 2))
     recorded(tmp_path / "twice")
     with pytest.raises((AssertionError, CorruptError), match=r"verify failed|not each there once|do not ascend"):
         examine(training, tmp_path / "twice", checkpoints, ended=True)

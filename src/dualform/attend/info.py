@@ -94,4 +94,4 @@ def _not_kept(run: PatternSource) -> dict[str, str] | None:
     state = None if run.run_files is None else run.run_files.known_state()
     if state is None:
         return None
-    return dict(state.unknown) | dict.fromkeys(state.marks, "is known by its checksum alone")
+    return dict(state.unknown) | dict.fromkeys(state.checksums, "is known by its checksum alone")

@@ -15,10 +15,10 @@ from dualform.attend.sums import LayerSums, apply_uses
 from dualform.effects.layer_effects import LayerEffects
 from dualform.effects.output_gradients import OutputGradients
 from dualform.engine.answer_cache import AnswerCache
+from dualform.engine.beside_patterns import Media
 from dualform.engine.measures import Of, PatternMeasure
 from dualform.errors import QueryError
 from dualform.identity.parameter_use import takes_ids
-from dualform.store.media import Media
 from dualform.threads import in_own_dtype
 
 A = TypeVar("A")
@@ -66,8 +66,7 @@ class LayerSpotlight:
     @property
     def media(self) -> Media:
         """What the run keeps for people to look at."""
-        found: Media = self._table.run.require_files().media()
-        return found
+        return self._table.run.require_files().media()
 
     def count(self) -> int:
         """Return the number of patterns in this view of the layer."""

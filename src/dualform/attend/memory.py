@@ -27,10 +27,12 @@ from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.training_history import TrainingHistory, find_training_history
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
+from dualform.corpus import Corpus
 from dualform.effects.moments import outside
 from dualform.effects.output_gradients import OutputGradients, Quantity, find_output_gradients
 from dualform.engine import rebuild
 from dualform.engine.answer_cache import AnswerCache
+from dualform.engine.beside_patterns import KnownState, Media, lossy_text
 from dualform.engine.coverage import Coverage, coverage
 from dualform.engine.description import LayerEntry, RowsEntry
 from dualform.engine.fingerprints import matching_steps
@@ -40,14 +42,11 @@ from dualform.engine.source import PatternSource
 from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, verify
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
+from dualform.pieces import Tokenizer
 from dualform.printable import cut
 from dualform.recording.media import example_files, media_files
 from dualform.recording.saying import warn_user
 from dualform.recording.watch import plain_name
-from dualform.store.corpus import Corpus
-from dualform.store.kept_state import KnownState, lossy_text
-from dualform.store.media import Media
-from dualform.store.pieces import Tokenizer
 from dualform.threads import in_own_dtype, keeping_modes
 from dualform.torch_modes import without_gradients
 
@@ -129,6 +128,10 @@ class Memory:
         """Describe the memory."""
         return describe_run(self._run, self._describe())
 
+    def manifest_checksum(self) -> str:
+        """Return the xxh3 checksum of the run's list of files, which names all of its content."""
+        return self._run.require_files().manifest_checksum()
+
     def patterns(self, layer: str, *, columns: Collection[str] | None = None) -> pa.Table:
         """Return the pattern table of a layer in this view: addresses and annotations, a row per pattern."""
         self._run.layer(layer)
@@ -168,14 +171,12 @@ class Memory:
 
     def test_images(self) -> Tensor | None:
         """Return what a person should see of the test inputs, (M, H, W[, 3]) uint8, where the run keeps it."""
-        images: Tensor | None = self._run.require_files().tests().images
-        return images
+        return self._run.require_files().tests().images
 
     @property
     def media(self) -> Media:
         """What the run keeps for people to look at."""
-        found: Media = self._run.require_files().media()
-        return found
+        return self._run.require_files().media()
 
     def add_corpus(self, corpus: Corpus) -> None:
         """Keep the text that a language model was trained on in the run; patterns are annotated with its places.
@@ -186,8 +187,7 @@ class Memory:
 
     def corpus(self) -> Corpus:
         """Return the text that the run keeps, whether it fits the recorded places or not."""
-        found: Corpus = self._run.require_files().corpus(fitting=False)
-        return found
+        return self._run.require_files().corpus(fitting=False)
 
     def _restore(self, model: nn.Module) -> dict[str, str]:
         return {} if self._run.run_files is None else self._run.run_files.restore(model)

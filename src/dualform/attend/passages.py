@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dualform.store.corpus import Corpus, Ids
+from dualform.corpus import Corpus, Ids
 from dualform.tokens import join, space_between, visible, whole_characters
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from dualform.attend.context import naming_failures
 from dualform.attend.last_tokens import as_model_takes
+from dualform.corpus import Corpus
 from dualform.errors import QueryError
 from dualform.logits import last_logits_of
+from dualform.pieces import Tokenizer, encode_text, piece_texts, raw_piece
 from dualform.recording.estimate import forward
-from dualform.store.corpus import Corpus
-from dualform.store.pieces import Tokenizer, encode_text, piece_texts, raw_piece
 from dualform.tokens import UNKNOWN, join, pieces, split, visible
 
 

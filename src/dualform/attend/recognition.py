@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dualform.engine.beside_patterns import KnownState
 from dualform.engine.fingerprints import fingerprint, matching_steps
 from dualform.engine.source import PatternSource
 from dualform.lazy import compute as pc
 from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
-from dualform.store.kept_state import KnownState
 
 MAX_NAMED_DIFFERENCES = 3  # differing parts that a message names
 

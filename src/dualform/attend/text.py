@@ -17,15 +17,14 @@ from dualform.attend.last_tokens import prompt_queries
 from dualform.attend.passages import AttendedToken, Passage, by_document, by_token, gather
 from dualform.attend.prompts import go_on, next_tokens, read_prompt
 from dualform.attend.text_answers import TextLayer, TextSpotlight, Total
+from dualform.corpus import PLACE, Corpus
 from dualform.engine.description import LayerEntry
 from dualform.engine.jobs import Pass
 from dualform.engine.measures import PatternMeasure
 from dualform.engine.reducers import GroupPlaces, GroupSums, PlaceState, Reducer
 from dualform.errors import QueryError, UnknownLayerError
 from dualform.identity.parameter_use import takes_ids
-from dualform.store.corpus import Corpus
-from dualform.store.corpus_fit import PLACE
-from dualform.store.pieces import Tokenizer
+from dualform.pieces import Tokenizer
 from dualform.tokens import Unit
 
 R = TypeVar("R")

@@ -8,7 +8,7 @@ here. To add a source, derive from `PatternSource` and `PatternPart` and impleme
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
+from dualform.corpus import Corpus
 from dualform.engine.addresses import Calls, addresses
+from dualform.engine.beside_patterns import KnownState, Media, Tests
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
 from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
 from dualform.identity.families.facts import CoefficientsOf
+from dualform.recording.media import Files
 
 Factors = npt.NDArray[np.float64]
 """What a parameter's gradient was multiplied with between backward and step, (steps, micros)."""
@@ -56,22 +59,25 @@ class RunFiles(Protocol):
     def size(self) -> int:
         """Return how many bytes all files have."""
 
-    def attach(self, files: Any) -> None:
+    def manifest_checksum(self) -> str:
+        """Return the xxh3 checksum of the list of files, as hexadecimal."""
+
+    def attach(self, files: Files) -> None:
         """Take more files in, or replace some."""
 
-    def tests(self) -> Any:
+    def tests(self) -> Tests:
         """Return the test inputs that the run keeps."""
 
-    def media(self) -> Any:
+    def media(self) -> Media:
         """Return what the run keeps for people to look at."""
 
-    def corpus(self, *, fitting: bool) -> Any:
+    def corpus(self, *, fitting: bool) -> Corpus:
         """Return the text that the run keeps; with `fitting` raise where recorded places are not those of the text."""
 
-    def add_corpus(self, corpus: Any) -> None:
+    def add_corpus(self, corpus: Corpus) -> None:
         """Keep a text that fits the recorded places."""
 
-    def known_state(self) -> Any:
+    def known_state(self) -> KnownState | None:
         """Return what is known of the model's uncovered state at the end; None where the run says nothing of it."""
 
     def restore(self, model: nn.Module) -> dict[str, str]:

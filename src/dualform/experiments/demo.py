@@ -16,9 +16,9 @@ from dualform.experiments.agreement import Agreement, agreement
 from dualform.experiments.datasets import load
 from dualform.experiments.image_examples import Closeup, attend_examples, choose_examples, draw_figures
 from dualform.experiments.image_training import ClassifierRecipe, Phase, Task, accuracy, make_tasks, train_classifier
+from dualform.opening import published_stamp
 from dualform.show.predictions import predict_units
 from dualform.show.report.write import write_report
-from dualform.store.format import MANIFEST
 
 DEMO_RECIPE = ClassifierRecipe(hidden=(128, 128), learning_rate=0.02, momentum=0.9, clip=1.0, batch=64)
 DEMO_STEPS = 600
@@ -107,7 +107,7 @@ def _make_room(folder: Path) -> None:
     if (folder / MARK_FILE).is_file():
         shutil.rmtree(folder)
     elif folder.exists() and any(folder.iterdir()):
-        what = "a recorded run" if (folder / MANIFEST).is_file() else "other files"
+        what = "a recorded run" if published_stamp(folder) is not None else "other files"
         raise RunExistsError(f"{folder} holds {what}. Give the demo a folder of its own: dualform demo --folder PATH.")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK_FILE).write_text("Made by `dualform demo`, which replaces this folder when it is run again.\n")

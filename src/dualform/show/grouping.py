@@ -6,11 +6,11 @@ from typing import Any
 import dualform
 from dualform.attend.groups import Bins
 from dualform.attend.memory import Memory
+from dualform.corpus import PLACE
+from dualform.engine.beside_patterns import Media
 from dualform.engine.source import ADDRESS
 from dualform.errors import DualformError, QueryError
 from dualform.show.text_places import column_name
-from dualform.store.corpus_fit import PLACE
-from dualform.store.media import Media
 from dualform.tokens import visible
 
 MAX_OFFERED_GROUPS = 50_000  # of a grouping that is offered

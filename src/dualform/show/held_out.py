@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from dualform.corpus import Corpus
 from dualform.errors import QueryError
 from dualform.show.predictions import run_model
-from dualform.store.corpus import Corpus
 
 MAX_WINDOWS = 500
 WINDOW_TOKENS = {"words": 24, "chars": 80, "pieces": 32}

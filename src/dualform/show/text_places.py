@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dualform.store.corpus import Corpus
+from dualform.corpus import Corpus
 from dualform.tokens import join, space_between, visible
 
 CONTEXT_TOKENS = 20  # words or pieces on each side; four times as many characters

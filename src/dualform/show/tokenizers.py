@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from dualform.errors import QueryError
-from dualform.store.pieces import Tokenizer, check_tokenizer
+from dualform.pieces import Tokenizer, check_tokenizer
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

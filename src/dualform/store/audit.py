@@ -1,10 +1,10 @@
-"""Are the files of a run what was published? Checksums, and ranges that answers rest on."""
+"""Compare the files of a run with the manifest: their checksums, and the ranges of their keys."""
 
 import torch
 
 from dualform.engine.reading import BLOCK_PATTERNS, decode
 from dualform.errors import CorruptError
-from dualform.store.format import checksum
+from dualform.store.blobs import Blob
 from dualform.store.reader import Run
 
 
@@ -12,13 +12,14 @@ def check_files(run: Run) -> int:
     """Compare every listed file with its checksum; return how many there are."""
     listed = run.files()
     for name, entry in listed.items():
+        blob = Blob(run.blobs, name)
         try:
-            found = checksum(run.folder / name)
+            found = blob.checksum()
         except OSError as error:
-            raise CorruptError(f"{run.folder / name} cannot be read: {error}. Restore it from a copy.") from error
+            raise CorruptError(f"{blob} cannot be read: {error}. Restore it from a copy.") from error
         if found != entry.xxh3:
             raise CorruptError(
-                f"{run.folder / name} has checksum {found}, but {entry.xxh3} was published: its content was changed. "
+                f"{blob} has checksum {found}, but {entry.xxh3} was published: its content was changed. "
                 "Restore it from a copy of the run."
             )
     return len(listed)

@@ -8,6 +8,7 @@ claims), with as many values in each column as there are rows, and within a budg
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -15,6 +16,7 @@ from dualform.errors import CorruptError
 from dualform.lazy import compute as pc
 from dualform.lazy import parquet as pq
 from dualform.printable import cut
+from dualform.store.blobs import Blob
 from dualform.store.parquet_footer import CODECS, ColumnPart, read_footer
 
 SNAPPY_RATIO = 22
@@ -25,73 +27,78 @@ BUDGET_RATIO = 64
 """Bytes of memory that a table may take for each byte of the shard's files, where that is more."""
 
 SchemaCheck = Callable[[pa.Schema], str]
-"""Returns what is wrong with the columns of a table, in words; empty where nothing is."""
+"""Returns a sentence about a problem of a table's columns, or an empty text if there is none."""
 
 
 def read_checked_table(
-    path: Path, check: SchemaCheck, *, budget: int, columns: Sequence[str] | None = None
+    blob: Blob, check: SchemaCheck, *, budget: int, columns: Sequence[str] | None = None
 ) -> pa.Table:
     """Return a table, or some of its columns, if its columns and its size are as they should be.
 
     Args:
-        path: the Parquet file.
+        blob: the Parquet file.
         check: what is wrong with its columns.
         budget: bytes of memory that the table may take.
         columns: the columns to read; by default all.
     """
     try:
-        size = path.stat().st_size
-        rows, parts = read_footer(path)
+        size = blob.size()
+        rows, parts = read_footer(blob)
         if problem := _size_problem(rows, parts, size, budget):
-            raise _corrupt(path, problem)
-        file = pq.ParquetFile(path)
+            raise _corrupt(blob, problem)
+        file = pq.ParquetFile(_source(blob))
         schema = file.schema_arrow
         if problem := check(schema):
-            raise _corrupt(path, problem)
+            raise _corrupt(blob, problem)
         wanted = None if columns is None else list(columns)
         texts = [field.name for field in schema if field.type == pa.string()]
         if not texts or rows * size * SNAPPY_RATIO <= MIN_BUDGET:
             table = file.read(columns=wanted)
         else:
-            table = pq.ParquetFile(path, read_dictionary=texts).read(columns=wanted)
+            table = pq.ParquetFile(_source(blob), read_dictionary=texts).read(columns=wanted)
             if problem := _texts_problem(table, budget):
-                raise _corrupt(path, problem)
+                raise _corrupt(blob, problem)
             table = _spelled_out(table)
         if texts:
             table.validate(full=True)  # that a text is one is not looked at in reading
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_table(blob, error) from error
     return table
 
 
-def count_rows(path: Path) -> int:
+def count_rows(blob: Blob) -> int:
     """Return the number of rows of a Parquet file, without reading them."""
     try:
-        rows: int = pq.read_metadata(path).num_rows
+        rows: int = pq.read_metadata(_source(blob)).num_rows
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_table(blob, error) from error
     return rows
 
 
-def column_names(path: Path) -> list[str]:
+def column_names(blob: Blob) -> list[str]:
     """Return the names of the columns of a Parquet file, without reading them."""
     try:
-        names: list[str] = pq.read_schema(path).names
+        names: list[str] = pq.read_schema(_source(blob)).names
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_table(blob, error) from error
     return names
 
 
-def _unreadable(path: Path, error: BaseException) -> CorruptError:
-    return CorruptError(f"{path} cannot be read: {cut(str(error), 300)}. Restore the file from a copy of the run.")
+def _source(blob: Blob) -> Path | BinaryIO:
+    """Return the argument for pyarrow's readers: the path of a local file, which is fastest, or an open blob."""
+    return blob.local_path() or blob.open()
 
 
-def _corrupt(path: Path, problem: str) -> CorruptError:
-    return CorruptError(f"{path}: {problem}. Restore the file from a copy of the run.")
+def _unreadable_table(blob: Blob, error: BaseException) -> CorruptError:
+    return CorruptError(f"{blob} cannot be read: {cut(str(error), 300)}. Restore the file from a copy of the run.")
+
+
+def _corrupt(blob: Blob, problem: str) -> CorruptError:
+    return CorruptError(f"{blob}: {problem}. Restore the file from a copy of the run.")
 
 
 def _size_problem(rows: int, parts: Sequence[ColumnPart], size: int, budget: int) -> str:
-    """Say what a footer claims that cannot be, or takes too much memory; empty where nothing does."""
+    """Return a sentence about a false or too large number in a footer, or an empty text if there is none."""
     total = 0
     for part in parts:
         if part.codec not in CODECS:
@@ -117,7 +124,7 @@ def _texts_problem(table: pa.Table, budget: int) -> str:
 
 
 def _spelled_out(table: pa.Table) -> pa.Table:
-    """Return a table with its texts as such, instead of numbers in a dictionary."""
+    """Return a table whose columns of texts are not dictionary-encoded."""
     for i, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type):
             table = table.set_column(i, field.name, table.column(i).cast(pa.string()))

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dualform.corpus import PLACE, TOKEN, Ids
 from dualform.errors import QueryError
 from dualform.store.reader import Run, Shard
 
-PLACE = "place"
-TOKEN = "token"
-WHOLE = "int64"  # the Arrow type of a column of whole numbers
-REMEMBERED = 1 << 16  # outcomes of shards that are remembered; one takes some hundred bytes
-
-Ids = npt.NDArray[np.int64]
+INTEGER_COLUMN = "int64"  # the Arrow type of a column of whole numbers
+MAX_REMEMBERED_FITS = 1 << 16  # outcomes of shards; one takes some hundred bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,9 @@ def check_fit(run: Run, train: Ids, *, digest: str | None = None) -> None:
         digest: of the text, by which outcomes are remembered.
     """
     columns = run.manifest.columns
-    if columns.get(PLACE) != WHOLE:
+    if columns.get(PLACE) != INTEGER_COLUMN:
         return
-    fits = [_fit(shard, train, digest, tokens=columns.get(TOKEN) == WHOLE) for shard in run.shards]
+    fits = [_fit(shard, train, digest, tokens=columns.get(TOKEN) == INTEGER_COLUMN) for shard in run.shards]
     wrong, checked = sum(fit.wrong for fit in fits), sum(fit.checked for fit in fits)
     if not wrong:
         return
@@ -70,19 +67,19 @@ def check_fit(run: Run, train: Ids, *, digest: str | None = None) -> None:
 
 
 def _fit(shard: Shard, train: Ids, digest: str | None, *, tokens: bool) -> ShardFit:
-    path = shard.path("annotations").relative_to(shard.folder).as_posix()
+    name = shard.blob("annotations").name
     rows = shard.annotated_rows()
     if digest is None:
-        return _compare(shard, rows, train, tokens=tokens)
-    key = (digest, shard.entry.files[path].xxh3, str(rows), str(tokens))
+        return _compare_places(shard, rows, train, tokens=tokens)
+    key = (digest, shard.entry.files[name].xxh3, str(rows), str(tokens))
     if key not in _outcomes:
-        while len(_outcomes) >= REMEMBERED:
+        while len(_outcomes) >= MAX_REMEMBERED_FITS:
             _outcomes.pop(next(iter(_outcomes)), None)
-        _outcomes[key] = _compare(shard, rows, train, tokens=tokens)
+        _outcomes[key] = _compare_places(shard, rows, train, tokens=tokens)
     return _outcomes[key]
 
 
-def _compare(shard: Shard, rows: int, train: Ids, *, tokens: bool) -> ShardFit:
+def _compare_places(shard: Shard, rows: int, train: Ids, *, tokens: bool) -> ShardFit:
     places, placed = _column(shard, PLACE, rows)
     recorded, known = _column(shard, TOKEN, rows) if tokens else (places, np.zeros(rows, dtype=bool))
     inside = (places >= 0) & (places < len(train))

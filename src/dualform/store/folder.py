@@ -1,4 +1,4 @@
-"""What a run folder may hold by name, and how anything there is removed: our own files only, and through no link.
+"""The names of files in a run folder: published files, and partial files that were not published.
 
 A run folder may come from somebody else, or lie on a disk that others write to. A link in it, followed for writing or
 deleting, would reach files outside.
@@ -9,12 +9,15 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from dualform.store.format import FINAL, FROZEN, INITIAL, LOCK, MANIFEST, UNCOVERED
+
 PARTIAL = ".partial-"
 FOLDERS = ("shards", "calls", "annotations", "steps", "uncovered", "media", "cache")
+TOP_NAMES = frozenset({MANIFEST, INITIAL, FINAL, FROZEN, UNCOVERED})
 OWN_NAMES = re.compile(
     r"\d{6}\.(safetensors|parquet)|[a-z]+(-[0-9a-f]{16})?\.(safetensors|json)|[0-9a-f]{32}\.safetensors"
 )
-"""Names of the files below those folders: shards by number, media by what they hold and their content, sums by key."""
+"""Names of the files in `FOLDERS`: shards by number, media by kind and checksum, sums by digest."""
 PARTIAL_NAMES = re.compile(re.escape(PARTIAL) + r"[A-Za-z0-9._-]+")
 
 
@@ -35,11 +38,14 @@ def own_files(folder: Path, kinds: Collection[str] = FOLDERS) -> Iterator[Path]:
                 yield path
 
 
-def remove_unlisted(folder: Path, listed: Collection[str], kinds: Collection[str]) -> None:
-    """Remove files of ours that nothing lists, by their names relative to the run folder."""
-    for path in own_files(folder, kinds):
-        if path.relative_to(folder).as_posix() not in listed:
-            path.unlink(missing_ok=True)
+def partial_files(folder: Path, kinds: Collection[str] = FOLDERS) -> Iterator[Path]:
+    """Yield the partial files, and folders of partial files, that killed writers left in a run folder."""
+    for place in (folder, *(folder / kind for kind in kinds)):
+        if (place != folder and place.is_symlink()) or not place.is_dir():
+            continue
+        for path in place.iterdir():
+            if PARTIAL_NAMES.fullmatch(path.name) and not path.is_symlink():
+                yield path
 
 
 def remove_folder(folder: Path) -> None:
@@ -53,15 +59,11 @@ def remove_folder(folder: Path) -> None:
         folder.rmdir()
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what a killed writer may have left behind."""
-    for place in (folder, *(folder / kind for kind in FOLDERS)):
-        if (place != folder and place.is_symlink()) or not place.is_dir():
-            continue
-        for path in place.iterdir():
-            if PARTIAL_NAMES.fullmatch(path.name) and not path.is_symlink():
-                if path.is_dir():
-                    remove_folder(path)
-                else:
-                    with contextlib.suppress(OSError):
-                        path.unlink()
+def is_foreign(folder: Path) -> bool:
+    """Say whether a folder holds other files than a run, or than the rest of a run that was killed at its start."""
+    names = {path.name for path in folder.iterdir()}
+    if not names or MANIFEST in names:
+        return False
+    return LOCK not in names or any(
+        name not in (LOCK, INITIAL, FROZEN) and not name.startswith(PARTIAL) for name in names
+    )

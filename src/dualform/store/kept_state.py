@@ -7,36 +7,29 @@ run that grows or was cut off can be asked too. What cannot be kept is listed wi
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from dualform.engine.beside_patterns import KnownState, lossy_text
 from dualform.errors import QueryError
 from dualform.recording.model_state import StatePart, live_state
 from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
-from dualform.store.format import (
-    FROZEN,
-    STORABLE_DTYPES,
-    UNCOVERED,
-    FileEntry,
-    opened_tensors,
-    publish_tensors,
-    shard_files,
-    tensor_bytes,
-)
+from dualform.store.blobs import Blob, Blobs, FileEntry
+from dualform.store.format import FROZEN, STORABLE_DTYPES, UNCOVERED, shard_files
 from dualform.store.manifest import StateEntry
 from dualform.store.reader import Run
+from dualform.store.tensors import TensorFile, publish_tensors, tensor_bytes
 from dualform.torch_modes import without_gradients
 
 FROZEN_BYTES = 64 << 20  # of all frozen parameters together, up to which they are kept by value
 SHARD_STATE_BYTES = 16 << 20  # of all changing state together, up to which it is published with every shard
 
 NOT_KNOWN = "the run was recorded by a version of dualform that did not keep it"
-Parts = Mapping[str, StatePart]
+StateParts = Mapping[str, StatePart]
 
 
 def digest(tensor: Tensor) -> str:
@@ -45,7 +38,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _entry(part: StatePart, *, checked: bool) -> StateEntry:
-    """Describe a part of the state, with its checksum where it is `checked`."""
+    """Return the manifest's entry for a part of the state; its checksum is taken where `checked` says so."""
     if part.tensor is None:
         return StateEntry(part.kind, (), "", "", part.reason)
     try:
@@ -59,7 +52,7 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _storable(parts: Parts) -> dict[str, Tensor]:
+def _storable(parts: StateParts) -> dict[str, Tensor]:
     """Return the live tensors of the parts whose values can be kept."""
     return {
         name: part.tensor
@@ -68,7 +61,7 @@ def _storable(parts: Parts) -> dict[str, Tensor]:
     }
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
+def _total_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -88,11 +81,11 @@ class ShardState:
 class StateKeeper:
     """Publishes the uncovered state of one recording. Its methods are called on the training thread."""
 
-    def __init__(self, parts: Callable[..., Parts | None] | None) -> None:
+    def __init__(self, parts: Callable[..., StateParts | None] | None) -> None:
         self._parts = parts
         self._samples: dict[str, Tensor] = {}  # of frozen parameters at the start, to see whether they stay frozen
 
-    def begin(self, folder: Path) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
+    def begin(self, blobs: Blobs) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
         """Publish the frozen parameters while they are small; return the manifest's entries and the new files."""
         parts = self._now()
         if parts is None:
@@ -101,28 +94,28 @@ class StateKeeper:
         frozen = {name: part for name, part in parts.items() if part.kind == "frozen" and part.tensor is not None}
         self._samples = {name: sample(part.tensor) for name, part in frozen.items() if part.tensor is not None}
         values = _storable(frozen)
-        if not values or _bytes(values) > FROZEN_BYTES:
+        if not values or _total_bytes(values) > FROZEN_BYTES:
             return entries, {}
-        return entries, {FROZEN: publish_tensors(folder / FROZEN, _copied(values))}
+        return entries, {FROZEN: publish_tensors(blobs, FROZEN, _copied(values))}
 
     def after_step(self) -> ShardState | None:
-        """Return what has changed since the start, copied; None where nothing is known of the model."""
+        """Return copies of the state that has changed since the start; None where the model's state cannot be read."""
         parts = self._now(extra=False)
         if parts is None:
             return None
         changing = {name: part for name, part in parts.items() if part.tensor is not None and self._changed(name, part)}
         values = _storable(changing)
-        if _bytes(values) > SHARD_STATE_BYTES:
+        if _total_bytes(values) > SHARD_STATE_BYTES:
             values = {}
         return ShardState(_copied(values), tuple(name for name in changing if name not in values))
 
     def finish(
-        self, folder: Path, before: Mapping[str, StateEntry] | None
+        self, blobs: Blobs, before: Mapping[str, StateEntry] | None
     ) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
         """Publish the state at closing; return the manifest's entries and the new files.
 
         Args:
-            folder: the run folder.
+            blobs: where the run is kept.
             before: the manifest's entries until now, by which frozen parameters are compared with their start.
         """
         parts = self._now()
@@ -137,11 +130,11 @@ class StateKeeper:
                 if part.kind == "frozen" and entries[name] != (before or {}).get(name)
             }
         )
-        values |= moved if _bytes(moved) <= FROZEN_BYTES else {}
+        values |= moved if _total_bytes(moved) <= FROZEN_BYTES else {}
         values = {name: tensor for name, tensor in values.items() if not entries[name].reason}
-        return entries, {UNCOVERED: publish_tensors(folder / UNCOVERED, _copied(values))} if values else {}
+        return entries, {UNCOVERED: publish_tensors(blobs, UNCOVERED, _copied(values))} if values else {}
 
-    def _now(self, *, extra: bool = True) -> Parts | None:
+    def _now(self, *, extra: bool = True) -> StateParts | None:
         return None if self._parts is None else self._parts(extra=extra)
 
     def _changed(self, name: str, part: StatePart) -> bool:
@@ -152,38 +145,23 @@ class StateKeeper:
         return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now.to(then.device), then)
 
 
-@dataclass(frozen=True, slots=True)
-class KnownState:
-    """What a run knows of the uncovered state where its recording ended.
-
-    Attributes:
-        values: the parts that are kept by value.
-        marks: the parts that are known by their checksum alone.
-        unknown: the parts that are not known, with the reason.
-    """
-
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    marks: Mapping[str, StateEntry] = field(default_factory=dict)
-    unknown: Mapping[str, str] = field(default_factory=dict)
-
-
 def known_state(run: Run) -> KnownState | None:
     """Return what a run knows of the uncovered state at its end; None for a run that was recorded without it."""
     entries = run.manifest.uncovered_state
     if entries is None:
         return None
     last = run.manifest.shards[-1] if run.manifest.shards else None
-    values = _read(run, FROZEN)
+    values = _read_tensors(run, FROZEN)
     latest: dict[str, Tensor] = {}  # values after the last step, whatever the manifest's checksums of the start say
     stale: frozenset[str] = frozenset()
     if run.manifest.closed and not run.manifest.no_final:
-        values |= _read(run, UNCOVERED)
+        values |= _read_tensors(run, UNCOVERED)
     elif last is not None and last.state_after == last.stop:
-        latest = _read(run, shard_files(last.index)["uncovered"])
+        latest = _read_tensors(run, shard_files(last.index)["uncovered"])
         stale = frozenset(last.stale)
     elif last is not None:
         stale = frozenset(entries)  # frozen parameters too may have been changed since the start
-    known, marks, unknown = dict(latest), {}, {}
+    known, checksums, unknown = dict(latest), {}, {}
     for name, entry in entries.items():
         if name in known:
             continue
@@ -192,18 +170,17 @@ def known_state(run: Run) -> KnownState | None:
         elif name in values and name not in stale and _is_current(values[name], entry):
             known[name] = values[name]
         elif entry.xxh3 and name not in stale:
-            marks[name] = entry
+            checksums[name] = entry.xxh3
         else:
             unknown[name] = "is not kept before the recording is closed"
-    return KnownState(known, marks, unknown)
+    return KnownState(known, checksums, unknown)
 
 
-def _read(run: Run, name: str) -> dict[str, Tensor]:
-    """Return the tensors of one of the run's files; nothing where it is not listed."""
+def _read_tensors(run: Run, name: str) -> dict[str, Tensor]:
+    """Return the tensors of one of the run's files; an empty dictionary where the manifest does not list the file."""
     if name not in run.files():
         return {}
-    with opened_tensors(run.folder / name) as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    return TensorFile(Blob(run.blobs, name)).tensors()
 
 
 def _is_current(value: Tensor, entry: StateEntry) -> bool:
@@ -219,14 +196,6 @@ def restore(run: Run, model: nn.Module) -> dict[str, str]:
 def differing(run: Run, model: nn.Module) -> dict[str, str]:
     """Return the uncovered parts of a model that are not as the recording left them; the model stays as it is."""
     return _Restoring(run, model).doubts(put=False)
-
-
-def lossy_text(live: Tensor, value: Tensor) -> str:
-    """Say that a tensor's dtype cannot hold the value that was copied into it; nothing where it can."""
-    if live.dtype == value.dtype or torch.equal(live.detach().cpu().to(value.dtype), value.cpu()):
-        return ""
-    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (live, value)]
-    return f"is {names[0]} in this model, which cannot hold the recorded {names[1]} values"
 
 
 class _Restoring:
@@ -246,10 +215,10 @@ class _Restoring:
             reason = self._put(name, value) if put else self._compare(name, digest(value), value)
             if reason:
                 found[name] = reason
-        for name, entry in self._state.marks.items():
-            if reason := self._compare(name, entry.xxh3, None):
+        for name, checksum in self._state.checksums.items():
+            if reason := self._compare(name, checksum, None):
                 found[name] = reason
-        listed = {*self._state.values, *self._state.marks, *found}
+        listed = {*self._state.values, *self._state.checksums, *found}
         return found | {name: "was not there when the run was recorded" for name in self._live if name not in listed}
 
     def _compare(self, name: str, mark: str, value: Tensor | None) -> str:

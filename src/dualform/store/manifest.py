@@ -9,10 +9,10 @@ they are read.
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -23,8 +23,10 @@ from dualform.errors import FormatError, RunNotFoundError
 from dualform.printable import cut
 from dualform.recording.model_state import StateKind
 from dualform.store import version1
+from dualform.store.blobs import Blob, Blobs, Checksum, FileEntry, Tag
 from dualform.store.documents import parse_json
-from dualform.store.format import MANIFEST, Checksum, FileEntry, publish
+from dualform.store.folder_blobs import as_blobs
+from dualform.store.format import MANIFEST
 from dualform.store.manifest_check import problems
 
 FORMAT = "dualform"
@@ -109,7 +111,7 @@ class Manifest:
         return sealed(head | body)
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, path: Path) -> "Manifest":
+    def from_json(cls, text: str | bytes, *, path: object) -> "Manifest":
         """Read a manifest, refusing other formats, newer versions, and whatever cannot be true of a run."""
         raw = _parsed(text, path)
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -134,22 +136,29 @@ class Manifest:
         return found
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a run folder."""
-        path = folder / MANIFEST
-        if not folder.is_dir():
-            raise RunNotFoundError(f"{folder} is not a folder. Give the folder that dualform.record wrote to.")
-        if not path.is_file():
+    def read(cls, place: str | os.PathLike[str] | Blobs) -> "Manifest":
+        """Read the manifest of a run."""
+        return cls.read_tagged(as_blobs(place))[0]
+
+    @classmethod
+    def read_tagged(cls, blobs: Blobs) -> tuple["Manifest", Tag]:
+        """Read the manifest of a run, with the tag that has to be given to replace it."""
+        path = Blob(blobs, MANIFEST)
+        if not blobs.exists():
+            raise RunNotFoundError(f"{blobs.location} is not a folder. Give the folder that dualform.record wrote to.")
+        if (size := blobs.size(MANIFEST)) is None:
             raise RunNotFoundError(
-                f"{folder} holds no {MANIFEST}, so it is not a recorded run. "
+                f"{blobs.location} holds no {MANIFEST}, so it is not a recorded run. "
                 "Give the folder that dualform.record wrote to."
             )
-        with path.open("rb") as file:
-            return cls.from_json(file.read(MAX_MANIFEST_BYTES + 1), path=path)
+        if size > MAX_MANIFEST_BYTES:
+            raise _too_large(path)
+        content, tag = blobs.load(MANIFEST)
+        return cls.from_json(content, path=path), tag
 
-    def publish(self, folder: Path) -> None:
-        """Replace the folder's manifest by this one, atomically."""
-        publish(folder / MANIFEST, lambda partial: partial.write_text(self.to_json()))
+    def publish(self, blobs: Blobs, *, was: Tag | None) -> Tag:
+        """Replace the run's manifest by this one, atomically, if it is still the one of a tag; return the new tag."""
+        return blobs.replace(MANIFEST, self.to_json().encode(), was=was)
 
 
 def sealed(document: Mapping[str, Any]) -> str:
@@ -162,7 +171,7 @@ def sealed(document: Mapping[str, Any]) -> str:
 _SEAL = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n\}\n\Z')
 
 
-def _check_seal(text: str | bytes, path: Path) -> None:
+def _check_seal(text: str | bytes, path: object) -> None:
     """Raise `FormatError` where the text of a manifest is not the one that its last entry is the checksum of."""
     content = text.encode() if isinstance(text, str) else text
     seal = _SEAL.search(content, max(0, len(content) - 64))
@@ -176,14 +185,18 @@ _OPTIONAL = {"no_final", "rows", "uncovered_state"}  # entries that runs of earl
 _REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if entry.name not in _OPTIONAL))
 
 
-def _mangled(path: Path, reason: str) -> FormatError:
+def _mangled(path: object, reason: str) -> FormatError:
     return FormatError(f"{path} lacks or mangles an entry ({cut(reason, 400)}). Restore it from a copy of the run.")
 
 
-def _parsed(text: str | bytes, path: Path) -> Any:
+def _too_large(path: object) -> FormatError:
+    return FormatError(f"{path} has more than {MAX_MANIFEST_BYTES >> 20} MB. Restore it from a copy of the run.")
+
+
+def _parsed(text: str | bytes, path: object) -> Any:
     """Return the document, refusing one that is too large, too deep, or no JSON."""
     if len(text) > MAX_MANIFEST_BYTES:
-        raise FormatError(f"{path} has more than {MAX_MANIFEST_BYTES >> 20} MB. Restore it from a copy of the run.")
+        raise _too_large(path)
     try:
         raw = parse_json(text)
     except ValueError as error:

@@ -12,7 +12,8 @@ import torch
 
 from dualform.identity.parameter_maps import PARAMETER_MAPS
 from dualform.recording.annotations import RESERVED
-from dualform.store.format import FINAL, FROZEN, INITIAL, STORABLE_DTYPES, UNCOVERED, FileEntry, shard_files
+from dualform.store.blobs import FileEntry
+from dualform.store.format import FINAL, FROZEN, INITIAL, STORABLE_DTYPES, UNCOVERED, shard_files
 from dualform.store.use_check import use_problem
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _ATTACHED = re.compile(r"media/([a-z]+)\.(safetensors|json)")
 
 
 def problems(manifest: "Manifest") -> Iterator[str]:
-    """Yield what cannot be true of a manifest, in words."""
+    """Yield a sentence about each contradiction in a manifest."""
     yield from _parameter_problems(manifest)
     yield from _file_problems(manifest)
     for name, layer in manifest.layers.items():

@@ -11,31 +11,22 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dualform.corpus import Corpus
+from dualform.engine.beside_patterns import Tests
 from dualform.errors import CorruptError, QueryError
 from dualform.printable import cut
 from dualform.recording.media import CORPUS, DESCRIPTION, IMAGES, TESTS
-from dualform.store.corpus import Corpus, fitting_corpus
+from dualform.store.corpus_files import fitting_corpus
 from dualform.store.documents import parse_json
-from dualform.store.format import opened_tensors
 from dualform.store.reader import Run
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tests:
-    """The test examples that a run keeps."""
-
-    inputs: Tensor  # (M, ...)
-    targets: Tensor | None  # (M,)
-    images: Tensor | None  # (M, H, W[, 3]) uint8, what a person should see
+from dualform.store.tensors import TensorFile
 
 
 def read_tests(run: Run) -> Tests:
     """Return the test examples of a run."""
     if TESTS not in run.manifest.files:
-        raise QueryError(
-            f"{run.folder} keeps no test examples. Add some with memory.add_tests, or give your own inputs."
-        )
-    tensors = _tensors(run, TESTS)
+        raise QueryError(f"{run.name} keeps no test examples. Add some with memory.add_tests, or give your own inputs.")
+    tensors = TensorFile(run.blob(TESTS)).tensors()
     found = Tests(tensors.get("inputs", _NOTHING), tensors.get("targets"), tensors.get("images"))
     if (
         found.inputs.dim() < 1
@@ -43,13 +34,13 @@ def read_tests(run: Run) -> Tests:
         or not _are_pixels(found.images, found.inputs)
     ):
         raise CorruptError(
-            f"{run.place(TESTS)} holds {_shapes(tensors)}; expected as many inputs as targets and images. Restore the "
+            f"{run.blob(TESTS)} holds {_shapes(tensors)}; expected as many inputs as targets and images. Restore the "
             "file from a copy of the run."
         )
     return found
 
 
-class Media:
+class StoredMedia:
     """What a run keeps for people to look at; anything may be missing."""
 
     def __init__(self, run: Run) -> None:
@@ -79,11 +70,11 @@ class Media:
     def _images(self) -> tuple[Tensor | None, dict[int, int]]:
         if IMAGES not in self._run.manifest.files:
             return None, {}
-        tensors = _tensors(self._run, IMAGES)
+        tensors = TensorFile(self._run.blob(IMAGES)).tensors()
         images, samples = tensors.get("images", _NOTHING), tensors.get("samples", _NOTHING)
         if samples.dim() != 1 or samples.dtype != torch.int64 or not _are_pixels(images, samples):
             raise CorruptError(
-                f"{self._run.place(IMAGES)} holds {_shapes(tensors)}; expected images (N, H, W[, 3]) of uint8 and "
+                f"{self._run.blob(IMAGES)} holds {_shapes(tensors)}; expected images (N, H, W[, 3]) of uint8 and "
                 "samples (N,) of int64. Restore the file from a copy of the run."
             )
         return images, {sample: at for at, sample in enumerate(samples.tolist())}
@@ -111,12 +102,12 @@ _NOTHING = torch.empty(())
 def _description(run: Run) -> _Description:
     if DESCRIPTION not in run.manifest.files:
         return _Description()
-    path = run.place(DESCRIPTION)
+    blob = run.blob(DESCRIPTION)
     try:
-        return msgspec.convert(parse_json(path.read_bytes()), _Description)
+        return msgspec.convert(parse_json(blob.load()), _Description)
     except (OSError, ValueError) as error:
         reason = cut(str(error), 200)
-        raise CorruptError(f"{path} cannot be read: {reason}. Restore the file from a copy of the run.") from error
+        raise CorruptError(f"{blob} cannot be read: {reason}. Restore the file from a copy of the run.") from error
 
 
 def _are_pixels(images: Tensor | None, beside: Tensor) -> bool:
@@ -129,8 +120,3 @@ def _are_pixels(images: Tensor | None, beside: Tensor) -> bool:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{cut(name)} {tuple(found.shape)} of {found.dtype}" for name, found in list(tensors.items())[:8])
-
-
-def _tensors(run: Run, name: str) -> dict[str, Tensor]:
-    with opened_tensors(run.place(name)) as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)

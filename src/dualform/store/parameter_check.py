@@ -1,58 +1,52 @@
-"""Are the parameters in a run's files those that the manifest lists? Asked before they are used, of headers alone.
+"""Compare the parameters in a run's files with the manifest, by the headers of the files, before they are used.
 
 Everything that is rebuilt has the shape and dtype of the parameters at the start, so a shape that the manifest invents
 is found here before any memory is taken for it.
 """
 
-from pathlib import Path
-from typing import Any
+import torch
 
 from dualform.errors import CorruptError
 from dualform.printable import cut
-from dualform.store.format import STATE, opened_tensors
+from dualform.store.format import STATE
 from dualform.store.manifest import Manifest
+from dualform.store.tensors import TensorFile, TensorPlace
 
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
+_PARAMETER_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
-"""How safetensors writes the dtypes that a parameter with values, or of a model in low precision, can have."""
+"""The dtypes that a parameter with values, or of a model in low precision, can have, as the manifest calls them."""
 
 
-def check_parameters(path: Path, manifest: Manifest, *, states: bool) -> None:
+def check_parameters(file: TensorFile, manifest: Manifest, *, states: bool) -> None:
     """Raise `CorruptError` unless a file holds the parameters of the manifest, and nothing else.
 
     Args:
-        path: the file.
+        file: the file.
         manifest: the run's manifest.
         states: whether the file may hold the optimizers' state beside them.
     """
-    with opened_tensors(path) as file:
-        names = set(file.keys())
-        for name, entry in manifest.parameters.items():
-            if name not in names:
-                raise _corrupt(path, f"it lacks the parameter {cut(repr(name))}")
-            shape, code = _described(file, name)
-            if shape != entry.shape or code != _CODES.get(entry.dtype, code):
-                raise _corrupt(
-                    path, f"parameter {cut(repr(name))} is {shape} of {code}; expected {entry.shape} of {entry.dtype}"
-                )
-        for name in names - manifest.parameters.keys():
-            state, _, parameter = name.partition(STATE)
-            if not states or not state or parameter not in manifest.parameters:
-                raise _corrupt(path, f"it holds {cut(repr(name))}, which the manifest does not know")
-            shape, _ = _described(file, name)
-            if shape not in ((), (1,), manifest.parameters[parameter].shape):
-                raise _corrupt(path, f"the optimizer's {cut(repr(name))} is {shape}, unlike its parameter")
+    for name, entry in manifest.parameters.items():
+        if name not in file.places:
+            raise _bad_parameters(file, f"it lacks the parameter {cut(repr(name))}")
+        place = file.places[name]
+        if place.shape != entry.shape or place.dtype != _PARAMETER_DTYPES.get(entry.dtype, place.dtype):
+            expected = f"expected {entry.shape} of {entry.dtype}"
+            raise _bad_parameters(
+                file, f"parameter {cut(repr(name))} is {place.shape} of {_dtype_name(place)}; {expected}"
+            )
+    for name in file.places.keys() - manifest.parameters.keys():
+        state, _, parameter = name.partition(STATE)
+        if not states or not state or parameter not in manifest.parameters:
+            raise _bad_parameters(file, f"it holds {cut(repr(name))}, which the manifest does not know")
+        shape = file.places[name].shape
+        if shape not in ((), (1,), manifest.parameters[parameter].shape):
+            raise _bad_parameters(file, f"the optimizer's {cut(repr(name))} is {shape}, unlike its parameter")
 
 
-def _described(file: Any, name: str) -> tuple[tuple[int, ...], str]:
-    """Return the shape of a tensor, and its dtype as safetensors writes it."""
-    part = file.get_slice(name)
-    return tuple(part.get_shape()), part.get_dtype()
+def _dtype_name(place: TensorPlace) -> str:
+    return str(place.dtype).removeprefix("torch.")
 
 
-def _corrupt(path: Path, problem: str) -> CorruptError:
-    return CorruptError(f"{path}: {problem}. Restore the file from a copy of the run.")
+def _bad_parameters(file: TensorFile, problem: str) -> CorruptError:
+    return CorruptError(f"{file.blob}: {problem}. Restore the file from a copy of the run.")

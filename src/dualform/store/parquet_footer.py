@@ -7,13 +7,14 @@ how much memory a file takes are read from it by these lines, and whatever is no
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from dualform.store.blobs import Blob
 
 MAGIC = b"PAR1"
 MAX_FOOTER_BYTES = 4 << 20
 """Size above which a footer is refused: a hundred parts of twenty columns take a tenth of it."""
-MAX_DEPTH = 16
+MAX_STRUCT_DEPTH = 16
 CODECS = {0: "no codec", 1: "Snappy"}
 """The codecs that a column may have, by their number in the footer: how the writer writes."""
 
@@ -28,9 +29,9 @@ class ColumnPart:
     nested: bool  # whether it is the elements of a list
 
 
-def read_footer(path: Path) -> tuple[int, list[ColumnPart]]:
+def read_footer(blob: Blob) -> tuple[int, list[ColumnPart]]:
     """Return the number of rows of a Parquet file and its columns; raise `ValueError` where its footer is none."""
-    with path.open("rb") as file:
+    with blob.open() as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 8))
         tail = file.read(8)
@@ -63,7 +64,7 @@ class _Struct:
 
     def read(self, depth: int) -> dict[int, Any]:
         """Return the fields of a struct by their numbers."""
-        if depth > MAX_DEPTH:
+        if depth > MAX_STRUCT_DEPTH:
             raise ValueError("its footer nests too deeply")
         content = self._content
         found: dict[int, Any] = {}

@@ -12,20 +12,20 @@ from typing import Generic, TypeVar
 
 from dualform.errors import StoreError
 
-T = TypeVar("T")
-MAX_WAIT_SECONDS = 0.5  # after which a waiting producer looks at the counters, in case that an interrupt lost its call
+Item = TypeVar("Item")
+MAX_WAIT_SECONDS = 0.5  # after which a waiting producer looks again, in case that an interrupt lost its wake-up call
 
 
 class _Mark:
     """A place in the queue that the producer waits for the consumer to reach."""
 
 
-class ByteQueue(Generic[T]):
+class ByteQueue(Generic[Item]):
     """First in, first out, with one producer and one consumer. A large item passes when the queue is empty."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._items: queue.SimpleQueue[tuple[T, int] | _Mark | None] = queue.SimpleQueue()  # None: the end
+        self._items: queue.SimpleQueue[tuple[Item, int] | _Mark | None] = queue.SimpleQueue()  # None: the end
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # wake-up calls for the producer
         self._sent_bytes = 0  # written by the producer
         self._done_bytes = 0  # written by the consumer
@@ -33,18 +33,18 @@ class ByteQueue(Generic[T]):
         self._ended = False  # whether the consumer has stopped
         self._failure: Exception | None = None
 
-    def put(self, item: T, nbytes: int) -> None:
+    def put(self, item: Item, nbytes: int) -> None:
         """Add an item, waiting for room; raise `StoreError` if the consumer has failed."""
         while self._failure is None and not self._ended and self._bytes and self._bytes + nbytes > self._limit:
             self._sleep()
         self.check()
         with contextlib.suppress(queue.Empty):
             while True:
-                self._calls.get_nowait()  # those that nobody waited for
+                self._calls.get_nowait()  # wake-up calls that nobody waited for
         self._items.put((item, nbytes))  # first: an interrupt before it is counted makes nobody wait for it
         self._sent_bytes += nbytes
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Item]:
         """Yield the items, waiting for them; an item's bytes count until the next one is asked for.
 
         Ends when the queue is closed and empty, or has failed.
@@ -66,7 +66,7 @@ class ByteQueue(Generic[T]):
             self._calls.put(None)
 
     def close(self) -> None:
-        """Say that nothing more will come."""
+        """Tell the consumer that no more items will come."""
         self._items.put(None)
 
     def fail(self, error: Exception) -> None:

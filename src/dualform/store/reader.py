@@ -6,10 +6,8 @@ cut short is an error at opening; changed bytes are found by `dualform.store.aud
 
 import math
 import os
-import stat
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,6 +22,7 @@ from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.errors import CorruptError
 from dualform.identity.families import Facts
 from dualform.lazy import compute as pc
+from dualform.store.blobs import Blob, Blobs
 from dualform.store.checked_tables import (
     BUDGET_RATIO,
     MIN_BUDGET,
@@ -32,8 +31,9 @@ from dualform.store.checked_tables import (
     count_rows,
     read_checked_table,
 )
-from dualform.store.derived_sums import FolderSums
-from dualform.store.format import FINAL, INITIAL, STATE, opened_tensors, shard_files
+from dualform.store.derived_sums import StoredSums
+from dualform.store.folder_blobs import as_blobs
+from dualform.store.format import FINAL, INITIAL, STATE, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
 from dualform.store.pool import DIGESTS, REFERENCES
@@ -51,11 +51,13 @@ from dualform.store.tensors import OpenFiles, TensorFile
 if TYPE_CHECKING:
     from dualform.store.run_files import StoredFiles
 
-Columns = dict[str, npt.NDArray[Any]]
-OPEN = 100  # files that stay open at most
-MAX_SPARSE = 64  # how many times more places than factors their table may have; honest steps have as many each
-MIN_FACTORS = 1 << 16  # factors that a table may always have
-MAPPED = 5 << 28  # bytes of a run whose files may all be mapped at once
+CallColumns = dict[str, npt.NDArray[Any]]
+MAX_OPEN_FILES = 100
+MAX_FACTOR_SPARSITY = (
+    64  # entries of the dense table (steps, micros) for each factor that is there; honest steps have 1
+)
+FREE_FACTORS = 1 << 16  # factors that are added to those of the run before the sparsity is looked at
+MAPPED_RUN_BYTES = 5 << 28  # size of a run up to which all of its files are mapped at once
 
 
 class Shard(PatternPart):
@@ -63,36 +65,38 @@ class Shard(PatternPart):
 
     def __init__(
         self,
-        folder: Path,
+        blobs: Blobs,
         entry: ShardEntry,
         manifest: Manifest,
         before: Sequence["Shard"] = (),
         *,
         files: OpenFiles,
     ) -> None:
-        self.folder = folder
-        self._before = before  # where the keys of a pool may lie
+        self._blobs = blobs
+        self._before = before  # earlier shards, in which keys of a pool may lie
         self.entry = entry
         self.index, self.start, self.stop = entry.index, entry.start, entry.stop
         self._files = files
         self._manifest = manifest
         self._names = shard_files(entry.index)
-        self._calls: dict[str, Columns] = {}
+        self._calls: dict[str, CallColumns] = {}
         self._counts: dict[str, int] = {}
 
     def count(self, layer: str) -> int:
-        """Return how many patterns of a layer are here."""
+        """Return how many patterns of a layer this shard holds."""
         if layer not in self._counts:
             calls = self.calls(layer)
             self._counts[layer] = int((calls["rows"] * calls["positions"]).sum())
         return self._counts[layer]
 
-    def calls(self, layer: str) -> Columns:
+    def calls(self, layer: str) -> CallColumns:
         """Return the calls of a layer, as columns."""
         if layer not in self._calls:
             table = self._calls_table.filter(pc.field("layer") == layer)
-            numbers = [field.name for field in CALLS if field.type != pa.string()]
-            columns: Columns = {name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in numbers}
+            whole_columns = [field.name for field in CALLS if field.type != pa.string()]
+            columns: CallColumns = {
+                name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in whole_columns
+            }
             known = "layout" in table.column_names  # which the first runs did not have
             columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
             columns["batch_axis"] = np.full(table.num_rows, self._manifest.batch_axis)
@@ -100,7 +104,7 @@ class Shard(PatternPart):
         return self._calls[layer]
 
     def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows:
-        """Return the keys or values of a layer, as they are stored, to be read where they are used."""
+        """Return the stored keys or values of a layer; they are read from the file when some of them are taken."""
         count = self.count(layer)
         if what == "keys" and layer not in self.entry.pools:
             return self._stored(f"{layer}/keys", count, below=self._table_rows(layer))
@@ -114,12 +118,12 @@ class Shard(PatternPart):
         )
 
     def references(self, layer: str) -> Tensor:
-        """Return the number of each pattern's key in the layer's pool, (n,)."""
+        """Return the key id of each pattern's key in the layer's pool, (n,)."""
         base, count = self.entry.pools[layer]
         return self._stored(f"{layer}/{REFERENCES}", self.count(layer), below=base + count).take(slice(None))[0]
 
     def key_ids(self, layer: str) -> Tensor | None:
-        """Return the number of each pattern's key in the layer's pool, (n,); None where it has no pool here."""
+        """Return the key id of each pattern's key in the layer's pool, (n,); None where the layer has no pool here."""
         return self.references(layer) if layer in self.entry.pools else None
 
     def key_range(self, layer: str) -> tuple[float, float] | None:
@@ -127,7 +131,7 @@ class Shard(PatternPart):
         return self.entry.key_range.get(layer)
 
     def own_keys(self, layer: str) -> tuple[int, FileRows] | None:
-        """Return the keys of a layer's pool that lie in this shard, and the number of the first."""
+        """Return the key id of the first key of a layer's pool that lies in this shard, and the keys that do."""
         return (self.entry.pools[layer][0], self.pool(layer)) if layer in self.entry.pools else None
 
     def pool(self, layer: str) -> FileRows:
@@ -135,7 +139,7 @@ class Shard(PatternPart):
         return self._stored(f"{layer}/keys", self.entry.pools[layer][1])
 
     def digests(self, layer: str) -> Tensor:
-        """Return the digests of those keys, (n, 2)."""
+        """Return the digests of the keys of a layer's pool that lie in this shard, (n, 2)."""
         return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).take(slice(None))[0]
 
     def _stored(self, name: str, count: int, *, below: int | None = None) -> FileRows:
@@ -147,10 +151,10 @@ class Shard(PatternPart):
         return min((math.prod(self._manifest.parameters[table].shape[:-1]) for table in tables), default=None)
 
     def _tensors(self) -> TensorFile:
-        return self._files.get(self.path("patterns"))
+        return self._files.get(self.blob("patterns"))
 
     def stored_bytes(self, layer: str) -> int:
-        """Return the bytes of a layer's patterns in this shard's file, those that were cut off included."""
+        """Return the bytes of a layer's patterns in this shard's file, patterns from step `stop` on included."""
         places = self._tensors().places
         names = [name for name in places if name.startswith(f"{layer}/")]
         mine = [places[name] for name in names if "/" not in name.removeprefix(f"{layer}/")]
@@ -165,7 +169,7 @@ class Shard(PatternPart):
         """Return one of the user's columns, None where this shard does not have it; unless `keep`, read it alone."""
         if keep:
             return self.annotations[name] if name in self.annotations.column_names else None
-        if name not in column_names(self.path("annotations")):
+        if name not in column_names(self.blob("annotations")):
             return None
         return self._read("annotations", self._columns_problem, [name])[name]
 
@@ -183,30 +187,30 @@ class Shard(PatternPart):
     def steps(self) -> pa.Table:
         """The optimizer facts in this shard."""
         table = self._read("steps", steps_columns_problem)
-        calls = count_rows(self.path("calls"))
+        calls = count_rows(self.blob("calls"))
         self._require(steps_problem(table, self.entry, self._manifest, calls), "steps")
         return self._kept(table)
 
     @cached_property
     def _calls_table(self) -> pa.Table:
         table = self._read("calls", calls_columns_problem)
-        annotated = count_rows(self.path("annotations"))
+        annotated = count_rows(self.blob("annotations"))
         places = self._tensors().places
         self._require(calls_problem(table, self.entry, self._manifest, places, annotated), "calls")
         return self._kept(table)
 
     def most_micros(self) -> int:
-        """Return the number of backwards of a step that the calls of this shard tell of, at most."""
+        """Return the largest number of backwards that the calls of this shard have in one step."""
         micro: int | None = pc.max(self._calls_table["micro"]).as_py()
         return 0 if micro is None else micro + 1
 
     def _require(self, problem: str, what: str) -> None:
         if problem:
-            raise CorruptError(f"{self.path(what)}: {problem}. Restore the run's files from a copy.")
+            raise CorruptError(f"{self.blob(what)}: {problem}. Restore the run's files from a copy.")
 
-    def path(self, what: str) -> Path:
-        """Return the path of one of the shard's files."""
-        return self.folder / self._names[what]
+    def blob(self, what: str) -> Blob:
+        """Return one of the shard's files."""
+        return Blob(self._blobs, self._names[what])
 
     def _kept(self, table: pa.Table) -> pa.Table:
         return table.filter(pc.field("step") < self.entry.stop)
@@ -214,22 +218,24 @@ class Shard(PatternPart):
     def _read(self, what: str, check: SchemaCheck, columns: list[str] | None = None) -> pa.Table:
         size = sum(entry.bytes for entry in self.entry.files.values())
         budget = max(MIN_BUDGET, BUDGET_RATIO * size)
-        return read_checked_table(self.path(what), check, budget=budget, columns=columns)
+        return read_checked_table(self.blob(what), check, budget=budget, columns=columns)
 
 
 class Run(PatternSource):
-    """A run folder, opened for reading."""
+    """A recorded run, opened for reading: a folder by its path, or wherever else it is kept."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.manifest = Manifest.read(folder)
+    def __init__(self, place: str | os.PathLike[str] | Blobs) -> None:
+        self.blobs = as_blobs(place)
+        self.manifest, self.manifest_tag = Manifest.read_tagged(self.blobs)
         self._check_sizes()
         size = sum(entry.bytes for shard in self.manifest.shards for entry in shard.files.values())
-        files = OpenFiles(OPEN, keep_mapped=size <= MAPPED and len(self.manifest.shards) <= OPEN)
+        files = OpenFiles(
+            MAX_OPEN_FILES, keep_mapped=size <= MAPPED_RUN_BYTES and len(self.manifest.shards) <= MAX_OPEN_FILES
+        )
         shards: list[Shard] = []
         for entry in self.manifest.shards:
             if entry.stop > entry.start:
-                shards.append(Shard(folder, entry, self.manifest, tuple(shards), files=files))
+                shards.append(Shard(self.blobs, entry, self.manifest, tuple(shards), files=files))
         self.shards = tuple(shards)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 
@@ -271,20 +277,20 @@ class Run(PatternSource):
 
     @property
     def name(self) -> str:
-        """The path of the run folder."""
-        return str(self.folder)
+        """The path of the run folder, or how its place is called."""
+        return self.blobs.location
 
     @property
     def run_files(self) -> "StoredFiles":
-        """The files of the folder that are no patterns."""
+        """The files of the run that are no patterns."""
         from dualform.store.run_files import StoredFiles  # which reads this run
 
         return StoredFiles(self)
 
     @property
-    def derived_sums(self) -> FolderSums:
-        """The `cache` folder of the run."""
-        return FolderSums(self.folder)
+    def derived_sums(self) -> StoredSums:
+        """The sums that are kept beside the run's patterns."""
+        return StoredSums(self.blobs)
 
     def parts(self) -> Sequence[Shard]:
         """Return the published shards in the order of steps."""
@@ -297,7 +303,7 @@ class Run(PatternSource):
         try:
             return pa.concat_tables(tables or [pa.table({})], promote_options="permissive")
         except pa.ArrowException as error:  # a setting that is a number in one shard and a text in another
-            raise CorruptError(f"{self.folder / 'steps'}: {error}. Restore the run's files from a copy.") from error
+            raise CorruptError(f"{Blob(self.blobs, 'steps')}: {error}. Restore the run's files from a copy.") from error
 
     def facts(self, parameter: str) -> tuple[Facts, Factors]:
         """Return a parameter's facts, and its gradient's factor in each step and micro, (S, micros)."""
@@ -306,7 +312,7 @@ class Run(PatternSource):
             if table.num_rows:
                 table = table.filter((pc.field("parameter") == parameter) & pc.field("updated"))
             dtype = self.manifest.parameters[parameter].dtype
-            columns: Columns = {
+            columns: CallColumns = {
                 name: np.asarray(table[name])
                 for name in table.column_names
                 if name not in ("parameter", "optimizer", "factors", "fingerprint")
@@ -315,8 +321,8 @@ class Run(PatternSource):
             optimizer = table["optimizer"][0].as_py() if table.num_rows else "none"
             if problem := facts_problem(optimizer, step, columns):
                 raise CorruptError(
-                    f"{self.folder / 'steps'}: the facts of parameter {parameter!r} cannot be: {problem}. Restore the "
-                    "run's files from a copy."
+                    f"{Blob(self.blobs, 'steps')}: the facts of parameter {parameter!r} cannot be: {problem}. Restore "
+                    "the run's files from a copy."
                 )
             factors = self._factors(table, step) if table.num_rows else np.zeros((self.steps, self._micros))
             self._facts[parameter] = (Facts(optimizer, dtype, step, columns), factors)
@@ -324,19 +330,19 @@ class Run(PatternSource):
 
     @cached_property
     def _micros(self) -> int:
-        """The most backwards that any step had."""
+        """The largest number of backwards of a step."""
         table = self.steps_table
         lengths = pc.list_value_length(table["factors"]) if table.num_rows else pa.array([], pa.int32())
         micros: int = pc.max(lengths).as_py() or 1
-        if micros * self.steps > MAX_SPARSE * ((pc.sum(lengths).as_py() or 0) + MIN_FACTORS):
+        if micros * self.steps > MAX_FACTOR_SPARSITY * ((pc.sum(lengths).as_py() or 0) + FREE_FACTORS):
             raise CorruptError(
-                f"{self.folder / 'steps'}: one step has {micros} factors, and most of {self.steps} steps have none. "
-                "Restore the run's files from a copy."
+                f"{Blob(self.blobs, 'steps')}: one step has {micros} factors, and most of {self.steps} steps have "
+                "none. Restore the run's files from a copy."
             )
         if (called := max((shard.most_micros() for shard in self.shards), default=0)) > micros:
             raise CorruptError(
-                f"{self.folder / 'calls'}: a call is of backward {called - 1} of its step, but no step had more than "
-                f"{micros}. Restore the run's files from a copy."
+                f"{Blob(self.blobs, 'calls')}: a call is of backward {called - 1} of its step, but no step had more "
+                f"than {micros}. Restore the run's files from a copy."
             )
         return micros
 
@@ -353,12 +359,18 @@ class Run(PatternSource):
     def tensors(self, which: Which) -> dict[str, Tensor] | None:
         """Return the parameters at the start, or after the last step if the recording was closed with them."""
         if which == "initial":
-            check_parameters(self.folder / INITIAL, self.manifest, states=True)
-            return {name: found for name, found in self._tensors(INITIAL).items() if name in self.manifest.parameters}
+            return {name: found for name, found in self._start().items() if name in self.manifest.parameters}
         if not self.manifest.closed or self.manifest.no_final:
             return None
-        check_parameters(self.folder / FINAL, self.manifest, states=False)
-        return self._tensors(FINAL)
+        file = TensorFile(Blob(self.blobs, FINAL))
+        check_parameters(file, self.manifest, states=False)
+        return file.tensors()
+
+    def _start(self) -> dict[str, Tensor]:
+        """Return the parameters at the start, and the optimizers' state that was warm then."""
+        file = TensorFile(Blob(self.blobs, INITIAL))
+        check_parameters(file, self.manifest, states=True)
+        return file.tensors()
 
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""
@@ -369,39 +381,32 @@ class Run(PatternSource):
     def initial_states(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
         states: dict[str, dict[str, Tensor]] = {}
-        check_parameters(self.folder / INITIAL, self.manifest, states=True)
-        for name, tensor in self._tensors(INITIAL).items():
+        for name, tensor in self._start().items():
             if name not in self.manifest.parameters:
                 entry, _, parameter = name.partition(STATE)
                 states.setdefault(parameter, {})[entry] = tensor
         return states
 
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        with opened_tensors(self.folder / name) as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-
     def files(self) -> dict[str, Any]:
-        """Return every listed file with its entry, by where it lies in the run folder."""
+        """Return every listed file with its entry, by the name that it lies under."""
         listed = {entry.at or name: entry for name, entry in self.manifest.files.items()}
         for shard in self.manifest.shards:
             listed |= shard.files
         return listed
 
-    def place(self, name: str) -> Path:
-        """Return where a file lies that the manifest lists under a name."""
-        return self.folder / (self.manifest.files[name].at or name)
+    def blob(self, name: str) -> Blob:
+        """Return the file that the manifest lists under a name."""
+        return Blob(self.blobs, self.manifest.files[name].at or name)
 
     def _check_sizes(self) -> None:
         for name, entry in self.files().items():
-            path = f"{self.folder}/{name}"
-            try:
-                found = os.stat(path)  # noqa: PTH116 (a Path for each of thousands of files takes longer than the look)
-            except OSError:
-                found = None
-            if found is None or not stat.S_ISREG(found.st_mode):
-                raise CorruptError(f"{path} is listed in the manifest but missing. Restore it from a copy of the run.")
-            if found.st_size != entry.bytes:
-                raise CorruptError(
-                    f"{path} has {found.st_size} bytes, but {entry.bytes} were published: it was cut short or changed. "
-                    "Restore it from a copy of the run."
-                )
+            found = self.blobs.size(name)
+            if found == entry.bytes:
+                continue
+            blob = Blob(self.blobs, name)
+            if found is None:
+                raise CorruptError(f"{blob} is listed in the manifest but missing. Restore it from a copy of the run.")
+            raise CorruptError(
+                f"{blob} has {found} bytes, but {entry.bytes} were published: it was cut short or changed. "
+                "Restore it from a copy of the run."
+            )

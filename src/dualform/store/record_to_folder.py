@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,15 +11,17 @@ from torch.optim import Optimizer
 from dualform.errors import RunFactoryError
 from dualform.recording.recorder import OnFailure, Recorder
 from dualform.recording.watch import Dtype, Layers
+from dualform.store.blobs import Blobs
+from dualform.store.folder_blobs import as_blobs
 from dualform.store.writer import DiskWriter
 
-_DTYPES = (None, "float16")
+_STORED_DTYPES = (None, "float16")
 
 
 def record(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Blobs,
     *,
     layers: Layers = None,
     dtype: Dtype = None,
@@ -48,7 +49,7 @@ def record(
     Args:
         model: the model that is trained.
         optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
-        path: the run folder to make.
+        path: the run folder to make, or the `Blobs` to keep the run in.
         layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
             pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
             `"keys"` (attention only), of which the first match decides.
@@ -67,7 +68,9 @@ def record(
         factory: `"package.module:function"` that makes the model, so that the command line can.
         factory_arguments: its keyword arguments, of JSON types.
     """
-    unknown = [found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _DTYPES]
+    unknown = [
+        found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _STORED_DTYPES
+    ]
     if unknown:
         raise ValueError(f'dtype is {unknown[0]!r}; expected None (the dtype that is trained) or "float16".')
     if on_failure not in ("raise", "detach"):
@@ -79,7 +82,7 @@ def record(
     except TypeError as error:
         raise RunFactoryError(f"factory_arguments are no JSON: {error}. Give numbers, strings, lists.") from error
     sink = DiskWriter(
-        Path(path),
+        as_blobs(path),
         dtype=dtype,
         shard_bytes=shard_bytes,
         queue_bytes=queue_bytes,

@@ -6,7 +6,6 @@ momentum buffers there (or by their full checksum, where a shard ends at that ve
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,42 +18,43 @@ from dualform.engine.verification import compare
 from dualform.errors import ResumeError
 from dualform.identity.families.naming import same_optimizer
 from dualform.recording.sinks import Start
-from dualform.store.folder import own_files, remove_partial, remove_unlisted
+from dualform.store.attach import remove_unlisted
+from dualform.store.blobs import Blobs, Tag
 from dualform.store.format import FINAL, FROZEN, UNCOVERED, shard_files
 from dualform.store.manifest import Manifest
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 
 
-def resume_at(folder: Path, wanted: Manifest, start: Start, step: int | None) -> Manifest:
-    """Cut the run back to the step where the model stands, and return its manifest from there on.
+def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) -> tuple[Manifest, Tag]:
+    """Cut the run back to the step where the model stands, and return its manifest from there on, with its tag.
 
     Args:
-        folder: the run folder.
+        blobs: where the run is kept.
         wanted: what a new run would be described as; it must agree with the run.
         start: the model and optimizer as they are now.
         step: where the checkpoint stands, if the user says so; otherwise it is found.
     """
-    run = Run(folder)
+    run = Run(blobs)
     _same_shape(run.manifest, wanted)
-    step = _find(run, start.parameters) if step is None else _within(run, step)
+    step = _step_of(run, start.parameters) if step is None else _checked_step(run, step)
     _prove(run, start, step)
     manifest = _cut(run.manifest, step)
-    manifest.publish(folder)
-    _sweep(folder, manifest)
-    return manifest
+    tag = manifest.publish(blobs, was=run.manifest_tag)
+    _remove_later_files(blobs, manifest)
+    return manifest, tag
 
 
 def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
     """Return the one step whose fingerprints are those of the live parameters, or None."""
     try:
-        return _find(run, live)
+        return _step_of(run, live)
     except ResumeError:
         return None
 
 
 def count_updates(run: Run) -> dict[str, int]:
-    """Return how many updates each parameter has had, as an optimizer counts them: those before a warm start too."""
+    """Return the number of updates of each parameter as its optimizer counts them, from before a warm start on."""
     counts = {}
     for name in run.manifest.parameters:
         warm = run.initial_states.get(name, {}).get("step")
@@ -63,7 +63,7 @@ def count_updates(run: Run) -> dict[str, int]:
 
 
 def read_pools(run: Run) -> tuple[set[str], dict[str, Pool]]:
-    """Return the layers that have patterns, and the pools of those that have one, as the run left them."""
+    """Return the layers that have patterns, and the pools of distinct keys by layer, as the run left them."""
     seen = {name for name in run.manifest.layers if run.count(name)}
     pools: dict[str, Pool] = {}
     for shard in run.shards:
@@ -77,7 +77,7 @@ def _same_shape(old: Manifest, new: Manifest) -> None:
         before, now = getattr(old, what), getattr(new, what)
         if before != now and not (what == "optimizers" and _same_optimizers(before, now)):
             raise ResumeError(
-                f"The run was recorded with other {what}: {_difference(before, now)}. "
+                f"The run was recorded with other {what}: {_first_difference(before, now)}. "
                 "Resume with the same model and options, or record to another folder."
             )
 
@@ -87,7 +87,7 @@ def _same_optimizers(before: Sequence[str], now: Sequence[str]) -> bool:
     return len(before) == len(now) and all(map(same_optimizer, before, now))
 
 
-def _difference(before: object, now: object) -> str:
+def _first_difference(before: object, now: object) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
@@ -95,12 +95,12 @@ def _difference(before: object, now: object) -> str:
     return f"was {before}, is {now}"
 
 
-def _find(run: Run, live: Mapping[str, Tensor]) -> int:
+def _step_of(run: Run, live: Mapping[str, Tensor]) -> int:
     """Return the one step whose fingerprints are those of the live parameters."""
     candidates = matching_steps(run, live)
     if not candidates:
         raise ResumeError(
-            f"The model's weights are those of no recorded step (0 to {run.steps}) of {run.folder}. "
+            f"The model's weights are those of no recorded step (0 to {run.steps}) of {run.name}. "
             "Load the checkpoint into the model before recording, or record to another folder."
         )
     if len(candidates) > 1:
@@ -111,7 +111,7 @@ def _find(run: Run, live: Mapping[str, Tensor]) -> int:
     return candidates.pop()
 
 
-def _within(run: Run, step: int) -> int:
+def _checked_step(run: Run, step: int) -> int:
     if not 0 <= step <= run.steps:
         raise ResumeError(f"Step {step} is outside the recorded run, which has steps 0 to {run.steps}.")
     return step
@@ -150,13 +150,12 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
     )
 
 
-def _sweep(folder: Path, manifest: Manifest) -> None:
-    """Remove what the manifest does not list: later shards, and what a killed writer left behind."""
-    remove_partial(folder)
+def _remove_later_files(blobs: Blobs, manifest: Manifest) -> None:
+    """Remove files that the manifest does not list: later shards, and files of killed writers."""
+    blobs.remove_unpublished()
     listed = {entry.at or name for name, entry in manifest.files.items()}
     listed |= {name for shard in manifest.shards for name in shard.files}
-    remove_unlisted(folder, listed, [*{name.split("/")[0] for name in shard_files(0).values()}, "media"])
+    folders = {name.split("/")[0] for name in shard_files(0).values()}
+    remove_unlisted(blobs, listed, [*(f"{folder}/" for folder in folders), "media/", "cache/"])
     for name in (FINAL, FROZEN, UNCOVERED):
-        (folder / name).unlink(missing_ok=True)
-    for path in own_files(folder, ["cache"]):
-        path.unlink(missing_ok=True)
+        blobs.remove(name)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dualform.errors import CorruptError
 from dualform.store.encoding import SCALE
-from dualform.store.tensors import Place, TensorFile
+from dualform.store.tensors import TensorFile
 
-DENSE = 4  # rows that are at most so far apart on average are read with what lies between them
-LARGEST_MAP = 512 << 20  # bytes of a pool that may stay mapped
+MAX_MEAN_GAP = 4  # rows; wanted rows that are closer than this on average are read with the rows between them
+MAX_MAPPED_POOL_BYTES = 512 << 20  # size of a pool up to which its maps stay in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class MemoryRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What they are stored in."""
+        """The dtype in which the rows are stored."""
         return self.stored.dtype
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class FileRows:
         opened: returns the file.
         name: the tensor's name.
         count: the number of rows.
-        below: the number that every element is below, and not below 0; nothing where elements are no places.
+        below: where elements are places in something else, the number of its places; else None.
     """
 
     opened: Callable[[], TensorFile]
@@ -57,50 +57,50 @@ class FileRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What they are stored in."""
+        """The dtype in which the rows are stored."""
         return self.opened().place(self.name).dtype
 
     def __len__(self) -> int:
         return self.count
 
     def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Read consecutive rows; take others out of what is read with them, or out of a map where they are few."""
+        """Read consecutive rows; scattered rows are read with the rows between them, or mapped where they are few."""
         file = self.opened()
         found = self._found(file, index, into)
         if self.below is not None and len(found[0]):
             low, high = (int(number) for number in torch.aminmax(found[0]))
             if not 0 <= low <= high < self.below:
                 raise CorruptError(
-                    f"{file.path}: {self.name!r} goes from {low} to {high}; expected numbers from 0 to "
+                    f"{file.blob}: {self.name!r} goes from {low} to {high}; expected numbers from 0 to "
                     f"{self.below - 1}. Restore the file from a copy of the run."
                 )
         return found[0], found[1] if len(found) > 1 else None
 
     def _found(self, file: TensorFile, index: slice | Tensor, into: Tensor | None) -> list[Tensor]:
         """Return some rows, and their scales where they have some."""
-        scales = file.places.get(self.name + SCALE)
-        places = [file.place(self.name), *([] if scales is None else [scales])]
+        names = [self.name, *([self.name + SCALE] if self.name + SCALE in file.places else [])]
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.count)
             stop = max(start, stop)
             if file.keep_mapped:
-                return [file.mapped(place)[start:stop] for place in places]
-            return _read(file, places, start, stop, into)
+                return [file.tensor(name)[start:stop] for name in names]
+            return _read_rows(file, names, start, stop, into)
         if not len(index):
-            return _read(file, places, 0, 0, None)
+            return _read_rows(file, names, 0, 0, None)
         low, high = int(index.min()), int(index.max()) + 1
         if not 0 <= low < high <= self.count:
             raise CorruptError(
-                f"{file.path}: row {high - 1} of {self.name!r} is referred to, but it has {self.count}. "
+                f"{file.blob}: row {high - 1} of {self.name!r} is referred to, but it has {self.count}. "
                 "Restore the run's files from a copy."
             )
-        if high - low <= DENSE * len(index) and not file.keep_mapped:
-            return [found[index - low] for found in _read(file, places, low, high, into)]
-        return [file.mapped(place)[index] for place in places]
+        if high - low <= MAX_MEAN_GAP * len(index) and not file.keep_mapped:
+            return [found[index - low] for found in _read_rows(file, names, low, high, into)]
+        return [file.scattered(name, index) for name in names]
 
 
-def _read(file: TensorFile, places: Sequence[Place], start: int, stop: int, into: Tensor | None) -> list[Tensor]:
-    """Read rows, those of the first tensor into a buffer where they fit."""
+def _read_rows(file: TensorFile, names: Sequence[str], start: int, stop: int, into: Tensor | None) -> list[Tensor]:
+    """Read the same rows of several tensors; rows of the first tensor go into the buffer if they fit."""
+    places = [file.place(name) for name in names]
     fits = into is not None and (stop - start) * places[0].row_bytes <= into.numel()
     first = file.read(places[0], start, stop, into if fits else None)
     return [first, *(file.read(place, start, stop) for place in places[1:])]
@@ -108,15 +108,15 @@ def _read(file: TensorFile, places: Sequence[Place], start: int, stop: int, into
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Rows that are numbers in a pool; the pool lies in this shard and those before."""
+    """Rows that are kept once in a pool of distinct keys, which lies in this shard and the shards before it."""
 
-    references: Tensor  # (n,)
-    bases: Sequence[int]  # the number of each source's first row, ascending
+    references: Tensor  # (n,) the key id of each row
+    bases: Sequence[int]  # the key id of the first row of each source, ascending
     sources: Sequence[MemoryRows | FileRows]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What they are stored in."""
+        """The dtype in which the rows are stored."""
         return self.sources[0].dtype
 
     def __len__(self) -> int:
@@ -124,23 +124,23 @@ class PooledRows:
 
     def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return some of the rows, from wherever they lie."""
-        numbers = self.references[index].long()
-        if not len(numbers):
+        key_ids = self.references[index].long()
+        if not len(key_ids):
             return self.sources[0].take(slice(0, 0))
-        first = int(numbers[0])
+        first = int(key_ids[0])
         home = int(np.searchsorted(self.bases, first, side="right")) - 1
         source = self.sources[home]
         end = self.bases[home] + len(source)
-        if first + len(numbers) <= end and bool((numbers.diff() == 1).all()):  # as they came, in the first epoch
+        if first + len(key_ids) <= end and bool((key_ids.diff() == 1).all()):  # as keys come in the first epoch
             start = first - self.bases[home]
-            return source.take(slice(start, start + len(numbers)), into)
-        homes = torch.from_numpy(np.searchsorted(self.bases, numbers.numpy(), side="right") - 1)
+            return source.take(slice(start, start + len(key_ids)), into)
+        homes = torch.from_numpy(np.searchsorted(self.bases, key_ids.numpy(), side="right") - 1)
         empty, scale = source.take(slice(0, 0))
-        stored = empty.new_empty(len(numbers), empty.shape[1])
-        scales = None if scale is None else scale.new_empty(len(numbers))
+        stored = empty.new_empty(len(key_ids), empty.shape[1])
+        scales = None if scale is None else scale.new_empty(len(key_ids))
         for i in homes.unique().tolist():
             mine = (homes == i).nonzero()[:, 0]
-            found, scaled = self.sources[i].take(numbers[mine] - self.bases[i])
+            found, scaled = self.sources[i].take(key_ids[mine] - self.bases[i])
             stored[mine] = found
             if scales is not None and scaled is not None:
                 scales[mine] = scaled
@@ -148,11 +148,11 @@ class PooledRows:
         return stored, scales
 
     def _drop(self, used: Sequence[int]) -> None:
-        """Let go of the maps of a pool that is too large to stay."""
+        """Give the mapped memory of the used sources back to the system, where the pool is too large to stay mapped."""
         for i in used:
             source = self.sources[i]
             if isinstance(source, FileRows):
                 file = source.opened()
                 width = file.place(source.name).row_bytes
-                if not file.keep_mapped and (self.bases[-1] + len(self.sources[-1])) * width > LARGEST_MAP:
+                if not file.keep_mapped and (self.bases[-1] + len(self.sources[-1])) * width > MAX_MAPPED_POOL_BYTES:
                     file.drop()

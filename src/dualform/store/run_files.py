@@ -5,13 +5,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dualform.corpus import Corpus
+from dualform.engine.beside_patterns import KnownState, Tests
 from dualform.recording.media import CORPUS, Files
 from dualform.store import kept_state
 from dualform.store.attach import attach
 from dualform.store.audit import check_files, check_key_ranges
-from dualform.store.corpus import Corpus, add_corpus, fitting_corpus, read_corpus
+from dualform.store.blobs import Blob
+from dualform.store.corpus_files import add_corpus, fitting_corpus, read_corpus
 from dualform.store.corpus_fit import check_fit
-from dualform.store.media import Media, Tests, read_tests
+from dualform.store.format import MANIFEST
+from dualform.store.media import StoredMedia, read_tests
 from dualform.store.reader import Run
 
 
@@ -31,6 +35,10 @@ class StoredFiles:
         """Return how many bytes all files have."""
         return sum(entry.bytes for entry in self.run.files().values())
 
+    def manifest_checksum(self) -> str:
+        """Return the xxh3 checksum of the manifest, as hexadecimal."""
+        return Blob(self.run.blobs, MANIFEST).checksum()
+
     def attach(self, files: Files) -> None:
         """Take more files in, or replace some; a text must fit the recorded places."""
         if isinstance(tensors := files.get(CORPUS), Mapping):
@@ -41,9 +49,9 @@ class StoredFiles:
         """Return the test inputs that the run keeps."""
         return read_tests(self.run)
 
-    def media(self) -> Media:
+    def media(self) -> StoredMedia:
         """Return what the run keeps for people to look at."""
-        return Media(self.run)
+        return StoredMedia(self.run)
 
     def corpus(self, *, fitting: bool) -> Corpus:
         """Return the text that the run keeps; with `fitting` raise where recorded places are not those of the text."""
@@ -53,7 +61,7 @@ class StoredFiles:
         """Keep a text that fits the recorded places."""
         add_corpus(self.run, corpus)
 
-    def known_state(self) -> kept_state.KnownState | None:
+    def known_state(self) -> KnownState | None:
         """Return what is known of the model's uncovered state at the end; None where the run says nothing of it."""
         return kept_state.known_state(self.run)
 

@@ -23,12 +23,12 @@ from dualform.store.encoding import SCALE
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.tables import CALLS, STEPS
-from dualform.store.tensors import Place
+from dualform.store.tensors import TensorPlace
 
 MAX_CALL_PATTERNS = 1 << 40
 """Number of rows, positions or patterns of one call, above which a table of calls is refused: sums stay in 64 bits."""
 MAX_EMPTY_STEPS = 100_000
-"""Number of steps of a shard of which nothing is recorded, above which it is refused."""
+"""Number of steps without any record, above which a shard is refused."""
 LARGEST_LAYOUT = (1 << 20, 4096)
 """Elements that an error may have reached over in memory: this many, or this many times its own elements."""
 SETTING_TYPES = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
@@ -42,7 +42,7 @@ def calls_columns_problem(schema: pa.Schema) -> str:
     expected = {field.name: field.type for field in CALLS}
     found = {field.name: field.type for field in schema}
     if len(found) != len(schema) or found not in (expected, {k: v for k, v in expected.items() if k != "layout"}):
-        return f"its columns are {_listed(schema)}; expected those of a table of calls"
+        return f"its columns are {_column_names_text(schema)}; expected those of a table of calls"
     return ""
 
 
@@ -52,7 +52,7 @@ def steps_columns_problem(schema: pa.Schema) -> str:
     wrong = [name for name, kind in STEPS.items() if found.get(name) != kind]
     odd = [name for name, kind in found.items() if name not in STEPS and kind not in SETTING_TYPES]
     if len(found) != len(schema) or wrong or odd:
-        return f"its columns are {_listed(schema)}; expected those of a table of steps"
+        return f"its columns are {_column_names_text(schema)}; expected those of a table of steps"
     return ""
 
 
@@ -60,7 +60,7 @@ def annotations_columns_problem(schema: pa.Schema, columns: Mapping[str, str]) -
     """Say which column of a table of annotations the manifest does not know, or knows with another type."""
     found = {field.name: str(field.type) for field in schema}
     if len(found) != len(schema):
-        return f"its columns are {_listed(schema)}; expected each once"
+        return f"its columns are {_column_names_text(schema)}; expected each once"
     for name, kind in found.items():
         if columns.get(name) != kind and (columns.get(name), kind) != ("double", "int64"):
             return (
@@ -69,12 +69,12 @@ def annotations_columns_problem(schema: pa.Schema, columns: Mapping[str, str]) -
     return ""
 
 
-def _listed(schema: pa.Schema) -> str:
+def _column_names_text(schema: pa.Schema) -> str:
     return ", ".join(f"{cut(field.name, 30)} ({cut(str(field.type), 30)})" for field in list(schema)[:20]) or "none"
 
 
 def calls_problem(
-    table: pa.Table, shard: ShardEntry, manifest: Manifest, places: Mapping[str, Place], annotated: int
+    table: pa.Table, shard: ShardEntry, manifest: Manifest, places: Mapping[str, TensorPlace], annotated: int
 ) -> str:
     """Say what cannot be in a shard's calls.
 
@@ -117,14 +117,14 @@ def calls_problem(
 
 
 def _layouts(table: pa.Table) -> npt.NDArray[np.object_]:
-    """Return the layout of each call; nothing where no call has one."""
+    """Return the layout of each call; an empty array where no call has a layout."""
     if "layout" not in table.column_names or table["layout"].null_count == table.num_rows:
         return np.zeros(0, dtype=object)
     return np.asarray(table["layout"].to_pylist(), dtype=object)
 
 
 def _address_problem(column: Mapping[str, Ints], shard: ShardEntry) -> str:
-    """Say what cannot be the address of a call."""
+    """Return a sentence about a call whose address is impossible, or an empty text if there is none."""
     rows, positions, inner, step = (column[name] for name in ("rows", "positions", "inner", "step"))
     for name in ("micro", "call", "rows", "positions", "inner", "offset"):
         if len(step) and not (column[name].min() >= 0 and column[name].max() <= MAX_CALL_PATTERNS):
@@ -184,7 +184,7 @@ def _expected(
 
 
 def _tensors_problem(
-    places: Mapping[str, Place], expected: Mapping[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
+    places: Mapping[str, TensorPlace], expected: Mapping[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
 ) -> str:
     """Say which tensor of a shard's patterns is missing, has another shape or dtype, or belongs to no call."""
     for name, (shape, dtypes) in expected.items():

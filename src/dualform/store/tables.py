@@ -47,15 +47,15 @@ def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
     rows: dict[str, list[Any]] = {name: [] for name in CALLS.names}
     offsets: dict[str, int] = {}
     bindings: dict[int, tuple[Binding, int]] = {}  # id -> (binding, its offset)
-    taken = 0
+    bound_rows = 0  # rows of the annotation table that earlier bindings take
     for record in records:
         for call in record.calls:
             offset: int | None = None
             binding = call.binding if call.rows * call.positions else None  # an empty batch has nothing to annotate
             if binding is not None:
                 if id(binding) not in bindings:
-                    bindings[id(binding)] = (binding, taken)
-                    taken += binding.size
+                    bindings[id(binding)] = (binding, bound_rows)
+                    bound_rows += binding.size
                 offset = bindings[id(binding)][1]
             values = (
                 call.layer,

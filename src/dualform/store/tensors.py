@@ -1,8 +1,8 @@
 """Safetensors files in parts: written as their rows come, read where rows are asked for.
 
 The safetensors library saves tensors that are whole in memory, and maps files. A shard's rows come in hundreds of parts
-and should be copied once, into the file, their checksum taken on the way; and a pass over more than memory holds should
-read them into a buffer. The format is the library's: eight bytes of length, a header in JSON, the bytes.
+and should be copied once, into the file; a pass over more than memory holds should read them into a buffer; and a blob
+need not be a file. The format is the library's: eight bytes of length, a header in JSON, the bytes.
 """
 
 import json
@@ -14,19 +14,21 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 import msgspec
+import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from dualform.engine.description import Count
 from dualform.errors import CorruptError
 from dualform.printable import cut
+from dualform.store.blobs import Blob, Blobs, FileEntry
 from dualform.store.documents import parse_json
 
-ALIGNED = 64  # the first tensor begins at a multiple of so many bytes, as processors like it
-BLOCK = 1 << 20  # bytes that are summed and written while they are in the cache
+HEADER_ALIGNMENT = 64  # the first tensor begins at a multiple of this many bytes, as processors like it
+MAX_GAP_ROWS = 4  # rows that are at most this far apart are read with the rows between them
 MAX_HEADER_BYTES = 100 << 20
 """Size above which a header is refused, as the safetensors library does."""
 _CODES = {
@@ -34,53 +36,87 @@ _CODES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
-def write_parts(path: Path, tensors: Mapping[str, Sequence[Tensor]]) -> str:
-    """Write each tensor as the rows of its parts, one part after the other; return the file's xxh3 checksum.
+def write_parts(file: BinaryIO, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+    """Write each tensor as the rows of its parts, one part after the other.
 
-    Parts of a tensor are contiguous, and alike but for their first axis.
+    Parts of a tensor are alike but for their first axis.
     """
+    shapes = {name: [sum(len(part) for part in parts), *parts[0].shape[1:]] for name, parts in tensors.items()}
+    _write(file, tensors, shapes, {})
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors, and texts about them; a dtype that the format does not have is an `OSError`."""
+    if other := [name for name, tensor in tensors.items() if tensor.dtype not in _CODES]:
+        raise OSError(f"{other[0]!r} is of {tensors[other[0]].dtype}, which safetensors cannot hold")
+    whole = {name: [tensor] for name, tensor in tensors.items()}
+    _write(file, whole, {name: list(tensor.shape) for name, tensor in tensors.items()}, metadata or {})
+
+
+def publish_tensors(
+    blobs: Blobs, name: str, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Publish tensors as a safetensors file."""
+    return blobs.publish(name, lambda file: write_tensors(file, tensors, metadata))
+
+
+def _write(
+    file: BinaryIO,
+    tensors: Mapping[str, Sequence[Tensor]],
+    shapes: Mapping[str, Sequence[int]],
+    metadata: Mapping[str, str],
+) -> None:
     names = sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name))  # keeps each one aligned
-    header, end = {}, 0
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name in names:
-        parts = tensors[name]
-        begin, end = end, end + sum(part.nbytes for part in parts)
-        shape = [sum(len(part) for part in parts), *parts[0].shape[1:]]
-        header[name] = {"dtype": _CODES[parts[0].dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin, end = end, end + sum(part.nbytes for part in tensors[name])
+        header[name] = {
+            "dtype": _CODES[tensors[name][0].dtype],
+            "shape": list(shapes[name]),
+            "data_offsets": [begin, end],
+        }
     head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-(8 + len(head)) % ALIGNED)
-    digest = xxhash.xxh3_64()
-    with path.open("wb", buffering=0) as file:
-        first = memoryview(len(head).to_bytes(8, "little") + head)
-        for part in [first, *(_bytes(part) for name in names for part in tensors[name])]:
-            for start in range(0, len(part), BLOCK):
-                rest = part[start : start + BLOCK]
-                digest.update(rest)
-                while rest:
-                    rest = rest[file.write(rest) :]
-    return digest.hexdigest()
+    head += b" " * (-(8 + len(head)) % HEADER_ALIGNMENT)
+    file.write(len(head).to_bytes(8, "little") + head)
+    for name in names:
+        for part in tensors[name]:
+            file.write(tensor_bytes(part))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements in their order, whatever its device and strides."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    if plain.stride(0) != 1:  # torch calls a single element contiguous whatever its stride, and views it only by 1
+        plain = torch.empty_like(plain, memory_format=torch.contiguous_format).copy_(plain)
+    return plain.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies in a file."""
+class TensorPlace:
+    """Where a tensor lies in a safetensors file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
+    offset: int  # of the tensor's first byte, counted from the file's first
 
     @property
     def row_bytes(self) -> int:
@@ -97,17 +133,21 @@ class _HeaderEntry:
     data_offsets: tuple[Count, Count]  # of its first byte, and behind its last, counted from the end of the header
 
 
-def _read_header(file: int) -> dict[str, Place]:
-    """Return where the tensors of an open file lie; raise `ValueError` unless they fill it, one behind the other."""
-    size = os.fstat(file).st_size
-    length = int.from_bytes(os.pread(file, 8, 0), "little")
+def _read_header(content: "_Bytes") -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    """Return where the tensors of a file lie, and the texts about them.
+
+    Raise `ValueError` unless the tensors fill the file, one behind the other.
+    """
+    size = content.size
+    length = int.from_bytes(content.read(0, min(8, size)), "little")
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(f"its header is said to have {length} bytes, in a file of {size}")
-    header = parse_json(os.pread(file, length, 8))
+    header = parse_json(content.read(8, length))
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
-    header.pop("__metadata__", None)
+    texts = header.pop("__metadata__", None)
     try:
+        metadata = msgspec.convert(texts or {}, dict[str, str])
         entries = msgspec.convert(header, dict[str, _HeaderEntry])
     except msgspec.ValidationError as error:
         raise ValueError(f"its header is mangled ({error})") from None
@@ -119,62 +159,52 @@ def _read_header(file: int) -> dict[str, Place]:
             raise ValueError(f"{cut(repr(name))} has the unknown dtype {cut(repr(entry.dtype))}")
         if begin != end or stop - begin != math.prod(entry.shape) * dtype.itemsize:
             raise ValueError(f"{cut(repr(name))} does not lie behind the tensor before it, in the size of its shape")
-        found[name] = Place(dtype, entry.shape, 8 + length + begin)
+        found[name] = TensorPlace(dtype, entry.shape, 8 + length + begin)
         end = stop
     if 8 + length + end > size:
         raise ValueError(f"its tensors do not lie within the file of {size} bytes")
     if 8 + length + end < size:
         raise ValueError(f"there are {size - 8 - length - end} bytes behind its tensors")
-    return found
+    return found, metadata
 
 
-class TensorFile:
-    """A published safetensors file, open for reading. Any number of threads may read from it."""
+class _Bytes(Protocol):
+    """The content of a safetensors file, read where it is asked for."""
 
-    def __init__(self, path: Path, *, keep_mapped: bool = False) -> None:
-        self.path = path
-        self.keep_mapped = keep_mapped  # whether it may be mapped as a whole for as long as it is open
-        try:
-            self._file = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise CorruptError(f"{path} cannot be read: {error}. Restore the file from a copy of the run.") from error
+    size: int
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Return a part of the content."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer with a part of the content; raise `EOFError` where it ends too early."""
+
+
+class _FileBytes:
+    """The content of a file of this machine, which can be mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        self.places = self._places()
+        self.size = os.fstat(self._file).st_size
         self._map: mmap.mmap | None = None
 
-    def _places(self) -> dict[str, Place]:
-        try:
-            return _read_header(self._file)
-        except (OSError, ValueError) as error:
-            raise CorruptError(f"{self.path} cannot be read: {error}. Restore the file from a copy.") from error
+    def read(self, offset: int, count: int) -> bytes:
+        return os.pread(self._file, count, offset)
 
-    def place(self, name: str) -> Place:
-        """Return where a tensor lies; raise `CorruptError` where it is not there."""
-        if name not in self.places:
-            raise CorruptError(f"{self.path} does not hold {name!r}. Restore the file from a copy.")
-        return self.places[name]
-
-    def read(self, place: Place, start: int, stop: int, into: Tensor | None = None) -> Tensor:
-        """Return rows of a tensor, read into memory: new, or the first bytes of a buffer (uint8)."""
-        shape = (stop - start, *place.shape[1:])
-        size = (stop - start) * place.row_bytes
-        buffer = torch.empty(size, dtype=torch.uint8) if into is None else into[:size]
-        rest, at = buffer.numpy().data, place.offset + start * place.row_bytes
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        rest = buffer
         while rest:
-            count = os.preadv(self._file, [rest], at)
+            count = os.preadv(self._file, [rest], offset)
             if not count:
-                raise CorruptError(f"{self.path} ends too early. Restore the file from a copy of the run.")
-            rest, at = rest[count:], at + count
-        return buffer.view(place.dtype).view(shape)
+                raise EOFError
+            rest, offset = rest[count:], offset + count
 
-    def mapped(self, place: Place) -> Tensor:
-        """Return a tensor as a map of the file, which is read where it is used."""
-        if not math.prod(place.shape):
-            return torch.empty(place.shape, dtype=place.dtype)
+    def mapped(self) -> mmap.mmap:
+        """Return the whole file as memory that is read where it is used."""
         if self._map is None:  # private and writable, because torch warns of memory that is not; nobody writes
             self._map = mmap.mmap(self._file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        count = math.prod(place.shape)
-        return torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
+        return self._map
 
     def drop(self) -> None:
         """Let the system take back what is mapped; it is read again where it is used again."""
@@ -182,22 +212,119 @@ class TensorFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
+class _BlobBytes:
+    """The content of a blob that is no file of this machine: every look asks for a range."""
+
+    def __init__(self, blob: Blob) -> None:
+        self._blob = blob
+        self.size = blob.size()
+
+    def read(self, offset: int, count: int) -> bytes:
+        return bytes(self._blob.ranges([(offset, count)])[0])
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        if len(buffer):
+            buffer[:] = self._blob.ranges([(offset, len(buffer))])[0]
+
+
+class TensorFile:
+    """A published safetensors file, open for reading. Any number of threads may read from it.
+
+    Attributes:
+        blob: where it lies.
+        places: where its tensors lie in it, by name.
+        metadata: the texts that were written with them.
+        keep_mapped: whether it may be mapped as a whole for as long as it is open, and can be.
+    """
+
+    def __init__(self, blob: Blob, *, keep_mapped: bool = False) -> None:
+        self.blob = blob
+        path = blob.local_path()
+        try:
+            self._content: _FileBytes | _BlobBytes = _BlobBytes(blob) if path is None else _FileBytes(path)
+            self.places, self.metadata = _read_header(self._content)
+        except (OSError, ValueError) as error:
+            raise CorruptError(f"{blob} cannot be read: {error}. Restore the file from a copy of the run.") from error
+        self.keep_mapped = keep_mapped and path is not None
+
+    def place(self, name: str) -> TensorPlace:
+        """Return where a tensor lies; raise `CorruptError` where it is not there."""
+        if name not in self.places:
+            raise CorruptError(f"{self.blob} does not hold {name!r}. Restore the file from a copy.")
+        return self.places[name]
+
+    def read(self, place: TensorPlace, start: int, stop: int, into: Tensor | None = None) -> Tensor:
+        """Return rows of a tensor, read into memory: new, or the first bytes of a buffer (uint8)."""
+        shape = (stop - start, *place.shape[1:])
+        size = (stop - start) * place.row_bytes
+        buffer = torch.empty(size, dtype=torch.uint8) if into is None else into[:size]
+        self._read_into(buffer, place.offset + start * place.row_bytes)
+        return buffer.view(place.dtype).view(shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a whole tensor: as a map of the file, which is read where it is used, or read into memory."""
+        place = self.place(name)
+        count = math.prod(place.shape)
+        if not count:
+            return torch.empty(place.shape, dtype=place.dtype)
+        if isinstance(self._content, _FileBytes):
+            content = self._content.mapped()
+            return torch.frombuffer(content, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
+        buffer = torch.empty(count * place.dtype.itemsize, dtype=torch.uint8)
+        self._read_into(buffer, place.offset)
+        return buffer.view(place.dtype).view(place.shape)
+
+    def scattered(self, name: str, index: Tensor) -> Tensor:
+        """Return some rows of a tensor: from a map of the file, or, where it is none, read with few between them."""
+        if isinstance(self._content, _FileBytes):
+            return self.tensor(name)[index]
+        place = self.place(name)
+        wanted, inverse = np.unique(index.numpy(), return_inverse=True)
+        breaks = np.flatnonzero(np.diff(wanted) > MAX_GAP_ROWS) + 1
+        groups = np.split(wanted, breaks)
+        spans = [(int(group[0]), int(group[-1]) + 1) for group in groups if len(group)]
+        width = place.row_bytes
+        found = self.blob.ranges([(place.offset + low * width, (high - low) * width) for low, high in spans])
+        rows = torch.empty(len(wanted) * width, dtype=torch.uint8).view(len(wanted), width)
+        at = 0
+        for group, (low, _), content in zip(groups, spans, found, strict=True):
+            held = np.frombuffer(content, dtype=np.uint8).reshape(-1, width)
+            rows[at : at + len(group)] = torch.from_numpy(held[group - low])
+            at += len(group)
+        return rows.view(-1).view(place.dtype).view(-1, *place.shape[1:])[torch.from_numpy(inverse)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the file by name."""
+        return {name: self.tensor(name) for name in self.places}
+
+    def drop(self) -> None:
+        """Let the system take back what is mapped; it is read again where it is used again."""
+        if isinstance(self._content, _FileBytes):
+            self._content.drop()
+
+    def _read_into(self, buffer: Tensor, offset: int) -> None:
+        try:
+            self._content.read_into(buffer.numpy().data, offset)
+        except (OSError, EOFError) as error:
+            raise CorruptError(f"{self.blob} ends too early. Restore the file from a copy of the run.") from error
+
+
 class OpenFiles:
-    """Files that were read lately, open; a system allows so many only. Those in use stay open until they are not."""
+    """The files that were read last, kept open, at most a number of them. A file that is in use stays open anyway."""
 
     def __init__(self, most: int, *, keep_mapped: bool) -> None:
         self._most = most
         self._keep_mapped = keep_mapped
-        self._files: dict[Path, TensorFile] = {}
+        self._files: dict[str, TensorFile] = {}
         self._lock = threading.Lock()
 
-    def get(self, path: Path) -> TensorFile:
+    def get(self, blob: Blob) -> TensorFile:
         """Return a file, opened if it is not open already."""
         with self._lock:
-            file = self._files.pop(path, None)
+            file = self._files.pop(blob.name, None)
             if file is None:
-                file = TensorFile(path, keep_mapped=self._keep_mapped)
-            self._files[path] = file  # the latest last
+                file = TensorFile(blob, keep_mapped=self._keep_mapped)
+            self._files[blob.name] = file  # the latest last
             while len(self._files) > self._most:
                 del self._files[next(iter(self._files))]
             return file

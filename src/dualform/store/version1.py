@@ -41,8 +41,8 @@ def upgraded(document: Mapping[str, Any]) -> dict[str, Any]:
 def upgraded_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a layer of a version 1 manifest as version 2 describes it, with `uses` instead of `parameters`."""
     rest = {name: found for name, found in entry.items() if name != "parameters"}
-    roles = [(_parsed(role), parameter) for role, parameter in entry["parameters"].items()]
-    names = _names([use["map"] for use, _ in roles])
+    roles = [(_parsed_role(role), parameter) for role, parameter in entry["parameters"].items()]
+    names = _use_names([use["map"] for use, _ in roles])
     return rest | {
         "uses": [
             {"name": name, "parameter": parameter, **use} for name, (use, parameter) in zip(names, roles, strict=True)
@@ -50,7 +50,7 @@ def upgraded_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _names(maps: list[str]) -> list[str]:
+def _use_names(maps: list[str]) -> list[str]:
     """Return a name for each use of a layer: weight and bias. Where there are two, they are a recurrent layer's.
 
     A recurrent layer listed the input's parameter (`_ih`) before the hidden state's (`_hh`).
@@ -64,7 +64,7 @@ def _names(maps: list[str]) -> list[str]:
     return names
 
 
-def _parsed(role: str) -> dict[str, Any]:
+def _parsed_role(role: str) -> dict[str, Any]:
     """Return the map and the slices of a role."""
     match = re.fullmatch(r"(\w+)(?:\((.*)\))?", role)
     if match is None or match[1] not in MAPS:

@@ -6,63 +6,40 @@ lists is a whole number of steps. Resuming is prepared elsewhere (`dualform.stor
 """
 
 import contextlib
-import dataclasses
 import datetime
-import functools
 import math
 import os
 import queue
-import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
 from dualform._version import __version__
-from dualform.engine.description import LayerEntry, ParameterEntry, RowsEntry
-from dualform.engine.fingerprints import fingerprint
+from dualform.engine.description import LayerEntry, ParameterEntry
 from dualform.errors import ResumeError, RunExistsError, StoreError
-from dualform.lazy import parquet as pq
 from dualform.recording.annotations import Binding
 from dualform.recording.estimate import size_text
 from dualform.recording.media import Files
-from dualform.recording.rowcheck import SEVERITY
 from dualform.recording.sinks import Start, StepRecord
 from dualform.recording.watch import Dtype, stored_dtype
-from dualform.store.attach import publish_files, remove_replaced
-from dualform.store.encoding import SCALE, encode
-from dualform.store.folder import remove_partial
-from dualform.store.format import (
-    FINAL,
-    FROZEN,
-    INITIAL,
-    MANIFEST,
-    STATE,
-    FileEntry,
-    is_foreign,
-    locked,
-    publish,
-    publish_tensors,
-    shard_files,
-    write_partial,
-)
+from dualform.store.blobs import Blobs
+from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
 from dualform.store.kept_state import ShardState, StateKeeper
-from dualform.store.manifest import Manifest, ShardEntry
-from dualform.store.pool import DIGESTS, REFERENCES, WIDTH, Pool
+from dualform.store.manifest import Manifest
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
-from dualform.store.resume import count_updates, find_step, read_pools, resume_at
-from dualform.store.tables import call_tables, check_columns, merge_columns, steps_table
-from dualform.store.tensors import write_parts
-from dualform.threads import Background, start_alone
+from dualform.store.resume import count_updates, find_step, resume_at
+from dualform.store.shard_writing import ShardWriter
+from dualform.store.tables import check_columns
+from dualform.store.tensors import publish_tensors
+from dualform.threads import start_alone
 
 Snapshot = dict[str, Tensor]
 
@@ -89,24 +66,24 @@ class _Attachment:
     files: Files
 
 
-_writing: dict[Path, tuple[int, "weakref.ref[DiskWriter]"]] = {}
-"""Run folders that are being written, resolved -> the process that writes, and its writer."""
+_writing: dict[Hashable, tuple[int, "weakref.ref[DiskWriter]"]] = {}
+"""The identity of blobs that are being written -> the process that writes, and its writer."""
 
 
-def _writer_here(path: Path) -> "DiskWriter | None":
-    """Return the writer of this process that holds the lock of a run folder, if there is one."""
-    process, writer = _writing.get(path.resolve(), (0, None))
+def _writer_here(blobs: Blobs) -> "DiskWriter | None":
+    """Return the writer of this process that holds the lease of a run, if there is one."""
+    process, writer = _writing.get(blobs.identity(), (0, None))
     return writer() if writer is not None and process == os.getpid() else None
 
 
-def _taken(path: Path) -> str:
-    """Say who writes a run folder whose lock cannot be had."""
-    if _writer_here(path) is not None:
+def _occupied_text(blobs: Blobs) -> str:
+    """Say who writes a run whose lease cannot be had."""
+    if _writer_here(blobs) is not None:
         return (
-            f"{path} is still being recorded to by this process: an earlier recorder was started and not closed. Call "
-            "its close(), or drop every reference to it; or choose another folder."
+            f"{blobs.location} is still being recorded to by this process: an earlier recorder was started and not "
+            "closed. Call its close(), or drop every reference to it; or choose another folder."
         )
-    return f"{path} is being recorded to by another process. Choose another folder."
+    return f"{blobs.location} is being recorded to by another process. Choose another folder."
 
 
 class DiskWriter:
@@ -114,7 +91,7 @@ class DiskWriter:
 
     def __init__(
         self,
-        path: Path,
+        blobs: Blobs,
         *,
         dtype: Dtype,
         shard_bytes: int,
@@ -124,7 +101,8 @@ class DiskWriter:
         factory: str | None,
         factory_arguments: Mapping[str, Any],
     ) -> None:
-        self.path = path
+        self.blobs = blobs
+        self.path = blobs.location  # as messages call the run
         self.dtype = dtype
         self._shard_bytes = shard_bytes
         self._resume = resume
@@ -143,32 +121,24 @@ class DiskWriter:
         self._checked = False
         self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
         self._columns: dict[str, str] = {}
-        self._earlier_rows: dict[str, RowsEntry] = {}
         self._taken: list[StepRecord] = []
-        self._next = 0  # number of the next shard
-        self._publishing: Background | None = None
-        self._seen: set[str] = set()  # layers that have patterns
-        self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
-        self._manifest = Manifest({}, {}, (), {})
+        self._shards = ShardWriter(blobs, Manifest({}, {}, (), {}))
         self._keeper = StateKeeper(None)
         self._stack = ExitStack()
 
     # On the training thread ---------------------------------------------------------------------------------------
 
     def open(self, start: Start) -> int:
-        """Make the run folder, or continue in one; return the number of the first step to come."""
-        self._manifest = self._describe(start)
+        """Begin a run, or continue one; return the number of the first step to come."""
+        self._shards = ShardWriter(self.blobs, self._describe(start))
         self._keeper = StateKeeper(start.state)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if is_foreign(self.path):
-                raise RunExistsError(f"{self.path} is not empty and holds no run. Choose a new folder.")
+            self.blobs.make_ready()
             self._take_lock()
-            if (self.path / MANIFEST).is_file():
+            if self.blobs.size(MANIFEST) is not None:
                 self._continue(start)
             else:
                 self._begin(start)
-            self._next = self._manifest.shards[-1].index + 1 if self._manifest.shards else 0
             self._over = False
             self._worker = start_alone(self._work, name="dualform-writer")
         except BaseException as error:
@@ -182,33 +152,33 @@ class DiskWriter:
             if isinstance(error, OSError) and not isinstance(error, StoreError | RunExistsError):
                 raise StoreError(f"{self.path} cannot be written: {error}. Choose another folder.") from error
             raise
-        return self._manifest.steps
+        return self._shards.manifest.steps
 
     def _remove_unborn(self) -> None:
         """Remove the files of a run whose beginning failed before its manifest: they would pass for somebody else's."""
-        if self._locked and not (self.path / MANIFEST).exists():
-            remove_partial(self.path)
+        if self._locked and self.blobs.size(MANIFEST) is None:
+            self.blobs.remove_unpublished()
             for name in (INITIAL, FROZEN):
                 with contextlib.suppress(OSError):
-                    (self.path / name).unlink(missing_ok=True)
+                    self.blobs.remove(name)
 
     def _take_lock(self) -> None:
         """Hold the folder's lock; an interrupted recording of this process may still be publishing there."""
-        if not self._stack.enter_context(locked(self.path)):
+        if not self._stack.enter_context(self.blobs.lease()):
             self._stack.close()
-            earlier = _writer_here(self.path)
+            earlier = _writer_here(self.blobs)
             if earlier is not None and earlier._left:
                 earlier._wait_for_worker(WAIT_SECONDS)
-            if not self._stack.enter_context(locked(self.path)):
-                raise RunExistsError(_taken(self.path))
+            if not self._stack.enter_context(self.blobs.lease()):
+                raise RunExistsError(_occupied_text(self.blobs))
         self._locked = True
-        place = self.path.resolve()
+        place = self.blobs.identity()
         _writing[place] = (os.getpid(), weakref.ref(self))
         self._stack.callback(_writing.pop, place, None)
 
     def updates(self) -> Mapping[str, int]:
         """Return how many updates of each parameter the run holds, those before a warm start included."""
-        return count_updates(Run(self.path))
+        return count_updates(Run(self.blobs))
 
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a column has changed its type."""
@@ -251,9 +221,12 @@ class DiskWriter:
             self._drain({} if self._hole else {name: tensor.clone() for name, tensor in final.items()})
             self._check_whole()
             try:
-                entry = publish_tensors(self.path / FINAL, final)
-                state, files = self._keeper.finish(self.path, self._manifest.uncovered_state)
-                self._publish(closed=True, files={**self._manifest.files, FINAL: entry, **files}, uncovered_state=state)
+                self._shards.check_alone()
+                entry = publish_tensors(self.blobs, FINAL, final)
+                state, files = self._keeper.finish(self.blobs, self._shards.manifest.uncovered_state)
+                self._shards.publish_manifest(
+                    closed=True, files={**self._shards.manifest.files, FINAL: entry, **files}, uncovered_state=state
+                )
             except OSError as error:
                 raise StoreError(f"The final parameters could not be written: {error}.") from error
         finally:
@@ -266,7 +239,7 @@ class DiskWriter:
             self._drain({})
             self._check_whole()
             try:
-                self._publish(closed=True, no_final=reason)
+                self._shards.publish_manifest(closed=True, no_final=reason)
             except OSError as error:
                 raise StoreError(f"The end of the recording could not be written: {error}.") from error
         finally:
@@ -274,7 +247,7 @@ class DiskWriter:
 
     def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
         """Return the published step after which the parameters were these, or None."""
-        return find_step(Run(self.path), parameters)
+        return find_step(Run(self.blobs), parameters)
 
     def abandon(self) -> None:
         """Publish what was taken, and stop; the run stays open for `resume`.
@@ -373,30 +346,28 @@ class DiskWriter:
         tensors = dict(start.parameters)
         for name, state in start.states.items():
             tensors |= {f"{entry}{STATE}{name}": tensor for entry, tensor in state.items()}
-        remove_partial(self.path)
-        initial = publish_tensors(self.path / INITIAL, tensors)
-        entries, files = self._keeper.begin(self.path)
-        self._publish(files={INITIAL: initial, **files}, uncovered_state=entries)
+        self.blobs.remove_unpublished()
+        initial = publish_tensors(self.blobs, INITIAL, tensors)
+        entries, files = self._keeper.begin(self.blobs)
+        self._shards.publish_manifest(files={INITIAL: initial, **files}, uncovered_state=entries)
 
     def _continue(self, start: Start) -> None:
         if self._resume is False:
             raise RunExistsError(
-                f"{self.path} holds a recorded run already. Pass resume=True to continue it from a checkpoint, "
-                "or choose another folder."
+                f"{self.path} holds a recorded run already. Pass resume=True to continue it from a "
+                "checkpoint, or choose another folder."
             )
         step = None if self._resume is True else int(self._resume)
-        self._manifest = resume_at(self.path, self._manifest, start, step)
-        self._columns = dict(self._manifest.columns)
-        self._earlier_rows = dict(self._manifest.rows)
-        self._seen, self._pools = read_pools(Run(self.path))
-        state, files = self._keeper.begin(self.path)
-        self._publish(files={**self._manifest.files, **files}, uncovered_state=state)
+        self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
+        self._columns = dict(self._shards.manifest.columns)
+        state, files = self._keeper.begin(self.blobs)
+        self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
 
     def _check_space(self, record: StepRecord) -> None:
         self._checked = True
         need = self._shard_bytes if self._planned is None else self._planned * self._stored_bytes(record)
-        free = shutil.disk_usage(self.path).free
-        if free < need:
+        free = self.blobs.free_bytes()
+        if free is not None and free < need:
             per = "one shard" if self._planned is None else f"{self._planned} steps"
             raise StoreError(
                 f"{self.path} has {size_text(free)} free, but {per} will take {size_text(need)}. "
@@ -439,129 +410,25 @@ class DiskWriter:
                     item.wait()
                     self._taken.append(item)
                 elif isinstance(item, _Attachment):
-                    self._settle()
-                    self._publish(files={**self._manifest.files, **publish_files(self.path, item.files)})
-                    remove_replaced(self.path, self._manifest)
+                    self._shards.attach(item.files)
                 else:
                     self._publish_taken(item.parameters, item.state)
                     if item.wait:
-                        self._settle()
+                        self._shards.settle()
             if not self._queue.failed:
                 self._publish_taken({}, None)  # an interrupt may have come before the last seal
-            self._settle()
+            self._shards.settle()
         except Exception as error:  # handed to the training thread, which raises it
             self._taken = []
             self._queue.fail(error)
             with contextlib.suppress(Exception):
-                self._settle()
+                self._shards.settle()
 
     def _publish_taken(self, parameters: Snapshot, state: ShardState | None) -> None:
         """Begin to publish the steps that were taken so far as a shard."""
         if self._taken:
-            finish = self._write_shard(self._taken, parameters, state)
+            self._shards.write(self._taken, parameters, state)
             self._taken = []
-            self._publishing = Background(finish)
-
-    def _settle(self) -> None:
-        """Wait until the shard that is being published is on the disk."""
-        publishing, self._publishing = self._publishing, None
-        if publishing is not None:
-            publishing.result()
-
-    def _write_shard(
-        self, records: list[StepRecord], parameters: Snapshot, state: ShardState | None
-    ) -> Callable[[], None]:
-        """Write the patterns of a shard, and return what publishes it once the shard before is on the disk."""
-        names = shard_files(self._next)
-        calls, annotations = call_tables(records)
-        tensors, key_range, pools = self._tensors(records)
-        write = functools.partial(write_parts, tensors=tensors)
-        partial = write_partial(self.path / names["patterns"], write, summed=True)
-        try:
-            tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
-            for record in records:
-                record.release()
-            self._settle()
-        except BaseException:
-            partial.discard()
-            raise
-        index, self._next = self._next, self._next + 1
-        start, stop = records[0].step, records[-1].step + 1
-        rows = records[-1].rows
-
-        def finish() -> None:
-            files = {names["patterns"]: partial.publish()}
-            for what, table in tables.items():
-                files[names[what]] = _publish_table(self.path / names[what], table)
-            if state is not None and state.values:
-                files[names["uncovered"]] = publish_tensors(self.path / names["uncovered"], state.values)
-            marks = {name: fingerprint(tensor) for name, tensor in parameters.items()}
-            shard = ShardEntry(index, start, stop, files, key_range, marks, pools)
-            if state is not None:
-                shard = dataclasses.replace(shard, state_after=stop, stale=state.stale)
-            columns = merge_columns(self._manifest.columns, annotations.schema)
-            known = {name: RowsEntry(check.outcome, check.reason) for name, check in rows.items()}
-            for name, before in self._earlier_rows.items():  # of the patterns that a resumed run holds already
-                if name not in known or SEVERITY[before.outcome] > SEVERITY[known[name].outcome]:
-                    known[name] = before
-            self._publish(shards=(*self._manifest.shards, shard), columns=columns, rows=known)
-
-        return finish
-
-    def _tensors(
-        self, records: list[StepRecord]
-    ) -> tuple[dict[str, list[Tensor]], dict[str, tuple[float, float]], dict[str, tuple[int, int]]]:
-        """Return the parts of a shard's tensors, the range of each layer's keys, and what each pool got."""
-        tensors: dict[str, list[Tensor]] = {}
-        key_range: dict[str, tuple[float, float]] = {}
-        self._choose_pools(records)
-        bases = {layer: pool.size for layer, pool in self._pools.items()}
-        for record in records:
-            for call in record.calls:
-                keys = call.keys
-                if keys.numel():
-                    low, high = (float(found) for found in torch.aminmax(keys))
-                    least, greatest = key_range.get(call.layer, (low, high))
-                    key_range[call.layer] = (min(low, least), max(high, greatest))
-                if (pool := self._pools.get(call.layer)) is not None:
-                    numbers, new, digests = pool.place(keys)
-                    tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(numbers)
-                    tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
-                    keys = keys if len(new) == len(keys) else keys[new]
-                self._encode(tensors, call.layer, "keys", keys)
-                if call.values is not None:
-                    self._encode(tensors, call.layer, "values", call.values)
-        pools = {
-            layer: (base, self._pools[layer].size - base)
-            for layer, base in bases.items()
-            if f"{layer}/{REFERENCES}" in tensors
-        }
-        return tensors, key_range, pools
-
-    def _encode(self, tensors: dict[str, list[Tensor]], layer: str, what: str, rows: Tensor) -> None:
-        """Add rows to the parts of a tensor, and their scales where they have some."""
-        stored, scales = encode(rows, getattr(torch, self._manifest.layers[layer].dtype))
-        tensors.setdefault(f"{layer}/{what}", []).append(stored.contiguous())
-        if scales is not None:
-            tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)
-
-    def _choose_pools(self, records: list[StepRecord]) -> None:
-        """Give a pool to each layer whose first patterns are worth one; those of later shards go the same way."""
-        for record in records:
-            for call in record.calls:
-                if call.layer not in self._seen:
-                    self._seen.add(call.layer)
-                    wide = call.keys.is_floating_point() and call.keys.shape[1] >= WIDTH
-                    if call.raw and wide and call.positions == 1:
-                        self._pools[call.layer] = Pool()
-
-    def _publish(self, **changes: Any) -> None:
-        self._manifest = dataclasses.replace(self._manifest, **changes)
-        self._manifest.publish(self.path)
-
-
-def _publish_table(path: Path, table: pa.Table) -> FileEntry:
-    return publish(path, lambda partial: pq.write_table(table, partial))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,9 +5,9 @@ from itertools import chain
 
 import numpy as np
 
+from dualform.corpus import Corpus, Ids
 from dualform.errors import QueryError
 from dualform.experiments.datasets.textset import TextSet
-from dualform.store.corpus import Corpus, Ids
 from dualform.tokens import SPLIT_UNITS, UNKNOWN, Unit, split_lines
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
+from dualform.corpus import Corpus
 from dualform.errors import DataError
 from dualform.experiments.language.plans import MODELS, LanguageRecipe, LanguageStudy, Storage
 from dualform.progress import bar
 from dualform.recording.recorder import Recorder
-from dualform.store.corpus import Corpus
 
 TESTED = 10  # streams that the held-out part is read in
 

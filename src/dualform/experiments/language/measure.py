@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dualform.attend.last_tokens import last_queries
 from dualform.attend.memory import Memory
 from dualform.attend.prompts import last_logits
+from dualform.corpus import Corpus
 from dualform.experiments.findings import Row
-from dualform.store.corpus import Corpus
 
 HELD_OUT_PROMPTS = 512
 PROMPT_TOKENS = 100  # tokens of a prompt

@@ -5,9 +5,9 @@ from torch import nn
 from dualform.attend.memory import Memory
 from dualform.attend.passages import Passage
 from dualform.attend.text_answers import TextSpotlight
+from dualform.corpus import Corpus
 from dualform.experiments.findings import Row
 from dualform.experiments.language.measure import HeldOut
-from dualform.store.corpus import Corpus
 from dualform.tokens import END, UNKNOWN, visible
 
 SHOWN = 3  # prompts

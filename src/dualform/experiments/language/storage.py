@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from dualform.corpus import Corpus
 from dualform.errors import StoreError
 from dualform.experiments.language.language_training import make_language_model, train_language_model
 from dualform.experiments.language.plans import EVERYTHING, LanguageStudy, Storage
 from dualform.recording.estimate import estimate, size_text
-from dualform.store.corpus import Corpus
 
 SPARE = 0.1  # of the free disk is left alone
 ANNOTATIONS = 3 * 8  # bytes a pattern at most, shared by all layers

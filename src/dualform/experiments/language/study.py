@@ -10,6 +10,7 @@ from torch import nn
 
 import dualform
 from dualform.attend.memory import Memory
+from dualform.corpus import Corpus
 from dualform.errors import DataError
 from dualform.experiments.datasets import load_text, names
 from dualform.experiments.datasets.textfile import read_text_file
@@ -21,7 +22,6 @@ from dualform.experiments.language.plans import MODELS, LanguageStudy
 from dualform.experiments.language.prompt_examples import attend_prompts, choose_prompts
 from dualform.experiments.language.storage import Budget, announce, budget, trial
 from dualform.show.terminal_tables import plain
-from dualform.store.corpus import Corpus
 from dualform.tokens import Unit
 
 

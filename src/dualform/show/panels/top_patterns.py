@@ -6,13 +6,13 @@ from typing import Any, Literal
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.questions import Per
 from dualform.attend.removal import in_steps
+from dualform.corpus import PLACE
 from dualform.engine.measures import Of
 from dualform.errors import QueryError
 from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.panels.layer_totals import why_no_effects
 from dualform.show.session import Session, Subject
 from dualform.show.text_places import TextPlace, text_around
-from dualform.store.corpus_fit import PLACE
 
 MAX_RANK = 500
 CARDS_PER_GROUP = 4

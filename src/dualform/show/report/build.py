@@ -23,7 +23,6 @@ from dualform.show.report.section import MaskedGroup, TestAnswers, ask_about_tes
 from dualform.show.session import Mask, Session
 from dualform.show.templating import render, template_source
 from dualform.show.terminal_tables import plain
-from dualform.store.format import MANIFEST, checksum
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -184,7 +183,7 @@ def _provenance(session: Session) -> "Markup":
         ("made", datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")),
         ("by", f"dualform {__version__}, torch {torch.__version__}, Python {platform.python_version()}"),
         ("run recorded", f"{memory.created}, by {', '.join(f'{k} {v}' for k, v in memory.versions.items())}"),
-        ("manifest", f"xxh3 {checksum(memory.path / MANIFEST)}"),
+        ("manifest", f"xxh3 {memory.manifest_checksum()}"),
         ("stored", size_text(memory.info().bytes)),
     ]
     return render("facts.html", rows=rows)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.text_answers import TextSpotlight, rankings
+from dualform.corpus import PLACE
+from dualform.engine.beside_patterns import Media
 from dualform.errors import DualformError
 from dualform.show.grouping import annotated_columns, group_name
 from dualform.show.panels.top_patterns import Card
@@ -12,8 +14,6 @@ from dualform.show.report.cards import card_list
 from dualform.show.report.svg import Bar, bars
 from dualform.show.templating import render, template_source
 from dualform.show.text_places import text_around
-from dualform.store.corpus_fit import PLACE
-from dualform.store.media import Media
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -1,23 +1,19 @@
 """The run as it is now: opened when first asked for, and again when more of it has been published."""
 
-import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import dualform
-from dualform.errors import CorruptError, QueryError
+from dualform.errors import QueryError
+from dualform.opening import check_end_state, published_stamp
 from dualform.show.job import Cancelled
 from dualform.show.model_loading import load_model
 from dualform.show.session import Session
-from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED, checksum
-from dualform.store.manifest import Manifest
 
 R = TypeVar("R")
-Stamp = tuple[int, int, int]
 ATTEMPTS = 5  # at one question, while the manifest keeps changing
-REWRITTEN = (FINAL, FROZEN, UNCOVERED)  # a resumed recording writes them again under the same names
 
 
 class Opened:
@@ -39,7 +35,7 @@ class Opened:
         self._factory: tuple[str, Mapping[str, Any]] | None = None  # what the run remembered when it was first opened
         self._budget = budget
         self._lock = threading.Lock()
-        self._current: tuple[Stamp | None, Session] | None = None  # the manifest's stamp, and the session on it
+        self._current: tuple[Hashable | None, Session] | None = None  # the manifest's stamp, and the session on it
 
     def answer(self, question: Callable[[Session], R]) -> R:
         """Answer a question on what is published now.
@@ -48,23 +44,23 @@ class Opened:
         a question that failed is asked again of the session on the new one.
         """
         for _ in range(ATTEMPTS - 1):
-            stamp = self._stamp_now()
+            stamp = published_stamp(self.path)
             try:
                 return question(self.session())
             except Cancelled:
                 raise
             except Exception:
-                if self._stamp_now() == stamp:
+                if published_stamp(self.path) == stamp:
                     raise
         return question(self.session())
 
     def session(self) -> Session:
         """Return the session on what is published now; `RunNotFoundError` where there is no run."""
         current = self._current
-        if current is not None and current[0] == self._stamp_now():
+        if current is not None and current[0] == published_stamp(self.path):
             return current[1]
         with self._lock:
-            stamp = self._stamp_now()
+            stamp = published_stamp(self.path)
             if self._current is None or self._current[0] != stamp:
                 opened = self._open()
                 if self._current is not None:
@@ -79,7 +75,7 @@ class Opened:
                 f"{self.path} names another factory of its model by now, which a running viewer does not "
                 "follow. Stop it, and start it again if you trust the run."
             )
-        _check_rewritten(self.path)
+        check_end_state(self.path)
         loaded = load_model(memory, self._model, accept_untrained=self._accept_untrained, trust=self._trust)
         self._factory = memory.factory
         return Session(memory, loaded.model, budget=self._budget, warnings=loaded.warnings)
@@ -88,20 +84,3 @@ class Opened:
         """Stop the work in the background, and wait for its end."""
         if self._current is not None:
             self._current[1].close()
-
-    def _stamp_now(self) -> Stamp | None:
-        try:
-            found = os.stat(self.path / MANIFEST)  # noqa: PTH116 (one call, many times a second)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _check_rewritten(folder: Path) -> None:
-    """Raise where the model's state at the end is not that of the manifest: an older manifest was put back."""
-    files = Manifest.read(folder).files
-    for name in REWRITTEN:
-        if name in files and checksum(folder / name) != files[name].xxh3:
-            raise CorruptError(
-                f"{folder / name} is not the file that the manifest lists. Restore both from one copy of the run."
-            )

@@ -8,7 +8,7 @@ import torch
 
 import dualform
 from dualform.errors import MediaError, QueryError
-from dualform.store.pieces import _byte_signs, encode_text, piece_texts, raw_piece, vocabulary_size
+from dualform.pieces import _byte_signs, encode_text, piece_texts, raw_piece, vocabulary_size
 from dualform.tokens import join
 
 TEXT = "The naïve 狐狸 sees the 🐺 — the naïve fox."

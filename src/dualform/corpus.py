@@ -1,32 +1,24 @@
-"""The text that a language model was trained on, kept in its run: tokens, vocabulary, documents.
+"""The text that a language model was trained on: tokens, vocabulary, documents. Pure; nothing is read or written here.
 
-A pattern's annotations are three whole numbers, `token`, `place` and `document`; this says what they mean. `place`
+A pattern's annotations are three whole numbers, `token`, `place` and `document`; a corpus says what they mean. `place`
 counts the tokens of the training part from 0: `train[place]` is the pattern's token, `train[place + 1]` what followed.
-A text whose tokens are not those that were recorded is refused; see `corpus_fit.py`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualform.errors import CorruptError, MediaError, QueryError
-from dualform.printable import cut
-from dualform.store.attach import attach
-from dualform.store.corpus_fit import check_fit
-from dualform.store.documents import parse_json
-from dualform.store.format import CORPUS, VOCABULARY, opened_tensors
-from dualform.store.pieces import Tokenizer, piece_texts, vocabulary_size
-from dualform.store.reader import Run
+from dualform.errors import MediaError
+from dualform.pieces import Tokenizer, piece_texts, vocabulary_size
 from dualform.tokens import UNITS, UNKNOWN, Unit
 
+PLACE = "place"
+TOKEN = "token"
 Ids = npt.NDArray[np.int64]
 
 
@@ -138,77 +130,6 @@ class Corpus:
             f"Corpus({self.name!r}, {len(self.train):,} + {len(self.test):,} {self.unit}, "
             f"vocabulary of {len(self.vocabulary):,}, {len(self.titles):,} documents)"
         )
-
-
-def add_corpus(run: Run, corpus: Corpus) -> None:
-    """Keep a corpus in a closed run, unless it does not fit the places and tokens that were recorded."""
-    check_fit(run, corpus.train)
-    tensors = {
-        "train": torch.from_numpy(corpus.train.astype(np.int32)),
-        "test": torch.from_numpy(corpus.test.astype(np.int32)),
-        "starts": torch.from_numpy(corpus.starts),
-    }
-    words: dict[str, Any] = {
-        "name": corpus.name,
-        "unit": corpus.unit,
-        "spaced": corpus.spaced,
-        "vocabulary": corpus.vocabulary,
-        "titles": corpus.titles,
-    }
-    attach(run, {CORPUS: tensors, VOCABULARY: json.dumps(words, ensure_ascii=False)})
-
-
-def fitting_corpus(run: Run) -> Corpus:
-    """Return the corpus that a run keeps, or raise where it does not fit the places and tokens that were recorded."""
-    corpus = read_corpus(run)
-    check_fit(run, corpus.train, digest=run.manifest.files[CORPUS].xxh3)
-    return corpus
-
-
-def read_corpus(run: Run) -> Corpus:
-    """Return the corpus that a run keeps, whether it fits or not."""
-    if CORPUS not in run.manifest.files or VOCABULARY not in run.manifest.files:
-        raise QueryError(
-            f"{run.folder} keeps no corpus, so it cannot be asked about a text. Record with annotate(token=..., "
-            "place=..., document=...) and keep the text with memory.add_corpus."
-        )
-    arrays = _read_tokens(run.place(CORPUS))
-    path = run.place(VOCABULARY)
-    try:
-        words = msgspec.convert(parse_json(path.read_bytes()), _Words)
-    except (OSError, ValueError) as error:
-        raise CorruptError(f"{path} cannot be read: {cut(str(error), 200)}. Restore the file from a copy.") from error
-    documents = len(arrays["starts"])
-    if len(words.titles) != documents:
-        raise CorruptError(f"{path} has {len(words.titles)} titles for {documents} documents. Restore it from a copy.")
-    return Corpus(words.name, words.unit, words.spaced, words.vocabulary, titles=words.titles, **arrays)
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """What the vocabulary's file says."""
-
-    name: str
-    unit: Unit
-    spaced: bool
-    vocabulary: tuple[str, ...]
-    titles: tuple[str, ...]
-
-
-def _read_tokens(path: Path) -> dict[str, Ids]:
-    """Return the tokens of both parts, and where documents start, if they can be such."""
-    with opened_tensors(path) as file:
-        tensors = {name: file.get_tensor(name) for name in ("train", "test", "starts")}
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or bool((tensor < 0).any()):
-            raise CorruptError(
-                f"{path}: {name!r} is {tuple(tensor.shape)} of {tensor.dtype}; expected (N,) whole numbers from 0. "
-                "Restore the file from a copy of the run."
-            )
-    starts = tensors["starts"]
-    if not len(starts) or int(starts[0]) != 0 or bool((starts.diff() <= 0).any()):
-        raise CorruptError(f"{path}: documents do not ascend from place 0. Restore the file from a copy of the run.")
-    return {name: tensor.to(torch.int64).numpy() for name, tensor in tensors.items()}
 
 
 def _ids(tokens: Any, what: str) -> Ids:

@@ -85,21 +85,21 @@ def _opening(tokenizer: Tokenizer) -> tuple[list[int], str]:
         tokens = encode_text(tokenizer, "a")[-1:]
     except QueryError:  # a vocabulary without that letter
         return [], ""
-    text = _decode(tokenizer, tokens)
+    text = _decoded_text(tokenizer, tokens)
     return (tokens, text) if text else ([], "")
 
 
 def _piece(tokenizer: Tokenizer, token: int, before: tuple[Sequence[int], str]) -> str:
     tokens, start = before
-    whole = _decode(tokenizer, [*tokens, token])
-    text = whole[len(start) :] if whole is not None and whole.startswith(start) else _decode(tokenizer, [token])
+    whole = _decoded_text(tokenizer, [*tokens, token])
+    text = whole[len(start) :] if whole is not None and whole.startswith(start) else _decoded_text(tokenizer, [token])
     if text and REPLACEMENT in text:
-        found = _bytes(tokenizer, token)
+        found = _token_bytes(tokenizer, token)
         text = text if found is None else spell(found)
     return text or raw_piece(tokenizer, token) or f"<{token}>"
 
 
-def _bytes(tokenizer: Any, token: int) -> bytes | None:
+def _token_bytes(tokenizer: Any, token: int) -> bytes | None:
     """Return the bytes of a token that is no whole text, where the tokenizer says."""
     if callable(get := getattr(tokenizer, "decode_single_token_bytes", None)):
         found = get(token)
@@ -121,7 +121,7 @@ def _byte_signs() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str | None:
+def _decoded_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str | None:
     try:
         found = _without_specials(tokenizer.decode, "skip_special_tokens", list(tokens))
     except Exception:  # a number without a token

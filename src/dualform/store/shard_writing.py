@@ -1,0 +1,188 @@
+"""Turn recorded steps into published shards: encode patterns, write the files of a shard, list them in the manifest.
+
+A shard's patterns are written while the shard before is still on its way to the disk. Nothing here knows of queues or
+of the training thread; `writer.py` calls it on the writer's thread.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from dualform.engine.description import RowsEntry
+from dualform.engine.fingerprints import fingerprint
+from dualform.lazy import parquet as pq
+from dualform.recording.media import Files
+from dualform.recording.rowcheck import SEVERITY
+from dualform.recording.sinks import StepRecord
+from dualform.store.attach import publish_files, remove_replaced
+from dualform.store.blobs import Blobs, FileEntry, Tag, changed_error
+from dualform.store.encoding import SCALE, encode
+from dualform.store.format import MANIFEST, shard_files
+from dualform.store.kept_state import ShardState
+from dualform.store.manifest import Manifest, ShardEntry
+from dualform.store.pool import DIGESTS, MIN_POOLED_WIDTH, REFERENCES, Pool
+from dualform.store.reader import Run
+from dualform.store.resume import read_pools
+from dualform.store.tables import call_tables, merge_columns, steps_table
+from dualform.store.tensors import publish_tensors, write_parts
+from dualform.threads import Background
+
+
+class ShardWriter:
+    """Writes the shards of one recording, and the manifest that lists them.
+
+    Attributes:
+        manifest: as it was last published, or will first be.
+    """
+
+    def __init__(self, blobs: Blobs, manifest: Manifest) -> None:
+        self._blobs = blobs
+        self.manifest = manifest
+        self._tag: Tag | None = None  # of the manifest as it was last published; None before it first is
+        self._next = 0  # number of the next shard
+        self._earlier_rows: dict[str, RowsEntry] = {}  # of the patterns that a resumed run holds already
+        self._publishing: Background | None = None
+        self._seen: set[str] = set()  # layers that have patterns
+        self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
+
+    def continue_from(self, manifest: Manifest, tag: Tag) -> None:
+        """Write behind the shards that a run holds already, whose manifest has a tag."""
+        self.manifest, self._tag = manifest, tag
+        self._next = manifest.shards[-1].index + 1 if manifest.shards else 0
+        self._earlier_rows = dict(manifest.rows)
+        self._seen, self._pools = read_pools(Run(self._blobs))
+
+    def attach(self, files: Files) -> None:
+        """Publish files beside the patterns, in place of earlier ones of the same names."""
+        self.settle()
+        self.publish_manifest(files={**self.manifest.files, **publish_files(self._blobs, files)})
+        remove_replaced(self._blobs, self.manifest)
+
+    def write(self, records: list[StepRecord], parameters: Mapping[str, Tensor], state: ShardState | None) -> None:
+        """Write steps as a shard and begin to publish it, once the shard before is published.
+
+        Args:
+            records: consecutive steps.
+            parameters: the parameters after the last of them; nothing where they are not known.
+            state: the uncovered state after the last of them, where it is known.
+        """
+        self._publishing = Background(self._write_shard(records, parameters, state))
+
+    def settle(self) -> None:
+        """Wait until the shard that is being published is published."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.result()
+
+    def _write_shard(
+        self, records: list[StepRecord], parameters: Mapping[str, Tensor], state: ShardState | None
+    ) -> Callable[[], None]:
+        """Write the patterns of a shard, and return what publishes it once the shard before is on the disk."""
+        names = shard_files(self._next)
+        calls, annotations = call_tables(records)
+        tensors, key_range, pools = self._tensors(records)
+        write = functools.partial(write_parts, tensors=tensors)
+        staged = self._blobs.stage(names["patterns"], write)
+        try:
+            tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
+            for record in records:
+                record.release()
+            self.settle()
+        except BaseException:
+            staged.discard()
+            raise
+        index, self._next = self._next, self._next + 1
+        start, stop = records[0].step, records[-1].step + 1
+        rows = records[-1].rows
+
+        def finish() -> None:
+            self.check_alone()
+            files = {names["patterns"]: staged.publish()}
+            for what, table in tables.items():
+                files[names[what]] = _publish_table(self._blobs, names[what], table)
+            if state is not None and state.values:
+                files[names["uncovered"]] = publish_tensors(self._blobs, names["uncovered"], state.values)
+            marks = {name: fingerprint(tensor) for name, tensor in parameters.items()}
+            shard = ShardEntry(index, start, stop, files, key_range, marks, pools)
+            if state is not None:
+                shard = dataclasses.replace(shard, state_after=stop, stale=state.stale)
+            columns = merge_columns(self.manifest.columns, annotations.schema)
+            known = {name: RowsEntry(check.outcome, check.reason) for name, check in rows.items()}
+            for name, before in self._earlier_rows.items():  # of the patterns that a resumed run holds already
+                if name not in known or SEVERITY[before.outcome] > SEVERITY[known[name].outcome]:
+                    known[name] = before
+            self.publish_manifest(shards=(*self.manifest.shards, shard), columns=columns, rows=known)
+
+        return finish
+
+    def _tensors(
+        self, records: list[StepRecord]
+    ) -> tuple[dict[str, list[Tensor]], dict[str, tuple[float, float]], dict[str, tuple[int, int]]]:
+        """Return the parts of a shard's tensors, the range of each layer's keys, and what each pool got."""
+        tensors: dict[str, list[Tensor]] = {}
+        key_range: dict[str, tuple[float, float]] = {}
+        self._choose_pools(records)
+        bases = {layer: pool.size for layer, pool in self._pools.items()}
+        for record in records:
+            for call in record.calls:
+                keys = call.keys
+                if keys.numel():
+                    low, high = (float(found) for found in torch.aminmax(keys))
+                    least, greatest = key_range.get(call.layer, (low, high))
+                    key_range[call.layer] = (min(low, least), max(high, greatest))
+                if (pool := self._pools.get(call.layer)) is not None:
+                    key_ids, new, digests = pool.place(keys)
+                    tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(key_ids)
+                    tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
+                    keys = keys if len(new) == len(keys) else keys[new]
+                self._encode(tensors, call.layer, "keys", keys)
+                if call.values is not None:
+                    self._encode(tensors, call.layer, "values", call.values)
+        pools = {
+            layer: (base, self._pools[layer].size - base)
+            for layer, base in bases.items()
+            if f"{layer}/{REFERENCES}" in tensors
+        }
+        return tensors, key_range, pools
+
+    def _encode(self, tensors: dict[str, list[Tensor]], layer: str, what: str, rows: Tensor) -> None:
+        """Add rows to the parts of a tensor, and their scales where they have some."""
+        stored, scales = encode(rows, getattr(torch, self.manifest.layers[layer].dtype))
+        tensors.setdefault(f"{layer}/{what}", []).append(stored.contiguous())
+        if scales is not None:
+            tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)
+
+    def _choose_pools(self, records: list[StepRecord]) -> None:
+        """Give a pool to each layer whose first patterns are worth one; those of later shards go the same way."""
+        for record in records:
+            for call in record.calls:
+                if call.layer not in self._seen:
+                    self._seen.add(call.layer)
+                    wide = call.keys.is_floating_point() and call.keys.shape[1] >= MIN_POOLED_WIDTH
+                    if call.raw and wide and call.positions == 1:
+                        self._pools[call.layer] = Pool()
+
+    def check_alone(self) -> None:
+        """Raise `StoreError` where somebody else has replaced the manifest, before files of the same names are."""
+        try:
+            tag: Tag | None = self._blobs.load(MANIFEST)[1]
+        except FileNotFoundError:
+            tag = None
+        if tag != self._tag:
+            raise changed_error(self._blobs, MANIFEST)
+
+    def publish_manifest(self, **changes: Any) -> None:
+        """Change entries of the manifest, and publish it."""
+        self.manifest = dataclasses.replace(self.manifest, **changes)
+        self._tag = self.manifest.publish(self._blobs, was=self._tag)
+
+
+def _publish_table(blobs: Blobs, name: str, table: pa.Table) -> FileEntry:
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content)
+    return blobs.publish(name, lambda file: file.write(content.getvalue()))
