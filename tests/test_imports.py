@@ -136,8 +136,8 @@ def test_imports_go_one_way() -> None:
         ("dualform.show.viewer.opened", "from dualform.store.manifest import Manifest", "store"),
         ("dualform.experiments.demo", "from dualform.store.format import MANIFEST", "store"),
         ("dualform.cli.run_commands", "from ..store.reader import Run", "store"),
-        ("dualform.coefficients.scalar", "from dualform.recording import optimizers", "recording"),
-        ("dualform.algebra", "from dualform.coefficients import derive", "coefficients"),
+        ("dualform.identity.families.scalar", "from dualform.recording import optimizers", "recording"),
+        ("dualform.logits", "from dualform.identity.families import derive", "identity"),
         ("dualform.identity.parameter_use", "from dualform.recording.layers import LayerKind", "recording"),
         ("dualform.store.writer", "from dualform.experiments import images", "experiments"),
         (
