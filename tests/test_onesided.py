@@ -21,7 +21,7 @@ from dualform.engine.verification import Verification
 from dualform.errors import ResumeError
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
+from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepCall, StepFacts, sample
 from dualform.store.format import checksum
 from dualform.store.reader import Run
 from dualform.store.tensors import write_parts
@@ -592,8 +592,10 @@ def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: type[torch.o
             optimizer.zero_grad()
         now = {name: parameter.detach().clone() for name, _, parameter in names.values()}
         samples = {name: sample(tensor) for name, tensor in now.items()}
-        call = CallRecord("fc", 0, 0, 8, 1, 1, keys, values, None)
-        sink.write(StepRecord(step, [call], facts, samples, lambda now=now: now))  # type: ignore[misc]
+        sink.call(CallRecord(step, step, "fc", keys, values))
+        call = StepCall(step, micro=0, call=0, rows=8, positions=1, inner=1, binding=None)
+        sink.step(StepFacts(step, [call], facts, samples, lambda now=now: now))  # type: ignore[misc]
+        sink.discard([step])
     sink.close(now)
     memory = dualform.open(run)
     found = memory.verify()

@@ -1,8 +1,9 @@
-"""A source made of lists and an executor made of processes, each a page long, pass the suites and answer the README."""
+"""A source and a sink made of lists and an executor made of processes, each a page long, pass the suites."""
 
 import multiprocessing
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import dualform
 from conformance.executors import ExecutorConformance, executed_run
+from conformance.sinks import KeptCall, SinkConformance
 from conformance.sources import SourceConformance
 from dualform.attend.memory import Memory
 from dualform.coefficients import Facts
@@ -26,8 +28,12 @@ from dualform.engine.reducers import one_group
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.engine.sweep import run_sweep
 from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.annotations import Binding
+from dualform.recording.media import Files
+from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
 from dualform.store.reader import Run
 from dualform.store.rows import MemoryRows
+from dualform.store.writer import DiskWriter
 
 __all__ = ["executed_run"]  # a fixture
 USES = (ParameterUse("weight", "weight", "outer"), ParameterUse("bias", "bias", "bias"))
@@ -149,6 +155,55 @@ class ProcessExecutor:
         return found
 
 
+# The toy sink: a list of the calls of every step. ---------------------------------------------------------------------
+
+
+class ListSink:
+    """Keeps the patterns of every step in a list."""
+
+    def __init__(self) -> None:
+        self.kept: list[KeptCall] = []
+        self._pending: dict[int, CallRecord] = {}  # by number
+
+    def open(self, start: Start) -> int:
+        return 0
+
+    def updates(self) -> Mapping[str, int]:
+        return {}
+
+    def check(self, binding: Binding) -> None: ...
+
+    def call(self, record: CallRecord) -> None:
+        self._pending[record.number] = record
+
+    def before_step(self, prepared: PreparedStep) -> None: ...
+
+    def step(self, facts: StepFacts) -> None:
+        for call in facts.calls:
+            record = self._pending[call.number]
+            keys, values = call.keys_of(record), record.values
+            self.kept.append(KeptCall(facts.step, record.layer, call.micro, call.call, keys, values))
+
+    def discard(self, backwards: Sequence[int]) -> None:
+        self._pending = {n: record for n, record in self._pending.items() if record.backward not in backwards}
+
+    def attach(self, files: Files) -> None: ...
+
+    def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None: ...
+
+    def close(self, final: Mapping[str, Tensor]) -> None:
+        self._pending.clear()
+
+    def close_without_final(self, reason: str) -> None:
+        self._pending.clear()
+
+    def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
+        return None
+
+    def abandon(self) -> None:
+        self._pending.clear()
+
+
 # The suites, and the questions of the README --------------------------------------------------------------------------
 
 
@@ -174,6 +229,43 @@ class TestProcessExecutor(ExecutorConformance):
     @pytest.fixture
     def make(self) -> Callable[[], Executor]:
         return ProcessExecutor
+
+
+class TestListSink(SinkConformance):
+    @pytest.fixture
+    def sink(self) -> ListSink:
+        return ListSink()
+
+    @pytest.fixture
+    def kept(self) -> Callable[[ListSink], Sequence[KeptCall]]:
+        return lambda sink: sink.kept
+
+
+class TestDiskWriter(SinkConformance):
+    @pytest.fixture
+    def sink(self, tmp_path: Path) -> DiskWriter:
+        sizes: dict[str, Any] = {"shard_bytes": 600, "queue_bytes": 1 << 20}  # several shards
+        options = {"dtype": None, "resume": False, "steps": None, "factory": None, "factory_arguments": {}}
+        return DiskWriter(tmp_path / "run", **sizes, **options)
+
+    @pytest.fixture
+    def kept(self) -> Callable[[DiskWriter], Sequence[KeptCall]]:
+        def read(sink: DiskWriter) -> Sequence[KeptCall]:
+            found, run = [], Run(sink.path)
+            for part in run.parts():
+                for layer in run.layers:
+                    calls = part.calls(layer)
+                    for i, (first, count) in enumerate(
+                        zip(calls["offset"], calls["rows"] * calls["positions"], strict=True)
+                    ):
+                        rows = slice(int(first), int(first + count))
+                        address = (int(calls["step"][i]), layer, int(calls["micro"][i]), int(calls["call"][i]))
+                        keys_only = run.layers[layer].store == "keys"
+                        values = None if keys_only else part.rows(layer, "values").take(rows)[0]
+                        found.append(KeptCall(*address, part.rows(layer, "keys").take(rows)[0], values))
+            return sorted(found, key=lambda one: (one.step, one.micro, one.layer, one.call))
+
+        return read
 
 
 @pytest.mark.parametrize("executor", [PlainExecutor, LocalExecutor, ProcessExecutor])

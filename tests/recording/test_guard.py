@@ -186,7 +186,7 @@ def test_an_error_after_the_step_leaves_no_final_parameters(
     """The parameters have moved, and that step is in no pattern."""
     model = mlp()
     optimizer = sgd(model)
-    monkeypatch.setattr(recorder, "StepRecord", fail)
+    monkeypatch.setattr(recorder, "StepFacts", fail)
     with dualform.record(model, optimizer, run, on_failure=on_failure):
         expected = pytest.warns(UserWarning, match=rf"{STOPPED}: A step of SGD.*the cause")
         refused = pytest.raises(RefusedError, match=r"A step of SGD cannot be recorded: Unforeseen: the cause")
@@ -212,7 +212,7 @@ def test_detaching_in_a_step_leaves_the_users_later_hooks_running(
     with dualform.record(model, optimizer, run, on_failure="detach"):
         optimizer.register_step_pre_hook(lambda *_: called.append("before"))
         optimizer.register_step_post_hook(lambda *_: called.append("after"))
-        monkeypatch.setattr(recorder, "resolve_all" if where == "before" else "StepRecord", fail)
+        monkeypatch.setattr(recorder, "resolve_all" if where == "before" else "StepFacts", fail)
         with pytest.warns(UserWarning, match=STOPPED):
             train(model, optimizer, batches(1))
         train(model, optimizer, batches(1))

@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.annotations import Binding
+from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.layers import Report
 from dualform.recording.layouts import describe, settle
 from dualform.recording.module_hooks import ModuleHandle, hook_before_forward, hook_forward
 from dualform.recording.probes import Prediction
-from dualform.recording.spares import Spares
 from dualform.recording.watch import Watched, covered, plain_name
 from dualform.threads import one_thread
 from dualform.torch_modes import set_grad_enabled, without_gradients
@@ -59,7 +59,7 @@ class Arrival:
     predictions: dict[ParameterUse, Prediction] | None = None  # what its patterns predict for each parameter's probe
 
     @without_gradients
-    def copy(self, spares: Spares) -> None:
+    def copy(self, pool: BufferPool) -> None:
         """Copy key and value out of the user's reach; a value only where it is kept."""
         layer = self.call.layer
         keys = layer.kind.keys(layer.module, self.call.inputs)
@@ -69,11 +69,11 @@ class Arrival:
         self.keys = _own(
             keys.reshape(-1, layer.d_in).to(self.dtype if keys.is_floating_point() else keys.dtype),
             [self.call.inputs],
-            spares,
+            pool,
         )
         if not layer.keys_only:
             values = layer.kind.errors(layer.module, self.call.inputs, self.errors)
-            self.values = _own(values.reshape(-1, layer.d_out).to(self.dtype), self.errors, spares)
+            self.values = _own(values.reshape(-1, layer.d_out).to(self.dtype), self.errors, pool)
         self.accumulated = True
 
     @property
@@ -120,7 +120,7 @@ class Hooks:
 
     layers: Sequence[Watched]
     listener: Callable[[], Listener | None]  # a weak reference
-    spares: Spares
+    pool: BufferPool
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     enabled: bool = False
     calls: int = 0
@@ -175,7 +175,7 @@ class Hooks:
             mine = arrived(task)
             for arrival in mine:
                 if not arrival.accumulated:
-                    arrival.copy(self.spares)
+                    arrival.copy(self.pool)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -349,14 +349,14 @@ def _rows_apart(call: Call, error: Tensor) -> bool:
     return trained and call.coarse is None and error.device.type == "cpu" and describe(error) is not None
 
 
-def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:
+def _own(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:
     """Return rows that share no memory with others': themselves, or a copy."""
     place = rows.untyped_storage().data_ptr()
     shared = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
     if not shared and rows.is_contiguous():
         return rows
     with one_thread(bytes_read=rows.nbytes, device=rows.device):
-        return spares.copy(rows)
+        return pool.copy(rows)
 
 
 def hookable(output: Tensor) -> Tensor:

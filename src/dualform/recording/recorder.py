@@ -5,6 +5,7 @@ what the identity does not cover, and hands each finished step to its sink. It s
 """
 
 import contextlib
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError, StoreError
 from dualform.recording.alignment import Alignment, batch_rows
 from dualform.recording.annotations import Annotator, Binding
+from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.bystanders import Bystanders
-from dualform.recording.calls import Misfit, Pending, bring, gather_calls
+from dualform.recording.calls import AccumulatedCall, Backward, Misfit, Pending, gather_calls
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.estimate import Estimate, estimate
@@ -35,11 +37,18 @@ from dualform.recording.processes import refuse_several_processes, refuse_wrappe
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.rows import input_tensors
 from dualform.recording.saying import warn_user
-from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord
-from dualform.recording.spares import Spares
+from dualform.recording.sinks import (
+    CallRecord,
+    LayerStart,
+    ParameterFacts,
+    PreparedStep,
+    Sink,
+    Start,
+    StepCall,
+    StepFacts,
+)
 from dualform.recording.steps import OpenStep, Owned, own, warm_states, with_closure
 from dualform.recording.trails import Accumulation, Trail, fetched, resolve_all
-from dualform.recording.transfer import Transfer
 from dualform.recording.unwrap import unwrap_all
 from dualform.recording.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
 from dualform.threads import keeping_modes, one_thread, restore_threads
@@ -85,12 +94,12 @@ class Recorder:
         if missing:
             report_uncovered(model, missing, self._parameters, strict=strict)
 
-        self._spares = Spares()
-        self._hooks = Hooks(self._layers, weakref.ref(self), self._spares, model)
+        self._hooks = Hooks(self._layers, weakref.ref(self), BufferPool(), model)
         self._handles: list[RemovableHandle] = []
         self._pending = Pending()
         self._open = OpenStep()
-        self._in_flight: tuple[list[ParameterFacts], list[CallRecord]] | None = None  # of the optimizer that steps now
+        self._in_flight: PreparedStep | None = None  # of the optimizer that steps now
+        self._backwards, self._calls_taken = itertools.count(), itertools.count()
         self._annotator = Annotator()
         self._graph_of: str | None = None  # a layer whose backward built a graph of itself
         self._gauge = Gauge()
@@ -99,7 +108,6 @@ class Recorder:
         self._changes = Changes(model, self._layers, self._parameters, self._exact)
         self._evaluations = 0  # of the closure, in the optimizer's step that runs now
         self._here = True  # whether all parameters are in the CPU's memory
-        self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
         self._warned: set[str] = set()
         self._step = 0
         self._state: Literal["new", "recording", "closed", "forked"] = "new"
@@ -352,17 +360,22 @@ class Recorder:
         """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
         if self._state != "recording":
             return
-        if task not in self._pending.tasks and self._pending.cleared(self._parameters, name):
-            if self._pending.tasks and (warning := self._changes.unstepped()) is not None:
-                warn_user(warning)
-            self._pending = Pending()  # nothing of what was pending can reach a step any more
         micro = self._pending.micro(task)
+        if micro is None and self._pending.cleared(self._parameters, name):
+            if self._pending.backwards and (warning := self._changes.unstepped()) is not None:
+                warn_user(warning)
+            self._discard_pending()  # nothing of it can reach a step any more
+        if micro is None:
+            micro = len(self._pending.backwards)
+            self._pending.backwards.append(Backward(next(self._backwards), task))
+        elif self._pending.backwards[micro].discarded:  # a step inside the backward, which goes on
+            self._pending.backwards[micro] = Backward(next(self._backwards), task)
         self._annotator.late = False
-        patterns = self._pending.arrivals.setdefault(micro, [])
-        known = {id(arrival) for arrival in patterns}
+        backward = self._pending.backwards[micro]
+        known = {id(accumulated.arrival) for accumulated in backward.calls}
         for arrival in arrivals:
             if id(arrival) not in known:
-                patterns.append(arrival)
+                self._hand_over(backward, arrival)
             self._annotator.spend(arrival.call.binding)
         after = self._gauge.probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
@@ -379,6 +392,20 @@ class Recorder:
         predicted = torch.zeros_like(after.columns) if predicted is None else predicted
         trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, sizes, coarse, terms))
         trail.waiting = None
+
+    def _hand_over(self, backward: Backward, arrival: Arrival) -> None:
+        """Give the sink the patterns of a call that was just accumulated."""
+        number, layer = next(self._calls_taken), arrival.call.layer
+        assert arrival.keys is not None, "patterns are copied before they are handed over"
+        values = None if layer.keys_only else arrival.values
+        self._sink.call(CallRecord(number, backward.number, layer.name, arrival.keys, values, arrival.call.raw))
+        backward.calls.append(AccumulatedCall(number, arrival))
+
+    def _discard_pending(self) -> None:
+        """Let go of everything that was accumulated since the last step."""
+        gone, self._pending = self._pending, Pending()
+        if gone.backwards:
+            self._sink.discard([backward.number for backward in gone.backwards])
 
     def coarse_seen(self, layer: str) -> None:
         """Refuse a layer whose values cannot be computed again as autocast computed them."""
@@ -430,7 +457,7 @@ class Recorder:
             ]
             seen = [(self._trail(name), final) for name, final in zip(mine, finals, strict=True)]
             seen = seen if self._here else fetched(seen)
-            situation = Situation(self._exact, self._graph_of, len(self._pending.tasks), scale, skipped)
+            situation = Situation(self._exact, self._graph_of, len(self._pending.backwards), scale, skipped)
             self._graph_of = None
             with one_thread():  # what is left of gradients is small
                 resolutions = resolve_all(seen)
@@ -438,7 +465,9 @@ class Recorder:
                 gather_facts(owned, name, parameter, groups[id(parameter)], resolution, situation)
                 for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
             ]
-            self._in_flight = facts, self._annotated_calls([*self._open.facts, *facts])
+            prepared = PreparedStep(self._step, facts, self._annotated_calls([*self._open.facts, *facts]))
+            self._sink.before_step(prepared)
+            self._in_flight = prepared
 
     def _look_for_joined(self, owned: Owned) -> None:
         """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
@@ -451,7 +480,7 @@ class Recorder:
             report_joined(self._model, owned.optimizer, joined, strict=self._strict)
         self._held |= new
 
-    def _annotated_calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
+    def _annotated_calls(self, facts: Sequence[ParameterFacts]) -> list[StepCall]:
         """Return the calls of a step; with on_failure="detach" without columns where those do not fit."""
         try:
             return self._calls(facts)
@@ -461,15 +490,15 @@ class Recorder:
             if str(error) not in self._warned:
                 self._warned.add(str(error))
                 warn_user(f"The patterns of step {self._step} get no annotations, and training goes on: {error}")
-            for arrivals in self._pending.arrivals.values():
-                for arrival in arrivals:
-                    arrival.call.binding = None
+            for backward in self._pending.backwards:
+                for accumulated in backward.calls:
+                    accumulated.arrival.call.binding = None
             return self._calls(facts)
 
-    def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
+    def _calls(self, facts: Sequence[ParameterFacts]) -> list[StepCall]:
         """Return the calls whose gradient reaches the step through at least one parameter."""
         factors = {fact.parameter: fact.factors for fact in facts if fact.updated}
-        gathered = gather_calls(self._pending.arrivals, factors, self._axis)
+        gathered = gather_calls(self._pending.backwards, factors, self._axis)
         if self._alignment.enabled:
             for name, check in gathered.checks.items():
                 self._alignment.note(name, check)
@@ -481,10 +510,10 @@ class Recorder:
             ])  # fmt: skip
         for misfit in gathered.misfits:
             if misfit.everywhere:
-                for arrivals in self._pending.arrivals.values():
-                    for arrival in arrivals:
-                        if arrival.call.binding is misfit.binding:
-                            arrival.call.binding = None  # a second attempt at this step goes through without it
+                for backward in self._pending.backwards:
+                    for accumulated in backward.calls:
+                        if accumulated.arrival.call.binding is misfit.binding:
+                            accumulated.arrival.call.binding = None  # a second attempt at this step goes without it
                 raise AnnotationError(
                     f"The annotation fits no recorded layer: {misfit.text}. Annotate one entry per row."
                 )
@@ -520,13 +549,13 @@ class Recorder:
         for name in mine:
             self._pending.trails.pop(name, None)
         if prepared is None:
-            self._pending = Pending()
+            self._discard_pending()
             return
         self._samples |= self._changes.note(owned, mine)
         if self._evaluations > 1 and "evaluations" not in self._warned:
             self._warned.add("evaluations")
             warn_user(many_evaluations(owned.name, self._evaluations))
-        self._open.add(optimizer, *prepared)
+        self._open.add(optimizer, prepared)
         if len(self._open.done) == len(self._owned):
             self._end_step()
 
@@ -537,12 +566,16 @@ class Recorder:
         before, self._missed = self._missed, INTERRUPTED
         ended, self._open = self._open, OpenStep()
         waiting = {name for owned in self._owned if id(owned.optimizer) not in ended.done for name in owned.parameters}
+        gone: Sequence[int] = ()
         try:
-            self._pending.keep(waiting)
+            gone = self._pending.keep(waiting)
             self._commit(ended)
         except Exception:
             self._missed = before  # the error itself tells what became of the step
             raise
+        finally:
+            if gone:
+                self._sink.discard(gone)
         self._missed = before
 
     def _commit(self, ended: OpenStep) -> None:
@@ -554,20 +587,9 @@ class Recorder:
             if id(owned.optimizer) not in ended.done
             for name in owned.parameters
         ]
-        # A step of another optimizer may hold the same patterns, and so may a backward that is still running.
-        shared = bool(self._pending.arrivals) or bool(self._hooks.arrivals)
-        calls, samples, brought = bring(ended.calls, dict(self._samples), self._transfer)
-        record = StepRecord(
-            self._step,
-            calls,
-            [*ended.facts, *still],
-            samples,
-            self._snapshot,
-            None if shared else self._spares,
-            brought,
-            dict(self._alignment.outcomes),
-        )
-        self._sink.write(record)
+        facts = [*ended.facts, *still]
+        rows = dict(self._alignment.outcomes)
+        self._sink.step(StepFacts(self._step, ended.calls, facts, dict(self._samples), self._snapshot, rows))
         self._step += 1
 
     # Changes that no recorded step made ---------------------------------------------------------------------------
@@ -581,15 +603,12 @@ class Recorder:
 
     def _follow(self, name: str) -> None:
         """Go on where the model was moved to another device between two steps; refuse any other conversion."""
-        self._changes.follow(name, self._step, pending=bool(self._pending.tasks))
+        self._changes.follow(name, self._step, pending=bool(self._pending.backwards))
         self._find_devices()
 
     def _find_devices(self) -> None:
-        """Find out where the parameters are, and how what they leave comes to the CPU's memory."""
-        devices = {parameter.device for parameter in self._parameters.values()}
-        self._here = all(device.type == "cpu" for device in devices)
-        only = next(iter(devices)) if len(devices) == 1 else None
-        self._transfer = Transfer(only) if only is not None and only.type == "cuda" else None
+        """Find out whether all parameters are in the CPU's memory."""
+        self._here = all(parameter.device.type == "cpu" for parameter in self._parameters.values())
 
     def _close_sink(self) -> str:
         """Close the sink, with final weights only if they are those after the last step; return a warning, or ""."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RefusedError
 from dualform.recording.optimizers import FactLogger, find_logger, known_type, require_logger
-from dualform.recording.sinks import CallRecord, ParameterFacts
+from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
 
 
 @dataclass(slots=True)
@@ -22,13 +22,13 @@ class OpenStep:
 
     done: set[int] = field(default_factory=set)  # ids of optimizers
     facts: list[ParameterFacts] = field(default_factory=list)
-    calls: Sequence[CallRecord] = ()
+    calls: Sequence[StepCall] = ()
 
-    def add(self, optimizer: Optimizer, facts: Sequence[ParameterFacts], calls: Sequence[CallRecord]) -> None:
-        """Note an optimizer's step; the calls are those that reach any optimizer so far."""
+    def add(self, optimizer: Optimizer, prepared: PreparedStep) -> None:
+        """Note an optimizer's step; its calls are those that reach any optimizer so far."""
         self.done.add(id(optimizer))
-        self.facts.extend(facts)
-        self.calls = calls
+        self.facts.extend(prepared.facts)
+        self.calls = prepared.calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)

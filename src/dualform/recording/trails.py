@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.recording.packing import pack, unpack
 from dualform.recording.probes import Numbers, Probe, length, numbers_of
-from dualform.recording.transfer import pack, unpack
 
 NOT_FINITE = "its gradient is not finite"
 CPU = torch.device("cpu")

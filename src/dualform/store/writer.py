@@ -1,4 +1,4 @@
-"""The disk sink: a background thread that turns step records into published shards.
+"""The disk sink: a background thread that turns steps into published shards.
 
 The training thread only queues; encoding and checksums happen on the writer's thread, and while it writes a shard
 another one waits for the disk to have the shard before. A shard always ends between two steps, so what the manifest
@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from dualform.recording.annotations import Binding
 from dualform.recording.estimate import size_text
 from dualform.recording.media import Files
 from dualform.recording.rowcheck import SEVERITY
-from dualform.recording.sinks import Start, StepRecord
+from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
 from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.attach import publish_files, remove_replaced
 from dualform.store.encoding import SCALE, encode
@@ -61,6 +61,7 @@ from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, read_pools, resume_at
 from dualform.store.tables import call_tables, check_columns, merge_columns, steps_table
+from dualform.store.taken_steps import AccumulatedCalls, TakenStep
 from dualform.store.tensors import write_parts
 from dualform.threads import Background, start_alone
 
@@ -131,7 +132,7 @@ class DiskWriter:
         self._planned = steps
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
-        self._queue: ByteQueue[StepRecord | _Seal | _Attachment] = ByteQueue(queue_bytes)
+        self._queue: ByteQueue[TakenStep | _Seal | _Attachment] = ByteQueue(queue_bytes)
         self._worker: threading.Thread | None = None
         self._ended = False  # whether the worker was told that nothing more will come
         self._over = True  # whether no worker runs, so that nothing more is published by one
@@ -141,10 +142,11 @@ class DiskWriter:
         self._unsealed = 0  # bytes handed over since the last seal
         self._sealed_at = time.monotonic()
         self._checked = False
-        self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
+        self._hole: BaseException | None = None  # the error that kept a step from being taken; none can follow it
         self._columns: dict[str, str] = {}
         self._earlier_rows: dict[str, RowsEntry] = {}
-        self._taken: list[StepRecord] = []
+        self._accumulated = AccumulatedCalls()
+        self._taken: list[TakenStep] = []
         self._next = 0  # number of the next shard
         self._publishing: Background | None = None
         self._seen: set[str] = set()  # layers that have patterns
@@ -214,19 +216,32 @@ class DiskWriter:
         """Raise `AnnotationError` where a column has changed its type."""
         check_columns(self._columns, binding)
 
-    def write(self, record: StepRecord) -> None:
+    def call(self, record: CallRecord) -> None:
+        """Keep a call's patterns until their step, or until they are discarded."""
+        self._accumulated.add(record)
+
+    def before_step(self, prepared: PreparedStep) -> None:
+        """Do nothing: a run folder keeps no state of the optimizer during a training."""
+
+    def step(self, facts: StepFacts) -> None:
         """Queue a step; every `shard_bytes` a shard is sealed."""
         self._check_whole()
         try:
+            taken = self._accumulated.join(facts)
             if not self._checked:
-                self._check_space(record)
-            self._queue.put(record, record.nbytes)
+                self._check_space(taken)
+            size = taken.nbytes
+            self._queue.put(taken, size)
         except BaseException as error:
             self._hole = error
             raise
-        self._unsealed += record.nbytes
+        self._unsealed += size
         if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= PUBLISH_SECONDS:
-            self._seal(record.snapshot, wait=False)
+            self._seal(facts.snapshot, wait=False)
+
+    def discard(self, backwards: Sequence[int]) -> None:
+        """Let go of the patterns of some backwards; what was queued stays queued."""
+        self._accumulated.discard(backwards)
 
     def attach(self, files: Files) -> None:
         """Queue files; they are published before anything that is handed over later."""
@@ -325,6 +340,7 @@ class DiskWriter:
     def _release(self) -> None:
         """Free the folder's lock: now, or where the worker has not ended yet, at its end."""
         self._left = True
+        self._accumulated.clear()
         if self._over:
             self._unlock()
 
@@ -392,7 +408,7 @@ class DiskWriter:
         state, files = self._keeper.begin(self.path)
         self._publish(files={**self._manifest.files, **files}, uncovered_state=state)
 
-    def _check_space(self, record: StepRecord) -> None:
+    def _check_space(self, record: TakenStep) -> None:
         self._checked = True
         need = self._shard_bytes if self._planned is None else self._planned * self._stored_bytes(record)
         free = shutil.disk_usage(self.path).free
@@ -403,7 +419,7 @@ class DiskWriter:
                 'Choose another disk, fewer layers, keys only, or dtype="float16".'
             )
 
-    def _stored_bytes(self, record: StepRecord) -> int:
+    def _stored_bytes(self, record: TakenStep) -> int:
         def size(tensor: Tensor | None, layer: str) -> int:
             if tensor is None:
                 return 0
@@ -435,7 +451,7 @@ class DiskWriter:
         """Take the items of the queue to its end, and publish them."""
         try:
             for item in self._queue:
-                if isinstance(item, StepRecord):
+                if isinstance(item, TakenStep):
                     item.wait()
                     self._taken.append(item)
                 elif isinstance(item, _Attachment):
@@ -469,7 +485,7 @@ class DiskWriter:
             publishing.result()
 
     def _write_shard(
-        self, records: list[StepRecord], parameters: Snapshot, state: ShardState | None
+        self, records: list[TakenStep], parameters: Snapshot, state: ShardState | None
     ) -> Callable[[], None]:
         """Write the patterns of a shard, and return what publishes it once the shard before is on the disk."""
         names = shard_files(self._next)
@@ -481,6 +497,7 @@ class DiskWriter:
             tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
             for record in records:
                 record.release()
+            tensors.clear()
             self._settle()
         except BaseException:
             partial.discard()
@@ -509,7 +526,7 @@ class DiskWriter:
         return finish
 
     def _tensors(
-        self, records: list[StepRecord]
+        self, records: list[TakenStep]
     ) -> tuple[dict[str, list[Tensor]], dict[str, tuple[float, float]], dict[str, tuple[int, int]]]:
         """Return the parts of a shard's tensors, the range of each layer's keys, and what each pool got."""
         tensors: dict[str, list[Tensor]] = {}
@@ -545,7 +562,7 @@ class DiskWriter:
         if scales is not None:
             tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)
 
-    def _choose_pools(self, records: list[StepRecord]) -> None:
+    def _choose_pools(self, records: list[TakenStep]) -> None:
         """Give a pool to each layer whose first patterns are worth one; those of later shards go the same way."""
         for record in records:
             for call in record.calls:

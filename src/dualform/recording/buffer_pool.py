@@ -1,0 +1,80 @@
+"""A pool of memory for copies of keys and values: memory that no tensor refers to any more is copied into again.
+
+The copies of a step are as large as those of the step before, and memory that is new to a process costs more than
+copying into it. Nobody gives memory back by hand: it returns to the pool when the last tensor that refers to it is
+gone, on whichever thread that happens. So a sink may keep what it was given for as long as it likes.
+
+No lock is taken: the end of a tensor may come in the middle of any function here, and so may a Ctrl-C.
+"""
+
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+MAX_FREE_BYTES = 512 << 20
+"""How much memory that is free the pool keeps when a copy is made; what was lent may return in addition later."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Loan(weakref.ref[Bytes]):
+    """Watches the array that the tensors of one copy refer to, and holds the memory behind it."""
+
+    __slots__ = ("memory",)
+
+    memory: Tensor  # (bytes,) uint8
+
+
+class BufferPool:
+    """Memory to copy into, by its size in bytes."""
+
+    def __init__(self) -> None:
+        self._loans: dict[int, _Loan] = {}  # id -> a loan whose tensors are alive
+        self._returned: deque[Tensor] = deque()  # memory whose tensors are gone, on any thread
+        self._free: dict[int, list[Tensor]] = {}  # bytes -> memory to copy into
+        self._free_bytes = 0
+
+    def copy(self, rows: Tensor) -> Tensor:
+        """Return a contiguous copy of a tensor on its own device; only memory of the CPU is pooled."""
+        if rows.device.type != "cpu" or not rows.numel():
+            return rows.clone(memory_format=torch.contiguous_format)
+        self._sort_returned()
+        size = rows.numel() * rows.element_size()
+        try:
+            memory = self._free[size].pop()
+            self._free_bytes -= size
+        except (KeyError, IndexError):
+            memory = torch.empty(size, dtype=torch.uint8)
+        return self._lend(memory).view(rows.dtype).view(rows.shape).copy_(rows)
+
+    def _lend(self, memory: Tensor) -> Tensor:
+        """Return a tensor over some memory, which returns here when that tensor and all views of it are gone.
+
+        A tensor over a numpy array keeps the array alive through its storage, which all its views share; so the end of
+        the array is the end of them all.
+        """
+        array: Bytes = memory.numpy()
+        loan = _Loan(array, self._end_loan)
+        loan.memory = memory
+        self._loans[id(loan)] = loan
+        return torch.from_numpy(array)
+
+    def _end_loan(self, loan: Any) -> None:
+        self._loans.pop(id(loan), None)
+        self._returned.append(loan.memory)
+
+    def _sort_returned(self) -> None:
+        """Make memory that has returned ready to be copied into, up to the bound."""
+        while self._returned:
+            try:
+                memory = self._returned.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if self._free_bytes + memory.nbytes <= MAX_FREE_BYTES:
+                self._free.setdefault(memory.nbytes, []).append(memory)
+                self._free_bytes += memory.nbytes

@@ -1,0 +1,72 @@
+"""The pool of memory for copies: nothing is used twice at a time, and what nobody refers to is used again."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from dualform.recording import buffer_pool
+from dualform.recording.buffer_pool import BufferPool
+
+
+def test_memory_is_used_again_only_when_no_tensor_refers_to_it() -> None:
+    pool = BufferPool()
+    rows = torch.randn(4, 5)
+    one, two = pool.copy(rows), pool.copy(rows)
+    assert torch.equal(one, rows)
+    place = one.data_ptr()
+    assert len({place, two.data_ptr(), rows.data_ptr()}) == 3
+    view = one[1:].T
+    del one
+    assert pool.copy(rows).data_ptr() != place  # a view of it is alive
+    array = view.numpy()
+    del view
+    assert pool.copy(rows).data_ptr() != place  # and so is an array over that view
+    del array
+    taken = [pool.copy(rows.T + 1) for _ in range(4)]  # as many elements, of another shape, not contiguous
+    assert place in {copy.data_ptr() for copy in taken}
+    assert all(copy.is_contiguous() and torch.equal(copy, rows.T + 1) for copy in taken)
+    assert len({copy.data_ptr() for copy in taken}) == 4
+    assert torch.equal(two, rows)
+
+
+def test_types_of_other_sizes_get_other_memory() -> None:
+    pool = BufferPool()
+    rows = torch.randn(4, 6)
+    place = pool.copy(rows).data_ptr()
+    wide = pool.copy(rows.double())
+    assert wide.data_ptr() != place
+    assert torch.equal(wide, rows.double())
+    half = pool.copy(torch.cat([rows, rows]).bfloat16())  # as many bytes
+    assert half.data_ptr() == place
+    assert torch.equal(half, torch.cat([rows, rows]).bfloat16())
+    assert pool.copy(torch.empty(0, 3)).shape == (0, 3)
+
+
+def test_free_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_pool, "MAX_FREE_BYTES", 100)
+    pool = BufferPool()
+    copies = [pool.copy(torch.zeros(20)) for _ in range(2)]
+    places = {copy.data_ptr() for copy in copies}
+    copies.clear()
+    pool.copy(torch.ones(21))
+    ((size, free),) = pool._free.items()
+    assert size == 80
+    assert len(free) == 1
+    assert free[0].data_ptr() in places
+
+
+def test_memory_returns_from_another_thread_and_after_the_pool() -> None:
+    pool = BufferPool()
+    rows = torch.randn(100)
+    copies = [pool.copy(rows)]
+    place = copies[0].data_ptr()
+    thread = threading.Thread(target=copies.clear)
+    thread.start()
+    thread.join()
+    again = pool.copy(rows)
+    assert again.data_ptr() == place
+    del pool
+    gc.collect()
+    assert torch.equal(again, rows)
