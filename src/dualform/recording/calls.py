@@ -1,75 +1,17 @@
-"""What was accumulated since the last step, and the calls it becomes: which reach the step, where, which columns."""
+"""The calls of a step: which accumulated calls reach it, where their patterns are in the batch, and their columns."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from dualform.recording.annotations import Binding
 from dualform.recording.hooks import Arrival
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import StepCall
-from dualform.recording.trails import Trail
+from dualform.recording.step_in_progress import Backward
 from dualform.recording.watch import Watched
-
-
-@dataclass(frozen=True, slots=True)
-class AccumulatedCall:
-    """A call as the sink has it: its number there, and what the recorder knows of it."""
-
-    number: int
-    arrival: Arrival
-
-
-@dataclass(slots=True)
-class Backward:
-    """One backward since the last step."""
-
-    number: int  # among all backwards of the recording that accumulated anything
-    task: int  # autograd's number of its graph task
-    calls: list[AccumulatedCall] = field(default_factory=list)
-    discarded: bool = False  # whether the sink was told that no step will have any part of it
-
-
-@dataclass(slots=True)
-class Pending:
-    """Accumulated since the last step: calls by backward, and a trail of probes per parameter."""
-
-    backwards: list[Backward] = field(default_factory=list)  # index = micro
-    trails: dict[str, Trail] = field(default_factory=dict)  # parameter -> probes
-
-    def micro(self, task: int) -> int | None:
-        """Return which backward of the step a graph task is, or None if it has accumulated nothing yet."""
-        return next((micro for micro, backward in enumerate(self.backwards) if backward.task == task), None)
-
-    def cleared(self, parameters: Mapping[str, nn.Parameter], accumulating: str) -> bool:
-        """Say whether every gradient that is pending was cleared without a step, as one parameter accumulates anew."""
-        for name, trail in self.trails.items():
-            if name == accumulating:
-                left = trail.waiting is not None and not trail.waiting.zero
-            else:
-                gradient = parameters[name].grad
-                left = gradient is not None and bool(gradient.any())
-            if left:
-                return False
-        return True
-
-    def keep(self, parameters: Collection[str]) -> list[int]:
-        """Let go of everything that none of these parameters waits for; return the numbers of those backwards.
-
-        A backward that is let go of keeps its place while later or earlier ones are waited for: its place is its micro.
-        """
-        self.trails = {name: trail for name, trail in self.trails.items() if name in parameters}
-        micros = {event.micro for trail in self.trails.values() for event in trail.accumulations}
-        gone = [one for micro, one in enumerate(self.backwards) if micro not in micros and not one.discarded]
-        for backward in gone:
-            backward.calls.clear()
-            backward.discarded = True
-        if not micros:
-            self.backwards, self.trails = [], {}
-        return [backward.number for backward in gone]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ what the identity does not cover, and hands each finished step to its sink. It s
 """
 
 import contextlib
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,43 +18,33 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError, StoreError
+from dualform.recording.accumulation import Accumulations
 from dualform.recording.alignment import Alignment, batch_rows
 from dualform.recording.annotations import Annotator, Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.bystanders import Bystanders
-from dualform.recording.calls import AccumulatedCall, Backward, Misfit, Pending, gather_calls
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.estimate import Estimate, estimate
-from dualform.recording.facts import Situation, gather_facts
 from dualform.recording.gauge import Gauge
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
-from dualform.recording.optimizers import pending_scale
 from dualform.recording.processes import refuse_several_processes, refuse_wrapped
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.rows import input_tensors
-from dualform.recording.saying import warn_user
-from dualform.recording.sinks import (
-    CallRecord,
-    LayerStart,
-    ParameterFacts,
-    PreparedStep,
-    Sink,
-    Start,
-    StepCall,
-    StepFacts,
-)
-from dualform.recording.steps import OpenStep, Owned, own, warm_states, with_closure
-from dualform.recording.trails import Accumulation, Trail, fetched, resolve_all
+from dualform.recording.saying import WarnOnce, warn_user
+from dualform.recording.sinks import LayerStart, ParameterFacts, Sink, Start, StepFacts
+from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
+from dualform.recording.step_preparation import OnFailure, StepPreparation
+from dualform.recording.steps import Owned, own, warm_states, with_closure
 from dualform.recording.unwrap import unwrap_all
 from dualform.recording.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
-from dualform.threads import keeping_modes, one_thread, restore_threads
+from dualform.threads import keeping_modes, restore_threads
 from dualform.torch_modes import keeping_grad_mode, without_gradients
 
-OnFailure = Literal["raise", "detach"]
-INTERRUPTED = StoreError("it was interrupted")  # stands for the error of a step whose recording did not end
+INTERRUPTED = StoreError("it was interrupted")
+"""Stands for the error of a step that was made while a Ctrl-C kept its recording from ending."""
 
 
 class Recorder:
@@ -96,30 +85,34 @@ class Recorder:
 
         self._hooks = Hooks(self._layers, weakref.ref(self), BufferPool(), model)
         self._handles: list[RemovableHandle] = []
-        self._pending = Pending()
-        self._open = OpenStep()
-        self._in_flight: PreparedStep | None = None  # of the optimizer that steps now
-        self._backwards, self._calls_taken = itertools.count(), itertools.count()
         self._annotator = Annotator()
-        self._graph_of: str | None = None  # a layer whose backward built a graph of itself
-        self._gauge = Gauge()
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._bystanders: Bystanders | None = None
         self._changes = Changes(model, self._layers, self._parameters, self._exact)
-        self._evaluations = 0  # of the closure, in the optimizer's step that runs now
-        self._here = True  # whether all parameters are in the CPU's memory
-        self._warned: set[str] = set()
-        self._step = 0
+        self._on_cpu = True  # whether all parameters are in the CPU's memory
+        self._warn_once = WarnOnce()
+        self._steps = 0  # taken so far
+        self._step_now = StepInProgress()
+        gauge = Gauge()
+        self._accumulations = Accumulations(self._parameters, self._step_now, sink, gauge)
+        self._preparation = StepPreparation(
+            self._exact,
+            self._alignment,
+            gauge,
+            self._warn_once,
+            batch_axis=self._batch_axis,
+            on_failure=on_failure,
+        )
         self._state: Literal["new", "recording", "closed", "forked"] = "new"
         # A method would keep this recorder alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
         self._finalizer: Callable[[], object] = _nothing
-        self._missed: DualformError | None = None  # why a step that was made is not recorded; none can follow it
+        self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
 
     @property
     def step(self) -> int:
         """The number of steps recorded so far, those of a resumed run included."""
-        return self._step
+        return self._steps
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -154,7 +147,7 @@ class Recorder:
         )
         opened = False
         try:
-            self._step = self._sink.open(start)
+            self._steps = self._sink.open(start)
             opened = True
             self._attach_hooks()
             self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
@@ -173,8 +166,8 @@ class Recorder:
 
     def _attach_hooks(self) -> None:
         """Look at the parameters as they are, and put every hook on."""
-        updates = self._sink.updates() if self._step else None
-        self._changes.begin(self._owned, self._step, updates)
+        updates = self._sink.updates() if self._steps else None
+        self._changes.begin(self._owned, self._steps, updates)
         self._bystanders = Bystanders(self._model, self._parameters, self._held)
         self._find_devices()
         self._state = "recording"
@@ -216,17 +209,17 @@ class Recorder:
     def _end(self, error: BaseException | None) -> None:
         """Take every hook off, hand on the step that is open, and close the sink."""
         untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
-        open_step, self._open = self._open, OpenStep()
+        done = self._step_now.end()
         self._detach()
         # Where the optimizer's step began and did not end, the parameters are those of no step.
-        broken = self._in_flight is not None and self._changes.is_broken_off()
+        broken = self._step_now.phase == "stepping" and self._changes.is_broken_off()
         try:
-            if broken or self._missed is not None:
+            if broken or self._lost is not None:
                 self._sink.abandon()
-                if self._missed is INTERRUPTED and error is None:
-                    raise _after_missed(INTERRUPTED)
+                if self._lost is INTERRUPTED and error is None:
+                    raise _after_lost(INTERRUPTED)
             else:
-                self._commit(open_step)
+                self._hand_on(done)
                 if (warning := self._close_sink()) and error is None:
                     warn_user(warning)
         except Exception as failure:
@@ -253,8 +246,7 @@ class Recorder:
         """
         if self._state == "new":
             raise AnnotationError("Nothing is being recorded yet. Use the recorder in a with statement.")
-        if self._annotator.late and "order" not in self._warned:
-            self._warned.add("order")
+        if self._annotator.late and self._warn_once.is_new("order"):
             warnings.warn(
                 "annotate() came after a forward pass without annotations and without a backward so far; its columns "
                 "go to the next forward. If they are meant for that one, call annotate() before the forward.",
@@ -325,20 +317,15 @@ class Recorder:
         if binding is not None and binding.begun_by in (None, name):
             binding.begun_by = name
             try:
-                self._alignment.before_forward(binding, (name, module), args, kwargs, step=self._step)
+                self._alignment.before_forward(binding, (name, module), args, kwargs, step=self._steps)
             except AnnotationError as error:
                 if self._on_failure == "raise":
                     raise
                 unknown = RowCheck("not aligned", "the batch's rows could not be told")
                 binding.checks.update({layer.name: unknown for layer in self._layers})
-                self._say([f"Columns per row are left out (null): {error}"])
-            self._say(self._alignment.warnings())
-
-    def _say(self, texts: Sequence[str]) -> None:
-        for text in texts:
-            if text not in self._warned:
-                self._warned.add(text)
-                warn_user(text)
+                self._warn_once(f"Columns per row are left out (null): {error}")
+            for text in self._alignment.warnings():
+                self._warn_once(text)
 
     def binding_for_forward(self) -> Binding | None:
         """Return the annotations that a forward call starting now takes."""
@@ -350,62 +337,24 @@ class Recorder:
         if self._changes.is_converted(name, parameter):
             with self._guarding():
                 self._follow(name)
-        if self._open.done:
+        if self._step_now.done.ids:
             with self._guarding():
                 self._end_step()
         if self._state == "recording":
-            self._trail(name).waiting = self._gauge.probe(name, parameter, size="now")
+            self._accumulations.begin(name, parameter)
 
     def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
-        """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
+        """Hand over the patterns that were accumulated, and measure the gradient that they made."""
         if self._state != "recording":
             return
-        micro = self._pending.micro(task)
-        if micro is None and self._pending.cleared(self._parameters, name):
-            if self._pending.backwards and (warning := self._changes.unstepped()) is not None:
+        if self._accumulations.is_unstepped(name, task):
+            if self._step_now.backwards and (warning := self._changes.unstepped()) is not None:
                 warn_user(warning)
-            self._discard_pending()  # nothing of it can reach a step any more
-        if micro is None:
-            micro = len(self._pending.backwards)
-            self._pending.backwards.append(Backward(next(self._backwards), task))
-        elif self._pending.backwards[micro].discarded:  # a step inside the backward, which goes on
-            self._pending.backwards[micro] = Backward(next(self._backwards), task)
+            self._accumulations.discard()
         self._annotator.late = False
-        backward = self._pending.backwards[micro]
-        known = {id(accumulated.arrival) for accumulated in backward.calls}
         for arrival in arrivals:
-            if id(arrival) not in known:
-                self._hand_over(backward, arrival)
             self._annotator.spend(arrival.call.binding)
-        after = self._gauge.probe(name, parameter)
-        assert after is not None, "a gradient was just accumulated"
-        predicted: Tensor | None = None
-        sizes, coarse, terms = [], False, 0
-        for arrival in arrivals:
-            for use, prediction in self._gauge.predictions(arrival).items():
-                if use.parameter == name:
-                    predicted = prediction.columns if predicted is None else predicted + prediction.columns
-                    sizes.append(prediction.size)
-                    coarse = coarse or arrival.call.coarse is not None
-                    terms += 0 if arrival.values is None else len(arrival.values)
-        trail = self._trail(name)
-        predicted = torch.zeros_like(after.columns) if predicted is None else predicted
-        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, sizes, coarse, terms))
-        trail.waiting = None
-
-    def _hand_over(self, backward: Backward, arrival: Arrival) -> None:
-        """Give the sink the patterns of a call that was just accumulated."""
-        number, layer = next(self._calls_taken), arrival.call.layer
-        assert arrival.keys is not None, "patterns are copied before they are handed over"
-        values = None if layer.keys_only else arrival.values
-        self._sink.call(CallRecord(number, backward.number, layer.name, arrival.keys, values, arrival.call.raw))
-        backward.calls.append(AccumulatedCall(number, arrival))
-
-    def _discard_pending(self) -> None:
-        """Let go of everything that was accumulated since the last step."""
-        gone, self._pending = self._pending, Pending()
-        if gone.backwards:
-            self._sink.discard([backward.number for backward in gone.backwards])
+        self._accumulations.end(name, parameter, task, arrivals)
 
     def coarse_seen(self, layer: str) -> None:
         """Refuse a layer whose values cannot be computed again as autocast computed them."""
@@ -422,7 +371,7 @@ class Recorder:
 
     def create_graph_seen(self, layer: str) -> None:
         """Remember that a backward built a graph of itself; what is done with it may not be seen."""
-        self._graph_of = layer
+        self._step_now.graph_of = layer
 
     # The optimizer's step -----------------------------------------------------------------------------------------
 
@@ -430,44 +379,28 @@ class Recorder:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._evaluations = 0
+        self._step_now.evaluations = 0
         if self._state != "recording":
             return None
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
     @without_gradients
     def _prepare(self, optimizer: Optimizer) -> None:
-        """Resolve what is pending for the optimizer that is about to step."""
-        self._in_flight = None
-        self._evaluations += 1
+        """Find what the optimizer that is about to step will do, or refuse its step."""
+        step = self._step_now
+        step.prepared = None
+        step.evaluations += 1
         with self._guarding(f"A step of {type(optimizer).__name__}"):
-            if self._missed is not None:
-                raise _after_missed(self._missed)
-            if id(optimizer) in self._open.done:
+            if self._lost is not None:
+                raise _after_lost(self._lost)
+            if id(optimizer) in step.done.ids:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
             self._look_for_joined(owned)
             self._check_unchanged(owned)
-            scale, skipped = pending_scale(optimizer)
-            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-            mine = owned.parameters
-            finals = [
-                None if skipped else self._gauge.probe(name, parameter, size="later")
-                for name, parameter in mine.items()
-            ]
-            seen = [(self._trail(name), final) for name, final in zip(mine, finals, strict=True)]
-            seen = seen if self._here else fetched(seen)
-            situation = Situation(self._exact, self._graph_of, len(self._pending.backwards), scale, skipped)
-            self._graph_of = None
-            with one_thread():  # what is left of gradients is small
-                resolutions = resolve_all(seen)
-            facts = [
-                gather_facts(owned, name, parameter, groups[id(parameter)], resolution, situation)
-                for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
-            ]
-            prepared = PreparedStep(self._step, facts, self._annotated_calls([*self._open.facts, *facts]))
+            prepared = self._preparation.prepare(owned, step, self._steps, on_cpu=self._on_cpu)
             self._sink.before_step(prepared)
-            self._in_flight = prepared
+            step.prepared = prepared
 
     def _look_for_joined(self, owned: Owned) -> None:
         """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
@@ -480,117 +413,68 @@ class Recorder:
             report_joined(self._model, owned.optimizer, joined, strict=self._strict)
         self._held |= new
 
-    def _annotated_calls(self, facts: Sequence[ParameterFacts]) -> list[StepCall]:
-        """Return the calls of a step; with on_failure="detach" without columns where those do not fit."""
-        try:
-            return self._calls(facts)
-        except AnnotationError as error:
-            if self._on_failure == "raise":
-                raise
-            if str(error) not in self._warned:
-                self._warned.add(str(error))
-                warn_user(f"The patterns of step {self._step} get no annotations, and training goes on: {error}")
-            for backward in self._pending.backwards:
-                for accumulated in backward.calls:
-                    accumulated.arrival.call.binding = None
-            return self._calls(facts)
-
-    def _calls(self, facts: Sequence[ParameterFacts]) -> list[StepCall]:
-        """Return the calls whose gradient reaches the step through at least one parameter."""
-        factors = {fact.parameter: fact.factors for fact in facts if fact.updated}
-        gathered = gather_calls(self._pending.backwards, factors, self._axis)
-        if self._alignment.enabled:
-            for name, check in gathered.checks.items():
-                self._alignment.note(name, check)
-            self._say(self._alignment.warnings())
-        if gathered.skipped:
-            self._say([
-                "annotate() came before a forward pass that had no backward, and its columns were not given to the "
-                "batch after it. Call annotate() before each forward that trains."
-            ])  # fmt: skip
-        for misfit in gathered.misfits:
-            if misfit.everywhere:
-                for backward in self._pending.backwards:
-                    for accumulated in backward.calls:
-                        if accumulated.arrival.call.binding is misfit.binding:
-                            accumulated.arrival.call.binding = None  # a second attempt at this step goes without it
-                raise AnnotationError(
-                    f"The annotation fits no recorded layer: {misfit.text}. Annotate one entry per row."
-                )
-        self._tell_misfits(gathered.misfits)
-        return gathered.calls
-
-    def _tell_misfits(self, misfits: Sequence[Misfit], most: int = 4) -> None:
-        """Warn once of each layer that cannot take a column, of all that are found in a step together."""
-        new = {f"misfit {(misfit.layer, misfit.column)}": misfit.text for misfit in misfits}
-        texts = [text for key, text in new.items() if key not in self._warned]
-        self._warned.update(new)
-        if texts:
-            more = f"; and {len(texts) - most} more" if len(texts) > most else ""
-            warn_user(f"Columns are left out (null) where they do not fit: {'; '.join(texts[:most])}{more}.")
-
     @keeping_grad_mode
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._state == "recording":
             with self._guarding(f"A step of {type(optimizer).__name__}", stepped=True):
-                before, self._missed = self._missed, INTERRUPTED
+                before, self._lost = self._lost, INTERRUPTED
                 self._finish(optimizer)
-                self._missed = before
+                self._lost = before
 
     @without_gradients
     def _finish(self, optimizer: Optimizer) -> None:
         """Take the step that an optimizer has made."""
-        prepared, self._in_flight = self._in_flight, None
+        step = self._step_now
+        prepared, step.prepared = step.prepared, None
         self._annotator.late = False
-        self._graph_of = None
+        step.graph_of = None
         self._hooks.forget()
         owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
         mine = owned.parameters
         for name in mine:
-            self._pending.trails.pop(name, None)
+            step.histories.pop(name, None)
         if prepared is None:
-            self._discard_pending()
+            self._accumulations.discard()
             return
         self._samples |= self._changes.note(owned, mine)
-        if self._evaluations > 1 and "evaluations" not in self._warned:
-            self._warned.add("evaluations")
-            warn_user(many_evaluations(owned.name, self._evaluations))
-        self._open.add(optimizer, prepared)
-        if len(self._open.done) == len(self._owned):
+        if step.evaluations > 1:
+            self._warn_once(many_evaluations(owned.name, step.evaluations), key="evaluations")
+        step.done.add(optimizer, prepared)
+        if len(step.done.ids) == len(self._owned):
             self._end_step()
 
     def _end_step(self) -> None:
         """Hand the step on that at least one optimizer took part in, and let go of what no other one waits for."""
-        if not self._open.done:
+        if not self._step_now.done.ids:
             return
-        before, self._missed = self._missed, INTERRUPTED
-        ended, self._open = self._open, OpenStep()
-        waiting = {name for owned in self._owned if id(owned.optimizer) not in ended.done for name in owned.parameters}
-        gone: Sequence[int] = ()
+        before, self._lost = self._lost, INTERRUPTED
+        done = self._step_now.end()
+        waiting = {name for owned in self._owned if id(owned.optimizer) not in done.ids for name in owned.parameters}
+        gone = self._step_now.keep(waiting)
         try:
-            gone = self._pending.keep(waiting)
-            self._commit(ended)
+            self._hand_on(done)
         except Exception:
-            self._missed = before  # the error itself tells what became of the step
+            self._lost = before  # the error itself tells what became of the step
             raise
         finally:
             if gone:
                 self._sink.discard(gone)
-        self._missed = before
+        self._lost = before
 
-    def _commit(self, ended: OpenStep) -> None:
-        if not ended.done:
+    def _hand_on(self, done: OptimizersDone) -> None:
+        """Give the sink the facts of a step that at least one optimizer took part in."""
+        if not done.ids:
             return
         still = [  # parameters whose optimizer did not step are as they were
             ParameterFacts(name, owned.name, False, {}, [])
             for owned in self._owned
-            if id(owned.optimizer) not in ended.done
+            if id(owned.optimizer) not in done.ids
             for name in owned.parameters
         ]
-        facts = [*ended.facts, *still]
+        facts = [*done.facts, *still]
         rows = dict(self._alignment.outcomes)
-        self._sink.step(StepFacts(self._step, ended.calls, facts, dict(self._samples), self._snapshot, rows))
-        self._step += 1
+        self._sink.step(StepFacts(self._steps, done.calls, facts, dict(self._samples), self._snapshot, rows))
+        self._steps += 1
 
     # Changes that no recorded step made ---------------------------------------------------------------------------
 
@@ -599,42 +483,33 @@ class Recorder:
         for name, parameter in self._parameters.items():
             if self._changes.is_converted(name, parameter):
                 self._follow(name)
-        self._changes.check(owned, self._step)
+        self._changes.check(owned, self._steps)
 
     def _follow(self, name: str) -> None:
         """Go on where the model was moved to another device between two steps; refuse any other conversion."""
-        self._changes.follow(name, self._step, pending=bool(self._pending.backwards))
+        self._changes.follow(name, self._steps, pending=bool(self._step_now.backwards))
         self._find_devices()
 
     def _find_devices(self) -> None:
         """Find out whether all parameters are in the CPU's memory."""
-        self._here = all(parameter.device.type == "cpu" for parameter in self._parameters.values())
+        self._on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters.values())
 
     def _close_sink(self) -> str:
         """Close the sink, with final weights only if they are those after the last step; return a warning, or ""."""
         live = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
         if changed := self._changes.changed():
-            self._sink.close_without_final(why_no_final(changed, self._step))
+            self._sink.close_without_final(why_no_final(changed, self._steps))
         else:
             self._sink.close(live)
-        return self._changes.at_closing(self._step, lambda: self._sink.find_step(live))
+        return self._changes.at_closing(self._steps, lambda: self._sink.find_step(live))
 
     # Small things -------------------------------------------------------------------------------------------------
-
-    def _axis(self, layer: Watched) -> int:
-        return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
-
-    def _trail(self, name: str) -> Trail:
-        trail = self._pending.trails.get(name)
-        if trail is None:
-            trail = self._pending.trails[name] = Trail(self._parameters[name].shape[1:].numel())
-        return trail
 
     def _detach(self, *, in_a_step: bool = False) -> None:
         self._state = "closed"
         self._hooks.detach()
         remove_handles(self._handles, running=in_a_step)
-        self._pending = Pending()
+        self._step_now.clear()  # the sink ends, and with it what it has of these backwards
 
     @contextlib.contextmanager
     def _guarding(self, where: str = "The recording", *, stepped: bool = False) -> Iterator[None]:
@@ -663,22 +538,22 @@ class Recorder:
             error = unforeseen
         if self._on_failure == "raise":
             if stepped:
-                self._missed = error if isinstance(error, RefusedError) else None  # a sink knows itself what it missed
+                self._lost = error if isinstance(error, RefusedError) else None  # a sink knows itself what it missed
             raise error
         if self._state == "closed":
             return
-        open_step, self._open = self._open, OpenStep()
+        done = self._step_now.end()
         self._detach(in_a_step=True)
         try:
             if isinstance(error, RefusedError) and not stepped:  # the parameters are those of the last step
-                self._commit(open_step)
+                self._hand_on(done)
                 self._close_sink()
         except Exception as another:
             error.add_note(f"While the recording was closed: {another}")
         finally:
             self._sink.abandon()
         self._finalizer()
-        warn_user(f"Recording stopped at step {self._step} and training goes on without it: {error}")
+        warn_user(f"Recording stopped at step {self._steps} and training goes on without it: {error}")
 
 
 def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[str, Tensor]:
@@ -688,7 +563,7 @@ def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[st
     return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
 
 
-def _after_missed(error: Exception) -> DualformError:
+def _after_lost(error: Exception) -> DualformError:
     """Return the error of a recording that cannot go on, because an earlier step was not recorded."""
     kind = StoreError if isinstance(error, StoreError) else RefusedError
     return kind(

@@ -1,11 +1,7 @@
-"""One step in the making: it ends when every optimizer has stepped, or when training goes on without some of them.
-
-With one optimizer a step of the recording is its step. Several optimizers share a step when they step one after the
-other with no backward between them, so that a layer whose parameters are divided among them keeps one row per pattern.
-"""
+"""The recorded optimizers: which covered parameters each one trains, the state it starts from, and its closure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,22 +9,6 @@ from torch.optim import Optimizer
 
 from dualform.errors import RefusedError
 from dualform.recording.optimizers import FactLogger, find_logger, known_type, require_logger
-from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
-
-
-@dataclass(slots=True)
-class OpenStep:
-    """What the optimizers that have stepped so far did."""
-
-    done: set[int] = field(default_factory=set)  # ids of optimizers
-    facts: list[ParameterFacts] = field(default_factory=list)
-    calls: Sequence[StepCall] = ()
-
-    def add(self, optimizer: Optimizer, prepared: PreparedStep) -> None:
-        """Note an optimizer's step; its calls are those that reach any optimizer so far."""
-        self.done.add(id(optimizer))
-        self.facts.extend(prepared.facts)
-        self.calls = prepared.calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
