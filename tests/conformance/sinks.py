@@ -28,6 +28,52 @@ class KeptCall(NamedTuple):
     values: Tensor | None
 
 
+class ListSink:
+    """The toy: keeps the patterns of every step in a list."""
+
+    def __init__(self) -> None:
+        self.kept: list[KeptCall] = []
+        self._pending: dict[int, CallRecord] = {}  # by number
+
+    def open(self, start: Start) -> int:
+        return 0
+
+    def updates(self) -> Mapping[str, int]:
+        return {}
+
+    def check(self, binding: Binding) -> None: ...
+
+    def call(self, record: CallRecord) -> None:
+        self._pending[record.number] = record
+
+    def before_step(self, prepared: PreparedStep) -> None: ...
+
+    def step(self, facts: StepFacts) -> None:
+        for call in facts.calls:
+            record = self._pending[call.number]
+            keys, values = call.keys_of(record), record.values
+            self.kept.append(KeptCall(facts.step, record.layer, call.micro, call.call, keys, values))
+
+    def discard(self, backwards: Sequence[int]) -> None:
+        self._pending = {n: record for n, record in self._pending.items() if record.backward not in backwards}
+
+    def attach(self, files: Files) -> None: ...
+
+    def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None: ...
+
+    def close(self, final: Mapping[str, Tensor]) -> None:
+        self._pending.clear()
+
+    def close_without_final(self, reason: str) -> None:
+        self._pending.clear()
+
+    def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
+        return None
+
+    def abandon(self) -> None:
+        self._pending.clear()
+
+
 class PromisedSink:
     """Hands everything on to a sink, checks what the recorder promises, and keeps copies of the steps' patterns."""
 

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dualform
 from conformance.executors import ExecutorConformance, executed_run
-from conformance.sinks import KeptCall, SinkConformance
+from conformance.sinks import KeptCall, ListSink, SinkConformance
 from conformance.sources import SourceConformance
 from dualform.attend.memory import Memory
 from dualform.coefficients import Facts
@@ -28,9 +28,6 @@ from dualform.engine.reducers import one_group
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.engine.sweep import run_sweep
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.annotations import Binding
-from dualform.recording.media import Files
-from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
 from dualform.store.reader import Run
 from dualform.store.rows import MemoryRows
 from dualform.store.writer import DiskWriter
@@ -153,55 +150,6 @@ class ProcessExecutor:
         found = pickle.loads(here.recv_bytes())
         process.join()
         return found
-
-
-# The toy sink: a list of the calls of every step. ---------------------------------------------------------------------
-
-
-class ListSink:
-    """Keeps the patterns of every step in a list."""
-
-    def __init__(self) -> None:
-        self.kept: list[KeptCall] = []
-        self._pending: dict[int, CallRecord] = {}  # by number
-
-    def open(self, start: Start) -> int:
-        return 0
-
-    def updates(self) -> Mapping[str, int]:
-        return {}
-
-    def check(self, binding: Binding) -> None: ...
-
-    def call(self, record: CallRecord) -> None:
-        self._pending[record.number] = record
-
-    def before_step(self, prepared: PreparedStep) -> None: ...
-
-    def step(self, facts: StepFacts) -> None:
-        for call in facts.calls:
-            record = self._pending[call.number]
-            keys, values = call.keys_of(record), record.values
-            self.kept.append(KeptCall(facts.step, record.layer, call.micro, call.call, keys, values))
-
-    def discard(self, backwards: Sequence[int]) -> None:
-        self._pending = {n: record for n, record in self._pending.items() if record.backward not in backwards}
-
-    def attach(self, files: Files) -> None: ...
-
-    def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None: ...
-
-    def close(self, final: Mapping[str, Tensor]) -> None:
-        self._pending.clear()
-
-    def close_without_final(self, reason: str) -> None:
-        self._pending.clear()
-
-    def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
-        return None
-
-    def abandon(self) -> None:
-        self._pending.clear()
 
 
 # The suites, and the questions of the README --------------------------------------------------------------------------
