@@ -40,6 +40,7 @@ from dualform.recording.step_preparation import OnFailure, StepPreparation
 from dualform.recording.steps import Owned, own, warm_states, with_closure
 from dualform.recording.unwrap import unwrap_all
 from dualform.recording.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
+from dualform.recording.world import OneProcess, World
 from dualform.threads import keeping_modes, restore_threads
 from dualform.torch_modes import keeping_grad_mode, without_gradients
 
@@ -61,15 +62,17 @@ class Recorder:
         batch_axis: int | None = None,
         check_rows: bool = True,
         on_failure: OnFailure = "raise",
+        world: World | None = None,
     ) -> None:
         self._model = model
+        self._world = OneProcess() if world is None else world
         self._sink = sink
         self._on_failure = on_failure
         self._batch_axis = 0 if batch_axis is None else batch_axis
         optimizers = unwrap_all(optimizer)
         refuse_wrapped(model)
         self._layers = watch(model, layers, optimizers)
-        refuse_several_processes(self._layers)
+        refuse_several_processes(self._layers, self._world)
         self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
@@ -396,9 +399,18 @@ class Recorder:
             if id(optimizer) in step.done.ids:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
-            self._look_for_joined(owned)
-            self._check_unchanged(owned)
-            prepared = self._preparation.prepare(owned, step, self._steps, on_cpu=self._on_cpu)
+            try:
+                self._look_for_joined(owned)
+                self._check_unchanged(owned)
+                prepared = self._preparation.prepare(owned, step, self._steps, on_cpu=self._on_cpu)
+            except Exception:
+                self._world.any(True)  # so that no other process records this step
+                raise
+            if self._world.any(False):
+                raise RefusedError(
+                    "Another process of this training cannot record this step, as its own error says; so no process "
+                    "records it."
+                )
             self._sink.before_step(prepared)
             step.prepared = prepared
 
