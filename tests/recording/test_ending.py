@@ -15,7 +15,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import RunExistsError, StoreError
-from dualform.recording import recorder as recorder_module
+from dualform.recording import step_recorder
 from dualform.store import writer
 from dualform.store.format import LOCK, locked
 from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
@@ -77,7 +77,7 @@ def test_a_start_that_fails_leaves_neither_hooks_nor_thread_nor_lock(
 
     with monkeypatch.context() as patch:
         if where == "parameters":
-            patch.setattr(recorder_module, "Bystanders", fail)
+            patch.setattr(step_recorder, "Bystanders", fail)
         elif where == "hooks":
             patch.setattr(optimizer, "register_step_post_hook", fail)
         else:
@@ -342,7 +342,7 @@ def test_a_step_whose_recording_is_interrupted_is_left_out_and_none_comes_after_
     run: Path, monkeypatch: pytest.MonkeyPatch, where: str, swallowed: bool
 ) -> None:
     """The optimizer has stepped by then, and the recording knows the new weights but has not handed the step on."""
-    owner = recorder_module.Changes if where == "note" else recorder_module.Pending
+    owner = step_recorder.Changes if where == "note" else step_recorder.StepInProgress
     real = getattr(owner, where)
     model = mlp()
     optimizer = sgd(model)
@@ -413,7 +413,7 @@ def test_an_interrupt_just_after_the_sink_was_opened_leaves_nothing(run: Path, m
 def test_an_interrupt_while_hooks_are_taken_off_ends_the_recording_all_the_same(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = recorder_module.remove_handles
+    real = step_recorder.remove_handles
     interrupts = [KeyboardInterrupt()]
 
     def once(handles: Any, *, running: bool) -> None:
@@ -425,7 +425,7 @@ def test_an_interrupt_while_hooks_are_taken_off_ends_the_recording_all_the_same(
     optimizer = sgd(model)
     recorder = dualform.record(model, optimizer, run).start()
     train(model, optimizer, batches(2))
-    monkeypatch.setattr(recorder_module, "remove_handles", once)
+    monkeypatch.setattr(step_recorder, "remove_handles", once)
     with pytest.raises(KeyboardInterrupt):
         recorder.close()
     assert leftovers(model, optimizer) == []

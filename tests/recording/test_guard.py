@@ -12,7 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import dualform
 from dualform.errors import AnnotationError, RefusedError
-from dualform.recording import hooks, recorder, step_preparation
+from dualform.recording import hooks, step_preparation, step_recorder
 from dualform.recording.gauge import Gauge
 from dualform.recording.layers import recurrent
 from dualform.recording.layers.linear import Linear
@@ -187,7 +187,7 @@ def test_an_error_after_the_step_leaves_no_final_parameters(
     """The parameters have moved, and that step is in no pattern."""
     model = mlp()
     optimizer = sgd(model)
-    monkeypatch.setattr(recorder, "StepFacts", fail)
+    monkeypatch.setattr(step_recorder, "StepFacts", fail)
     with dualform.record(model, optimizer, run, on_failure=on_failure):
         expected = pytest.warns(UserWarning, match=rf"{STOPPED}: A step of SGD.*the cause")
         refused = pytest.raises(RefusedError, match=r"A step of SGD cannot be recorded: Unforeseen: the cause")
@@ -213,7 +213,7 @@ def test_detaching_in_a_step_leaves_the_users_later_hooks_running(
     with dualform.record(model, optimizer, run, on_failure="detach"):
         optimizer.register_step_pre_hook(lambda *_: called.append("before"))
         optimizer.register_step_post_hook(lambda *_: called.append("after"))
-        broken = (step_preparation, "resolve_all") if where == "before" else (recorder, "StepFacts")
+        broken = (step_preparation, "resolve_all") if where == "before" else (step_recorder, "StepFacts")
         monkeypatch.setattr(*broken, fail)
         with pytest.warns(UserWarning, match=STOPPED):
             train(model, optimizer, batches(1))

@@ -115,7 +115,8 @@ class StepInProgress:
 
     def clear(self) -> list[int]:
         """Let go of everything that was accumulated; return the numbers of the backwards that this discards."""
-        return self.keep(())
+        gone, self.backwards, self.histories = self.backwards, [], {}
+        return [backward.number for backward in gone if not backward.discarded]
 
     def keep(self, parameters: Collection[str]) -> list[int]:
         """Let go of everything that none of these parameters waits for; return the numbers of those backwards.
