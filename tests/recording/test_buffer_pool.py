@@ -2,10 +2,13 @@
 
 import gc
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import dualform
 from dualform.recording import buffer_pool
 from dualform.recording.buffer_pool import BufferPool
 
@@ -70,3 +73,52 @@ def test_memory_returns_from_another_thread_and_after_the_pool() -> None:
     del pool
     gc.collect()
     assert torch.equal(again, rows)
+
+
+def test_a_step_inside_a_backward_does_not_give_back_what_the_next_one_needs(tmp_path: Path) -> None:
+    """An optimizer per parameter, each stepping as soon as its gradient is there; weight and bias share patterns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.05) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    with dualform.record(model, list(optimizers.values()), tmp_path / "run", shard_bytes=1) as recorder:
+        handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in model.parameters()]
+        for _ in range(10):
+            model(torch.randn(8, 8)).square().mean().backward()
+            recorder.flush()
+        for handle in handles:
+            handle.remove()
+    assert dualform.open(tmp_path / "run").verify(model).passed
+
+
+class TwoHeads(nn.Module):
+    """A recurrent layer whose keys are as many numbers as the heads' values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16)
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 32)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.lstm(inputs)[0]
+        return self.a(found), self.b(found)
+
+
+def test_two_backwards_over_one_graph_share_no_memory_that_is_used_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TwoHeads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", shard_bytes=1 << 30) as recorder:
+        for step in range(30):
+            optimizer.zero_grad()
+            a, b = model(torch.randn(5, 8, 16))
+            a.square().mean().backward(retain_graph=True)
+            b.pow(4).mean().backward()
+            optimizer.step()
+            if step % 3 == 2:
+                recorder.flush()
+    assert dualform.open(tmp_path / "run").verify(model).passed

@@ -77,7 +77,7 @@ def test_a_start_that_fails_leaves_neither_hooks_nor_thread_nor_lock(
 
     with monkeypatch.context() as patch:
         if where == "parameters":
-            patch.setattr(step_recorder, "Bystanders", fail)
+            patch.setattr(step_recorder, "UnclaimedParameters", fail)
         elif where == "hooks":
             patch.setattr(optimizer, "register_step_post_hook", fail)
         else:
@@ -432,3 +432,24 @@ def test_an_interrupt_while_hooks_are_taken_off_ends_the_recording_all_the_same(
     assert not writers()
     assert not (run / LOCK).exists()
     assert dualform.open(run).step == 2
+
+
+CLOSED_AT_EXIT = """
+import atexit, sys, torch, dualform
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+recorder = dualform.record(model, optimizer, sys.argv[1])
+recorder.__enter__()
+atexit.register(recorder.__exit__, None, None, None)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_recording_may_be_closed_when_the_interpreter_ends(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CLOSED_AT_EXIT, str(tmp_path / "run")], check=True)
+    memory = dualform.open(tmp_path / "run")
+    assert memory.step == 3
+    assert memory.verify().passed

@@ -13,9 +13,9 @@ from torch.overrides import _get_current_function_mode_stack
 import dualform
 from dualform.errors import AnnotationError, RefusedError
 from dualform.recording import hooks, step_preparation, step_recorder
-from dualform.recording.gauge import Gauge
 from dualform.recording.layers import recurrent
 from dualform.recording.layers.linear import Linear
+from dualform.recording.probes import GradientProbes
 from helpers.loops import batches, counts, leftovers, loss_of, mlp, sgd, state, train
 
 STOPPED = "training goes on without it"
@@ -120,7 +120,7 @@ HOOKS: dict[str, tuple[Callable[[], nn.Module], object, str, str]] = {
     # where it fails: a model, what breaks, and who the message names
     "forward": (mlp, Linear, "inputs", "Layer '0'"),
     "output": (mlp, hooks, "Arrival", "Layer '2'"),
-    "before accumulation": (mlp, Gauge, "probe", "Parameter '2.bias'"),
+    "before accumulation": (mlp, GradientProbes, "probe", "Parameter '2.bias'"),
     "after accumulation": (mlp, hooks.Arrival, "copy", "Parameter '2.bias'"),
     "before the step": (mlp, step_preparation, "resolve_all", "A step of SGD"),
     "composite, before": (lstm, recurrent.Recurrent, "trace", "Layer 'l0'"),

@@ -42,7 +42,7 @@ from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.printable import cut
 from dualform.recording.media import example_files, media_files
-from dualform.recording.saying import warn_user
+from dualform.recording.user_warnings import warn_user
 from dualform.recording.watch import plain_name
 from dualform.store.corpus import Corpus
 from dualform.store.kept_state import KnownState, lossy_text

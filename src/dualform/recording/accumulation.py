@@ -10,27 +10,29 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from dualform.recording.gauge import Gauge
+from dualform.recording.gradient_history import Accumulation
 from dualform.recording.hooks import Arrival
+from dualform.recording.probes import GradientProbes
 from dualform.recording.sinks import CallRecord, Sink
 from dualform.recording.step_in_progress import AccumulatedCall, Backward, StepInProgress
-from dualform.recording.trails import Accumulation
 
 
 class Accumulations:
     """Follows the backwards of one recording, and hands their patterns over."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], step: StepInProgress, sink: Sink, gauge: Gauge) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], step: StepInProgress, sink: Sink, probes: GradientProbes
+    ) -> None:
         self._parameters = parameters
         self._step = step
         self._sink = sink
-        self._gauge = gauge
+        self._probes = probes
         self._backward_numbers = itertools.count()
         self._call_numbers = itertools.count()
 
     def begin(self, name: str, parameter: nn.Parameter) -> None:
         """Take a probe of a parameter's gradient before a backward adds to it."""
-        self._step.history(name, parameter).waiting = self._gauge.probe(name, parameter, size="now")
+        self._step.history(name, parameter).waiting = self._probes.probe(name, parameter, size="now")
 
     def is_unstepped(self, name: str, task: int) -> bool:
         """Say whether a graph task is a new backward, and every gradient so far was cleared without a step."""
@@ -55,12 +57,12 @@ class Accumulations:
         for arrival in arrivals:
             if id(arrival) not in known:
                 self._hand_over(backward, arrival)
-        after = self._gauge.probe(name, parameter)
+        after = self._probes.probe(name, parameter)
         assert after is not None, "a gradient was just accumulated"
         predicted: Tensor | None = None
         sizes, coarse, terms = [], False, 0
         for arrival in arrivals:
-            for use, prediction in self._gauge.predictions(arrival).items():
+            for use, prediction in self._probes.predictions(arrival).items():
                 if use.parameter == name:
                     predicted = prediction.columns if predicted is None else predicted + prediction.columns
                     sizes.append(prediction.size)

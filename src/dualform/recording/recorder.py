@@ -17,11 +17,11 @@ from dualform.recording.estimate import Estimate, estimate
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
 from dualform.recording.processes import refuse_several_processes, refuse_wrapped
+from dualform.recording.recorded_optimizers import divide_parameters, warm_states
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import LayerStart, Sink, Start
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.step_recorder import StepRecorder
-from dualform.recording.steps import own, warm_states
 from dualform.recording.unwrap import unwrap_all
 from dualform.recording.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
 from dualform.recording.world import OneProcess, World
@@ -56,7 +56,7 @@ class Recorder:
         self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
-        self._owned = own(optimizers, self._parameters, keys_only=keys_only)
+        self._owned = divide_parameters(optimizers, self._parameters, keys_only=keys_only)
         missing = uncovered(model, optimizers, self._layers)
         self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}
         self._uncovered_state = UncoveredState(model, optimizers, self._parameters)

@@ -18,9 +18,9 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from dualform.recording.gradient_history import GradientHistory
 from dualform.recording.hooks import Arrival
 from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
-from dualform.recording.trails import Trail
 
 Phase = Literal["accumulating", "stepping", "taken"]
 
@@ -72,7 +72,7 @@ class StepInProgress:
     """
 
     backwards: list[Backward] = field(default_factory=list)
-    histories: dict[str, Trail] = field(default_factory=dict)
+    histories: dict[str, GradientHistory] = field(default_factory=dict)
     graph_of: str | None = None
     prepared: PreparedStep | None = None
     evaluations: int = 0
@@ -90,11 +90,11 @@ class StepInProgress:
         """The accumulated calls of all backwards."""
         return [call for backward in self.backwards for call in backward.calls]
 
-    def history(self, name: str, parameter: nn.Parameter) -> Trail:
+    def history(self, name: str, parameter: nn.Parameter) -> GradientHistory:
         """Return the history of a parameter's gradient since its last step."""
         found = self.histories.get(name)
         if found is None:
-            found = self.histories[name] = Trail(parameter.shape[1:].numel())
+            found = self.histories[name] = GradientHistory(parameter.shape[1:].numel())
         return found
 
     def micro(self, task: int) -> int | None:

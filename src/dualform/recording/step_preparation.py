@@ -9,20 +9,20 @@ from typing import Literal
 
 from dualform.errors import AnnotationError
 from dualform.recording.alignment import Alignment
-from dualform.recording.calls import Misfit, gather_calls
-from dualform.recording.facts import Situation, gather_facts
-from dualform.recording.gauge import Gauge
+from dualform.recording.facts import StepContext, gather_facts
+from dualform.recording.gradient_history import fetch_histories, resolve_all
 from dualform.recording.optimizers import pending_scale
-from dualform.recording.saying import WarnOnce, warn_user
+from dualform.recording.probes import GradientProbes
+from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
+from dualform.recording.step_calls import UnfittingColumn, gather_calls
 from dualform.recording.step_in_progress import StepInProgress
-from dualform.recording.steps import Owned
-from dualform.recording.trails import fetched, resolve_all
+from dualform.recording.user_warnings import WarnOnce, warn_user
 from dualform.recording.watch import Watched
 from dualform.threads import one_thread
 
 OnFailure = Literal["raise", "detach"]
-MAX_MISFITS_TOLD = 4  # columns that do not fit, named in one warning
+MAX_COLUMNS_TOLD = 4  # columns that do not fit, named in one warning
 
 
 class StepPreparation:
@@ -32,7 +32,7 @@ class StepPreparation:
         self,
         exact: Collection[str],
         alignment: Alignment,
-        gauge: Gauge,
+        probes: GradientProbes,
         warn_once: WarnOnce,
         *,
         batch_axis: int,
@@ -43,19 +43,19 @@ class StepPreparation:
         Args:
             exact: names of the parameters of layers whose values are recorded.
             alignment: what is known of the layers' rows.
-            gauge: takes probes of gradients.
+            probes: measures gradients.
             warn_once: tells the user of columns that are left out.
             batch_axis: the axis of a layer's input that is the batch, unless the layer's kind has one of its own.
             on_failure: "raise" where columns fit no layer, or "detach": leave them out.
         """
         self._exact = exact
         self._alignment = alignment
-        self._gauge = gauge
+        self._probes = probes
         self._warn_once = warn_once
         self._batch_axis = batch_axis
         self._on_failure = on_failure
 
-    def prepare(self, owned: Owned, step: StepInProgress, number: int, *, on_cpu: bool) -> PreparedStep:
+    def prepare(self, owned: RecordedOptimizer, step: StepInProgress, number: int, *, on_cpu: bool) -> PreparedStep:
         """Return what an optimizer is about to do, or refuse.
 
         Args:
@@ -68,17 +68,17 @@ class StepPreparation:
         scale, skipped = pending_scale(optimizer)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         finals = [
-            None if skipped else self._gauge.probe(name, parameter, size="later") for name, parameter in mine.items()
+            None if skipped else self._probes.probe(name, parameter, size="later") for name, parameter in mine.items()
         ]
         histories = [step.history(name, parameter) for name, parameter in mine.items()]
         seen = list(zip(histories, finals, strict=True))
-        seen = seen if on_cpu else fetched(seen)
-        situation = Situation(self._exact, step.graph_of, len(step.backwards), scale, skipped)
+        seen = seen if on_cpu else fetch_histories(seen)
+        context = StepContext(self._exact, step.graph_of, len(step.backwards), scale, skipped)
         step.graph_of = None
         with one_thread():  # what is left of gradients is small
             resolutions = resolve_all(seen)
         facts = [
-            gather_facts(owned, name, parameter, groups[id(parameter)], resolution, situation)
+            gather_facts(owned, name, parameter, groups[id(parameter)], resolution, context)
             for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
         ]
         return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number))
@@ -112,24 +112,24 @@ class StepPreparation:
                 "annotate() came before a forward pass that had no backward, and its columns were not given to the "
                 "batch after it. Call annotate() before each forward that trains."
             )
-        for misfit in gathered.misfits:
-            if misfit.everywhere:
+        for column in gathered.unfitting:
+            if column.everywhere:
                 for accumulated in step.calls:
-                    if accumulated.arrival.call.binding is misfit.binding:
+                    if accumulated.arrival.call.binding is column.binding:
                         accumulated.arrival.call.binding = None  # a second attempt at this step goes without it
                 raise AnnotationError(
-                    f"The annotation fits no recorded layer: {misfit.text}. Annotate one entry per row."
+                    f"The annotation fits no recorded layer: {column.text}. Annotate one entry per row."
                 )
-        self._tell_misfits(gathered.misfits)
+        self._tell_unfitting(gathered.unfitting)
         return gathered.calls
 
-    def _tell_misfits(self, misfits: Sequence[Misfit]) -> None:
+    def _tell_unfitting(self, unfitting: Sequence[UnfittingColumn]) -> None:
         """Warn once of each layer that cannot take a column, of all that are found in a step together."""
-        new = {f"misfit {(misfit.layer, misfit.column)}": misfit.text for misfit in misfits}
+        new = {f"unfitting {(column.layer, column.name)}": column.text for column in unfitting}
         texts = [text for key, text in new.items() if self._warn_once.is_new(key)]
         if texts:
-            more = f"; and {len(texts) - MAX_MISFITS_TOLD} more" if len(texts) > MAX_MISFITS_TOLD else ""
-            told = "; ".join(texts[:MAX_MISFITS_TOLD])
+            more = f"; and {len(texts) - MAX_COLUMNS_TOLD} more" if len(texts) > MAX_COLUMNS_TOLD else ""
+            told = "; ".join(texts[:MAX_COLUMNS_TOLD])
             warn_user(f"Columns are left out (null) where they do not fit: {told}{more}.")
 
     def _axis(self, layer: Watched) -> int:

@@ -21,19 +21,19 @@ from dualform.recording.accumulation import Accumulations
 from dualform.recording.alignment import Alignment
 from dualform.recording.annotations import Annotator, Binding
 from dualform.recording.buffer_pool import BufferPool
-from dualform.recording.bystanders import Bystanders
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
-from dualform.recording.gauge import Gauge
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.media import Files
+from dualform.recording.probes import GradientProbes
+from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.rows import input_tensors
-from dualform.recording.saying import WarnOnce, warn_user
 from dualform.recording.sinks import ParameterFacts, Sink, Start, StepFacts
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
-from dualform.recording.steps import Owned, with_closure
+from dualform.recording.unclaimed_parameters import UnclaimedParameters
+from dualform.recording.user_warnings import WarnOnce, warn_user
 from dualform.recording.watch import Watched, covered, held, report_joined, uncovered
 from dualform.recording.world import World
 from dualform.torch_modes import keeping_grad_mode, without_gradients
@@ -49,7 +49,7 @@ class StepRecorder:
         self,
         model: nn.Module,
         layers: Sequence[Watched],
-        optimizers: Sequence[Owned],
+        optimizers: Sequence[RecordedOptimizer],
         sink: Sink,
         alignment: Alignment,
         world: World,
@@ -86,15 +86,15 @@ class StepRecorder:
         exact = {name for layer in layers if not layer.keys_only for name, _ in layer.parameters.values()}
         self._changes = Changes(model, layers, self._parameters, exact)
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
-        self._bystanders: Bystanders | None = None
+        self._unclaimed: UnclaimedParameters | None = None
         self._on_cpu = True  # whether all parameters are in the CPU's memory
         self._step_now = StepInProgress()
-        gauge = Gauge()
-        self._accumulations = Accumulations(self._parameters, self._step_now, sink, gauge)
+        probes = GradientProbes()
+        self._accumulations = Accumulations(self._parameters, self._step_now, sink, probes)
         self._preparation = StepPreparation(
             exact,
             alignment,
-            gauge,
+            probes,
             self.warn_once,
             batch_axis=alignment.batch_axis,
             on_failure=on_failure,
@@ -136,7 +136,7 @@ class StepRecorder:
         """Look at the parameters as they are, and put every hook on."""
         updates = self._sink.updates() if self.steps else None
         self._changes.begin(self._owned, self.steps, updates)
-        self._bystanders = Bystanders(self._model, self._parameters, self._held)
+        self._unclaimed = UnclaimedParameters(self._model, self._parameters, self._held)
         self._find_devices()
         self.state = "recording"
         self._hooks.attach()
@@ -165,7 +165,7 @@ class StepRecorder:
 
     def _end(self, error: BaseException | None) -> None:
         """Take every hook off, hand on the step that is open, and close the sink."""
-        untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
+        untold = self._unclaimed.warning(self._held) if self._unclaimed is not None else None
         done = self._step_now.end()
         self._detach()
         # Where the optimizer's step began and did not end, the parameters are those of no step.
@@ -315,7 +315,7 @@ class StepRecorder:
             self._sink.before_step(prepared)
             step.prepared = prepared
 
-    def _look_for_joined(self, owned: Owned) -> None:
+    def _look_for_joined(self, owned: RecordedOptimizer) -> None:
         """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
         new = held([owned.optimizer]) - self._held
         if not new:
@@ -391,7 +391,7 @@ class StepRecorder:
 
     # Changes that no recorded step made ---------------------------------------------------------------------------
 
-    def _check_unchanged(self, owned: Owned) -> None:
+    def _check_unchanged(self, owned: RecordedOptimizer) -> None:
         """Refuse a step if anything but recorded steps has changed what the recording is about."""
         for name, parameter in self._parameters.items():
             if self._changes.is_converted(name, parameter):

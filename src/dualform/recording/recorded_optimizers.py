@@ -12,7 +12,7 @@ from dualform.recording.optimizers import FactLogger, find_logger, known_type, r
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Owned:
+class RecordedOptimizer:
     """One optimizer of a run: which covered parameters it trains, and how its facts are read."""
 
     optimizer: Optimizer
@@ -31,16 +31,16 @@ class Owned:
         return (known_type(self.optimizer) or type(self.optimizer)).__name__
 
 
-def own(
+def divide_parameters(
     optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], *, keys_only: bool
-) -> tuple[Owned, ...]:
+) -> tuple[RecordedOptimizer, ...]:
     """Divide the covered parameters among the optimizers, refusing what is not known or not clear."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     taken: dict[str, Optimizer] = {}
     owned = []
     for optimizer in optimizers:
         logger = find_logger(optimizer) if keys_only else require_logger(optimizer)
-        owned.append(Owned(optimizer, names, logger))
+        owned.append(RecordedOptimizer(optimizer, names, logger))
         for name in owned[-1].parameters:
             if name in taken:
                 raise RefusedError(
@@ -51,7 +51,7 @@ def own(
     return tuple(owned)
 
 
-def warm_states(optimizers: Sequence[Owned]) -> dict[str, dict[str, Tensor]]:
+def warm_states(optimizers: Sequence[RecordedOptimizer]) -> dict[str, dict[str, Tensor]]:
     """Return copies of the optimizers' state that is warm already: parameter -> entry -> tensor."""
     states = {}
     for owned in optimizers:

@@ -15,12 +15,12 @@ from dualform.recording.watch import Watched
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class UnfittingColumn:
     """A column that a layer's patterns could not take; `everywhere` if no layer of the step could."""
 
     binding: Binding
     layer: str
-    column: str
+    name: str
     text: str
     everywhere: bool
 
@@ -30,7 +30,7 @@ class Gathered:
     """The calls of a step, and what is to be said of their annotations."""
 
     calls: list[StepCall] = field(default_factory=list)
-    misfits: list[Misfit] = field(default_factory=list)
+    unfitting: list[UnfittingColumn] = field(default_factory=list)
     skipped: bool = False  # whether annotations were left out that a skipped batch had
     checks: dict[str, RowCheck] = field(default_factory=dict)  # layers whose rows no trial has told
 
@@ -49,7 +49,7 @@ def gather_calls(
     """
     gathered = Gathered()
     fitted: dict[int, set[str]] = {}  # binding -> columns that some layer took, or that are known not to belong to it
-    misfits: list[tuple[Binding, str, str, str]] = []
+    unfitting: list[tuple[Binding, str, str, str]] = []
     for micro, backward in enumerate(backwards):
         calls: dict[str, int] = {}  # layer -> its last call
         for accumulated in sorted(backward.calls, key=lambda one: one.arrival.call.number):
@@ -69,7 +69,7 @@ def gather_calls(
                     taken.update(names)
                     for name in binding.columns.keys() - names:
                         text = binding.misfit(name, layer.name, placed.rows, placed.positions)
-                        misfits.append((binding, layer.name, name, text))
+                        unfitting.append((binding, layer.name, name, text))
                 if placed.check is not None:
                     gathered.checks[layer.name] = placed.check
             calls[layer.name] = calls.get(layer.name, -1) + 1
@@ -86,7 +86,9 @@ def gather_calls(
                     finite=_takes_only_finite_keys(arrival, factors, micro),
                 )
             )
-    gathered.misfits = [Misfit(b, layer, name, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
+    gathered.unfitting = [
+        UnfittingColumn(b, layer, name, text, name not in fitted[id(b)]) for b, layer, name, text in unfitting
+    ]
     return gathered
 
 

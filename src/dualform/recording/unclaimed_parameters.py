@@ -14,7 +14,7 @@ from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
 
 
-class Bystanders:
+class UnclaimedParameters:
     """Samples of a model's parameters that require a gradient and that nobody is known to train."""
 
     def __init__(self, model: nn.Module, recorded: Mapping[str, nn.Parameter], held: Collection[int]) -> None:
