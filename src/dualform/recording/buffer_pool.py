@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -19,62 +18,67 @@ from torch import Tensor
 MAX_FREE_BYTES = 512 << 20
 """How much memory that is free the pool keeps when a copy is made; what was lent may return in addition later."""
 
-Bytes = npt.NDArray[np.uint8]
+Kind = tuple[torch.Size, torch.dtype]
 
 
-class _Loan(weakref.ref[Bytes]):
+class _Loan(weakref.ref[npt.NDArray[Any]]):
     """Watches the array that the tensors of one copy refer to, and holds the memory behind it."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("kind", "memory")
 
-    memory: Tensor  # (bytes,) uint8
+    kind: Kind
+    memory: Tensor
 
 
 class BufferPool:
-    """Memory to copy into, by its size in bytes."""
+    """Memory to copy into, by the shape and type of what it holds."""
 
     def __init__(self) -> None:
         self._loans: dict[int, _Loan] = {}  # id -> a loan whose tensors are alive
-        self._returned: deque[Tensor] = deque()  # memory whose tensors are gone, on any thread
-        self._free: dict[int, list[Tensor]] = {}  # bytes -> memory to copy into
+        self._returned: deque[_Loan] = deque()  # loans whose tensors are gone, on any thread
+        self._free: dict[Kind, list[Tensor]] = {}  # memory to copy into
         self._free_bytes = 0
 
     def copy(self, rows: Tensor) -> Tensor:
         """Return a contiguous copy of a tensor on its own device; only memory of the CPU is pooled."""
         if rows.device.type != "cpu" or not rows.numel():
             return rows.clone(memory_format=torch.contiguous_format)
-        self._sort_returned()
-        size = rows.numel() * rows.element_size()
+        if self._returned:
+            self._sort_returned()
+        kind = rows.shape, rows.dtype
         try:
-            memory = self._free[size].pop()
-            self._free_bytes -= size
+            memory = self._free[kind].pop()
+            self._free_bytes -= memory.nbytes
         except (KeyError, IndexError):
-            memory = torch.empty(size, dtype=torch.uint8)
-        return self._lend(memory).view(rows.dtype).view(rows.shape).copy_(rows)
+            # numpy knows no bfloat16.
+            memory = torch.empty(rows.shape, dtype=torch.int16 if rows.dtype is torch.bfloat16 else rows.dtype)
+        lent = self._lend(kind, memory)
+        return (lent if lent.dtype is rows.dtype else lent.view(rows.dtype)).copy_(rows)
 
-    def _lend(self, memory: Tensor) -> Tensor:
+    def _lend(self, kind: Kind, memory: Tensor) -> Tensor:
         """Return a tensor over some memory, which returns here when that tensor and all views of it are gone.
 
         A tensor over a numpy array keeps the array alive through its storage, which all its views share; so the end of
         the array is the end of them all.
         """
-        array: Bytes = memory.numpy()
+        array: npt.NDArray[Any] = memory.numpy()
         loan = _Loan(array, self._end_loan)
-        loan.memory = memory
+        loan.kind, loan.memory = kind, memory
         self._loans[id(loan)] = loan
         return torch.from_numpy(array)
 
     def _end_loan(self, loan: Any) -> None:
         self._loans.pop(id(loan), None)
-        self._returned.append(loan.memory)
+        self._returned.append(loan)
 
     def _sort_returned(self) -> None:
         """Make memory that has returned ready to be copied into, up to the bound."""
         while self._returned:
             try:
-                memory = self._returned.popleft()
+                loan = self._returned.popleft()
             except IndexError:  # another thread was faster
                 return
-            if self._free_bytes + memory.nbytes <= MAX_FREE_BYTES:
-                self._free.setdefault(memory.nbytes, []).append(memory)
-                self._free_bytes += memory.nbytes
+            size = loan.memory.nbytes
+            if self._free_bytes + size <= MAX_FREE_BYTES:
+                self._free.setdefault(loan.kind, []).append(loan.memory)
+                self._free_bytes += size

@@ -99,7 +99,10 @@ class StepInProgress:
 
     def micro(self, task: int) -> int | None:
         """Return which backward of the step a graph task is, or None if it has accumulated nothing yet."""
-        return next((micro for micro, backward in enumerate(self.backwards) if backward.task == task), None)
+        for micro, backward in enumerate(self.backwards):
+            if backward.task == task:
+                return micro
+        return None
 
     def is_cleared(self, parameters: Mapping[str, nn.Parameter], accumulating: str) -> bool:
         """Say whether every accumulated gradient was cleared without a step, as one parameter accumulates anew."""
