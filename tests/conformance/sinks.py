@@ -301,6 +301,31 @@ class SinkConformance:
         assert [one[:4] for one in found] == [one[:4] for one in promised.expected]
         assert all(torch.equal(one.keys, two.keys) for one, two in zip(found, promised.expected, strict=True))
 
+    def test_a_backward_goes_on_after_a_step_inside_it_while_others_wait(
+        self, sink: Sink, kept: Callable[[Sink], Sequence[KeptCall]]
+    ) -> None:
+        """The last layer steps inside of each backward, the first one after every second backward."""
+        model = mlp()
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.05) for parameter in model.parameters()}
+        first, last = list(model[0].parameters()), list(model[2].parameters())
+
+        def step(parameter: nn.Parameter) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        promised = PromisedSink(sink)
+        with Recorder(model, list(optimizers.values()), promised):
+            handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in last]
+            for i, x in enumerate(batches(6)):
+                loss_of(model(x)).backward()
+                for parameter in first if i % 2 else ():
+                    step(parameter)
+            for handle in handles:
+                handle.remove()
+        found = kept(sink)
+        assert [one[:4] for one in found] == [one[:4] for one in promised.expected]
+        assert {one.micro for one in found} == {0, 1}
+
     def test_keys_alone(self, sink: Sink, kept: Callable[[Sink], Sequence[KeptCall]]) -> None:
         model = mlp()
         optimizer, promised = sgd(model), PromisedSink(sink)
