@@ -3,6 +3,8 @@
 And what the recorder promises to every sink: `PromisedSink` stands between the two and checks each call.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -345,14 +347,27 @@ class SinkConformance:
         (found,) = kept(sink)
         assert torch.equal(found.keys, torch.tensor([[0.0, 1.0]]))
 
-    def test_patterns_of_a_backward_that_is_discarded_are_let_go_of(self, sink: Sink) -> None:
-        model = mlp()
-        promised = PromisedSink(sink)
+    def test_patterns_of_a_backward_that_is_discarded_are_let_go_of(
+        self, sink: Sink, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By the sink and by the recorder: what is left is of the last backward, which may still reach a step."""
+        handed_over: list[weakref.ref[Tensor]] = []
+        take = sink.call
+
+        def call(record: CallRecord) -> None:
+            handed_over.append(weakref.ref(record.keys))
+            take(record)
+
+        monkeypatch.setattr(sink, "call", call)
+        model, promised = mlp(), PromisedSink(sink)
         with Recorder(model, sgd(model), promised):
             for x in batches(20):
                 model.zero_grad()
                 loss_of(model(x)).backward()
                 assert promised.pending == 2
+            gc.collect()
+            assert len(handed_over) == 40
+            assert sum(keys() is not None for keys in handed_over) == 2
         assert promised.expected == []
 
     def test_columns_and_files_are_taken(self, sink: Sink) -> None:

@@ -130,7 +130,10 @@ class StepFacts:
 
 
 class Sink(Protocol):
-    """Takes a recording: patterns as they are accumulated, facts at the step. All calls come on the training's thread.
+    """Takes a recording: patterns as they are accumulated, facts at the step.
+
+    Methods are called one at a time, on the thread that trains; `call` and `discard` also on a thread of autograd's,
+    where a backward runs there, and `abandon` on any thread, where nobody refers to the recorder any more.
 
     A step goes `call` (any number) -> `before_step` -> `step` -> `discard`. Where the recording has several optimizers,
     `before_step` comes once for each of them; where an optimizer evaluates a closure, once for each evaluation, of

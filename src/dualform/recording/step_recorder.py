@@ -103,7 +103,7 @@ class StepRecorder:
         self._handles: list[RemovableHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
-        self._finalizer: Callable[[], object] = _nothing
+        self._finalizer: Callable[[], object] = lambda: None
         self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
 
     # The beginning and the end ------------------------------------------------------------------------------------
@@ -483,7 +483,3 @@ def _after_lost(error: Exception) -> DualformError:
         f"An earlier step was not recorded ({error}), so later ones cannot be added to it. Continue from a checkpoint "
         "with resume=True."
     )
-
-
-def _nothing() -> None:
-    pass
