@@ -98,7 +98,7 @@ def _tensors(history: GradientHistory, final: Probe | None) -> list[Tensor]:
 
 
 def resolve_all(seen: Sequence[tuple[GradientHistory, Probe | None]]) -> list[Resolution]:
-    """Follow the gradients of all parameters of a step, as `resolve` does; those with nothing unusual all at once."""
+    """Resolve the histories of all parameters of a step, as `resolve` does each; the usual ones all at once."""
     usual = [i for i, (history, final) in enumerate(seen) if _is_usual(history, final)]
     histories, finals = [seen[i][0] for i in usual], [final for i in usual if (final := seen[i][1]) is not None]
     factors = dict(zip(usual, _factors(histories, finals), strict=True)) if len(usual) > 1 else {}
@@ -124,7 +124,7 @@ def _is_usual(history: GradientHistory, final: Probe | None) -> bool:
 def _factors(histories: Sequence[GradientHistory], finals: Sequence[Probe]) -> list[float | None]:
     """Return the factor of each gradient that its patterns explain, and that was changed by one factor at most.
 
-    Nothing for the others, and for gradients whose rounding needs a closer look: `resolve` tells what is with them.
+    None for other gradients, and for those whose rounding needs a closer look: `resolve` finds what they are.
     """
     before = _Joined([history.accumulations[0].after.columns for history in histories])
     predicted = _Joined([history.accumulations[0].predicted for history in histories])

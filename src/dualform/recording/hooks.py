@@ -47,7 +47,7 @@ class Arrival:
     """The errors of a call as one backward brought them; keys and values are copied when it is accumulated."""
 
     call: Call
-    errors: list[Tensor | None]  # of each output; nothing where none came
+    errors: list[Tensor | None]  # of each output; None where none came
     leading: Sequence[int] = ()  # the shape of the patterns
     keys: Tensor | None = None  # (T, d_in)
     values: Tensor | None = None  # (T, d_out)

@@ -202,7 +202,7 @@ class CaughtCall:
     layer: Watched
     inputs: Any
     leading: tuple[int, ...]  # the shape of its patterns
-    errors: list[Tensor | None]  # at each output; nothing where none came
+    errors: list[Tensor | None]  # at each output; None where none came
 
     @property
     def reached(self) -> bool:

@@ -17,7 +17,7 @@ class RecordedOptimizer:
 
     optimizer: Optimizer
     names: Mapping[int, str]  # id of every covered parameter -> name
-    logger: FactLogger | None  # nothing where only keys are recorded and the optimizer is not known
+    logger: FactLogger | None  # None where only keys are recorded and the optimizer is not known
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -67,7 +67,7 @@ def with_closure(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Prepare a step now, or after its closure where it has one: the gradients exist only then.
 
-    Takes and returns what an optimizer's step hook does; nothing where the arguments stay as they are.
+    Takes and returns what an optimizer's step hook does; None where the arguments stay as they are.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:

@@ -85,7 +85,7 @@ class StepCall:
     positions: int
     inner: int
     binding: Binding | None
-    layout: str | None = None  # in which autograd added up its errors, SHAPE:STRIDES; nothing where row by row
+    layout: str | None = None  # in which autograd added up its errors, SHAPE:STRIDES; None where row by row
     finite: bool = False  # whether NaN and infinity among its keys are to be taken for 0; see `keys_of`
 
     def keys_of(self, record: CallRecord) -> Tensor:

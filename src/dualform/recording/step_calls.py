@@ -31,8 +31,8 @@ class Gathered:
 
     calls: list[StepCall] = field(default_factory=list)
     unfitting: list[UnfittingColumn] = field(default_factory=list)
-    skipped: bool = False  # whether annotations were left out that a skipped batch had
-    checks: dict[str, RowCheck] = field(default_factory=dict)  # layers whose rows no trial has told
+    skipped: bool = False  # whether columns were left out because they were given for a batch without a backward
+    checks: dict[str, RowCheck] = field(default_factory=dict)  # layer -> what a call showed of rows that no trial told
 
 
 def gather_calls(
