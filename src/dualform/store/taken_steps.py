@@ -42,7 +42,7 @@ class TakenStep:
     facts: Sequence[ParameterFacts]
     samples: Mapping[str, Tensor]
     rows: Mapping[str, RowCheck]
-    copy: HostCopy
+    copy: HostCopy | None  # until it is released: it refers to all tensors
 
     @property
     def nbytes(self) -> int:
@@ -51,12 +51,14 @@ class TakenStep:
 
     def wait(self) -> None:
         """Return when patterns and samples are here: they may be on their way from a GPU."""
-        self.copy.wait()
+        if self.copy is not None:
+            self.copy.wait()
 
     def release(self) -> None:
         """Let go of the patterns, so that their memory can be used again."""
-        self.copy.release()
-        self.calls = ()
+        copy, self.copy, self.calls = self.copy, None, ()
+        if copy is not None:
+            copy.release()
 
 
 class AccumulatedCalls:
