@@ -49,6 +49,14 @@ def test_memory_is_used_again_for_the_same_type(dtype: torch.dtype) -> None:
     assert torch.equal(plain, rows)
 
 
+def test_copies_that_live_together_share_no_memory() -> None:
+    pool = BufferPool()
+    copies = [pool.copy(torch.full((3, 5), float(i))) for i in range(40)]
+    assert all(torch.equal(copy, torch.full((3, 5), float(i))) for i, copy in enumerate(copies))
+    assert pool._free_bytes == sum(memory.nbytes for found in pool._free.values() for memory in found)
+    assert pool._free_bytes <= 40 * copies[0].nbytes
+
+
 def test_an_empty_tensor_is_copied_too() -> None:
     assert BufferPool().copy(torch.empty(0, 3)).shape == (0, 3)
 
@@ -60,7 +68,7 @@ def test_free_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {copy.data_ptr() for copy in copies}
     copies.clear()
     pool.copy(torch.ones(21))
-    (free,) = pool._free.values()
+    free = [memory for found in pool._free.values() for memory in found]
     assert len(free) == 1
     assert free[0].data_ptr() in places
 

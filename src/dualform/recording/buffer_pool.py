@@ -18,6 +18,9 @@ from torch import Tensor
 MAX_FREE_BYTES = 512 << 20
 """How much memory that is free the pool keeps when a copy is made; what was lent may return in addition later."""
 
+BLOCK_BYTES = 4 << 20
+"""At most how much memory is allocated at once."""
+
 Kind = tuple[torch.Size, torch.dtype]
 
 
@@ -38,6 +41,7 @@ class BufferPool:
         self._returned: deque[_Loan] = deque()  # loans whose tensors are gone, on any thread
         self._free: dict[Kind, list[Tensor]] = {}  # memory to copy into
         self._free_bytes = 0
+        self._allocated: dict[Kind, int] = {}  # number of buffers
 
     def copy(self, rows: Tensor) -> Tensor:
         """Return a contiguous copy of a tensor on its own device; only memory of the CPU is pooled."""
@@ -50,10 +54,26 @@ class BufferPool:
             memory = self._free[kind].pop()
             self._free_bytes -= memory.nbytes
         except (KeyError, IndexError):
-            # numpy knows no bfloat16.
-            memory = torch.empty(rows.shape, dtype=torch.int16 if rows.dtype is torch.bfloat16 else rows.dtype)
+            memory = self._allocate(kind)
         lent = self._lend(kind, memory)
         return (lent if lent.dtype is rows.dtype else lent.view(rows.dtype)).copy_(rows)
+
+    def _allocate(self, kind: Kind) -> Tensor:
+        """Return new memory, and keep as much again of the same kind free as was allocated of it before.
+
+        Memory that is allocated together lies together: between the small and short-lived tensors of a training single
+        buffers would leave gaps that nothing fits in. Free memory that nobody has written to costs nothing yet.
+        """
+        shape, dtype = kind
+        before = self._allocated.get(kind, 0)
+        size = shape.numel() * dtype.itemsize
+        count = max(1, min(before, BLOCK_BYTES // size))
+        self._allocated[kind] = before + count
+        # numpy knows no bfloat16.
+        block = torch.empty(count, *shape, dtype=torch.int16 if dtype is torch.bfloat16 else dtype)
+        self._free.setdefault(kind, []).extend(block[1:])
+        self._free_bytes += (count - 1) * size
+        return block[0]
 
     def _lend(self, kind: Kind, memory: Tensor) -> Tensor:
         """Return a tensor over some memory, which returns here when that tensor and all views of it are gone.
