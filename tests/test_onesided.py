@@ -19,7 +19,7 @@ from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.onesided import polynomial
 from dualform.identity.parameter_maps import OuterMap, ParameterMap, RowsMap, ScaleMap, TransposedMap
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepRecord, sample
+from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Start, StepCall, StepFacts, sample
 from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.reader import Run
 from dualform.store.writer import DiskWriter
@@ -586,8 +586,10 @@ def test_a_weight_by_muon_and_its_bias_by_another(run: Path, other: Callable[...
             optimizer.zero_grad()
         now = {name: parameter.detach().clone() for name, _, parameter in names.values()}
         samples = {name: sample(tensor) for name, tensor in now.items()}
-        call = CallRecord("fc", 0, 0, 8, 1, 1, keys, values, None)
-        sink.write(StepRecord(step, [call], facts, samples, lambda now=now: now))  # type: ignore[misc]
+        sink.call(CallRecord(step, step, "fc", keys, values))
+        call = StepCall(step, micro=0, call=0, rows=8, positions=1, inner=1, binding=None)
+        sink.step(StepFacts(step, [call], facts, samples, lambda now=now: now))  # type: ignore[misc]
+        sink.discard([step])
     sink.close(now)
     memory = dualform.open(run)
     found = memory.verify()

@@ -1,4 +1,4 @@
-"""What recording a recurrent layer adds to a training step. Records go to a sink that drops them: no disk here."""
+"""What recording a recurrent layer adds to a training step. Patterns go to a sink that drops them: no disk here."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ from dualform.recording.watch import What
 AGAINST = "the same step without recording"
 
 
-class Nowhere:
+class DroppingSink:
     """A sink that drops everything."""
 
     dtype = None
@@ -33,8 +33,17 @@ class Nowhere:
     def check(self, binding: Any) -> None:
         """Accept every column."""
 
-    def write(self, record: Any) -> None:
+    def call(self, record: Any) -> None:
+        """Drop patterns."""
+
+    def before_step(self, prepared: Any) -> None:
+        """Look at nothing."""
+
+    def step(self, facts: Any) -> None:
         """Drop a step."""
+
+    def discard(self, backwards: Any) -> None:
+        """Hold nothing to let go of."""
 
     def attach(self, files: Any) -> None:
         """Drop files."""
@@ -88,7 +97,7 @@ def recurrent(bench: Bench, shape: tuple[Callable[..., nn.Module], int, int, int
     inputs = torch.randn(bench.size(length, 3), rows, d_in, device=bench.device)
 
     def step(layers: Mapping[str, What] | None) -> float:
-        with Recorder(layer, optimizer, Nowhere(), layers=layers) if layers else contextlib.nullcontext():
+        with Recorder(layer, optimizer, DroppingSink(), layers=layers) if layers else contextlib.nullcontext():
             wait(bench.device)
             start = time.perf_counter()
             optimizer.zero_grad()

@@ -1,8 +1,9 @@
-"""A source made of lists and an executor made of processes, each a page long, pass the suites and answer the README."""
+"""A source and a sink made of lists and an executor made of processes, each a page long, pass the suites."""
 
 import multiprocessing
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import dualform
 from conformance.executors import ExecutorConformance, executed_run, folded_run
+from conformance.sinks import KeptCall, ListSink, SinkConformance
 from conformance.sources import SourceConformance
 from dualform.attend.memory import Memory
 from dualform.engine.addresses import Calls
@@ -27,8 +29,10 @@ from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.engine.sweep import run_sweep
 from dualform.identity.families import Facts
 from dualform.identity.parameter_use import ParameterUse
+from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.reader import Run
 from dualform.store.rows import MemoryRows
+from dualform.store.writer import DiskWriter
 from helpers.loops import gradient_of
 
 __all__ = ["executed_run", "folded_run"]  # fixtures
@@ -179,6 +183,44 @@ class TestProcessExecutor(ExecutorConformance):
     @pytest.fixture
     def make(self) -> Callable[[], Executor]:
         return ProcessExecutor
+
+
+class TestListSink(SinkConformance):
+    @pytest.fixture
+    def sink(self) -> ListSink:
+        return ListSink()
+
+    @pytest.fixture
+    def kept(self) -> Callable[[ListSink], Sequence[KeptCall]]:
+        return lambda sink: sink.kept
+
+
+class TestDiskWriter(SinkConformance):
+    @pytest.fixture
+    def sink(self, tmp_path: Path) -> DiskWriter:
+        sizes: dict[str, Any] = {"shard_bytes": 600, "queue_bytes": 1 << 20}  # several shards
+        options: dict[str, Any] = {"dtype": None, "resume": False, "steps": None}
+        factory: dict[str, Any] = {"factory": None, "factory_arguments": {}}
+        return DiskWriter(FolderBlobs(tmp_path / "run"), **sizes, **options, **factory)
+
+    @pytest.fixture
+    def kept(self) -> Callable[[DiskWriter], Sequence[KeptCall]]:
+        def read(sink: DiskWriter) -> Sequence[KeptCall]:
+            found, run = [], Run(sink.path)
+            for part in run.parts():
+                for layer in run.layers:
+                    calls = part.calls(layer)
+                    for i, (first, count) in enumerate(
+                        zip(calls["offset"], calls["rows"] * calls["positions"], strict=True)
+                    ):
+                        rows = slice(int(first), int(first + count))
+                        address = (int(calls["step"][i]), layer, int(calls["micro"][i]), int(calls["call"][i]))
+                        keys_only = run.layers[layer].store == "keys"
+                        values = None if keys_only else part.rows(layer, "values").take(rows)[0]
+                        found.append(KeptCall(*address, part.rows(layer, "keys").take(rows)[0], values))
+            return sorted(found, key=lambda one: (one.step, one.micro, one.layer, one.call))
+
+        return read
 
 
 @pytest.mark.parametrize("executor", [PlainExecutor, LocalExecutor, ProcessExecutor])

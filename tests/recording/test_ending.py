@@ -15,10 +15,10 @@ from torch import nn
 
 import dualform
 from dualform.errors import RunExistsError, StoreError
-from dualform.recording import recorder as recorder_module
-from dualform.recording.calls import Pending
+from dualform.recording import step_recorder
 from dualform.recording.changes import Changes
 from dualform.recording.ending import remove_handles
+from dualform.recording.step_in_progress import StepInProgress
 from dualform.store import shard_writing, writer
 from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.format import LOCK
@@ -83,7 +83,7 @@ def test_a_start_that_fails_leaves_neither_hooks_nor_thread_nor_lock(
 
     with monkeypatch.context() as patch:
         if where == "parameters":
-            patch.setattr(recorder_module, "Bystanders", fail)
+            patch.setattr(step_recorder, "UnclaimedParameters", fail)
         elif where == "hooks":
             patch.setattr(optimizer, "register_step_post_hook", fail)
         else:
@@ -346,7 +346,7 @@ def test_a_step_whose_recording_is_interrupted_is_left_out_and_none_comes_after_
     run: Path, monkeypatch: pytest.MonkeyPatch, where: str, swallowed: bool
 ) -> None:
     """The optimizer has stepped by then, and the recording knows the new weights but has not handed the step on."""
-    owner = Changes if where == "note" else Pending
+    owner = Changes if where == "note" else StepInProgress
     real = getattr(owner, where)
     model = mlp()
     optimizer = sgd(model)
@@ -428,10 +428,31 @@ def test_an_interrupt_while_hooks_are_taken_off_ends_the_recording_all_the_same(
     optimizer = sgd(model)
     recorder = dualform.record(model, optimizer, run).start()
     train(model, optimizer, batches(2))
-    monkeypatch.setattr(recorder_module, "remove_handles", once)
+    monkeypatch.setattr(step_recorder, "remove_handles", once)
     with pytest.raises(KeyboardInterrupt):
         recorder.close()
     assert leftovers(model, optimizer) == []
     assert not writers()
     assert not (run / LOCK).exists()
     assert dualform.open(run).step == 2
+
+
+CLOSED_AT_EXIT = """
+import atexit, sys, torch, dualform
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+recorder = dualform.record(model, optimizer, sys.argv[1])
+recorder.__enter__()
+atexit.register(recorder.__exit__, None, None, None)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_recording_may_be_closed_when_the_interpreter_ends(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CLOSED_AT_EXIT, str(tmp_path / "run")], check=True)
+    memory = dualform.open(tmp_path / "run")
+    assert memory.step == 3
+    assert memory.verify().passed

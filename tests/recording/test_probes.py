@@ -1,4 +1,4 @@
-"""Probes: no false alarm over rounding, none missed over a change; and what a trail of them resolves to."""
+"""Probes: no false alarm over rounding, none missed over a change; and what a history of them resolves to."""
 
 import math
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.probes import Probe, Watching, predict, probe
+from dualform.recording.gradient_history import Accumulation, GradientHistory, Resolution, resolve
+from dualform.recording.probes import Probe, ProbeSpec, predict, probe
 from dualform.recording.probes import projection as columns_of
-from dualform.recording.trails import Accumulation, Resolution, Trail, resolve
 
 CPU = torch.device("cpu")
 WEIGHT, BIAS = ParameterUse("weight", "fc.weight", "outer"), ParameterUse("bias", "fc.bias", "bias")
@@ -27,7 +27,7 @@ def accumulate(gradient: Tensor | None, keys: Tensor, values: Tensor, micro: int
     columns = columns_of(values.shape[1], keys.shape[1], dtype=keys.dtype, device=CPU)
     after = values.T @ keys if gradient is None else gradient + values.T @ keys
     taken = probe(after, columns)
-    found = predict({WEIGHT: Watching(columns, after.shape)}, values, keys, rounding=1.0)[WEIGHT]
+    found = predict({WEIGHT: ProbeSpec(columns, after.shape)}, values, keys, rounding=1.0)[WEIGHT]
     before = None if gradient is None else probe(gradient, columns)
     return after, Accumulation(micro, before, taken, found.columns, [found.size])
 
@@ -37,7 +37,7 @@ def seen(gradient: Tensor) -> Probe:
 
 
 def resolved(gradient: Tensor, event: Accumulation) -> Resolution:
-    return resolve(Trail(gradient.shape[1], [event]), seen(gradient))
+    return resolve(GradientHistory(gradient.shape[1], [event]), seen(gradient))
 
 
 # No false alarm ----------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_rounding_is_no_objection(dtype: torch.dtype, rows: int, d_in: int, d_ou
         keys, values = patterns(rows, d_in, d_out, dtype, offset=offset)
         gradient, second = accumulate(gradient, keys, 1e-3 * values, micro=1)
         factor = float(torch.rand(()) * 3)
-        resolution = resolve(Trail(d_in, [first, second]), seen(gradient * factor))
+        resolution = resolve(GradientHistory(d_in, [first, second]), seen(gradient * factor))
         assert resolution.objection is None
         assert resolution.factors[0] == pytest.approx(factor, rel=1e-3)  # exact enough even where a projection cancels
         assert resolution.factors[1] == resolution.factors[0]
@@ -78,7 +78,9 @@ def test_neither_tiny_nor_huge_gradients_are_objected_to(dtype: torch.dtype, exp
             assert resolution.factors == {0: pytest.approx(0.37, rel=1e-5)}
         assert math.isfinite(resolution.factors[0])
         keys, values = patterns(rows, 20, 4, dtype)
-        assert resolve(Trail(20, [accumulate(None, keys * 10.0**exponent, values)[1]]), None).objection is None
+        assert (
+            resolve(GradientHistory(20, [accumulate(None, keys * 10.0**exponent, values)[1]]), None).objection is None
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -93,7 +95,7 @@ def test_a_projection_that_nearly_cancels_is_no_objection(dtype: torch.dtype) ->
         gradient, first = accumulate(None, keys, values)
         assert first.after.columns.norm() < 0.01 * first.after.size
         gradient, second = accumulate(gradient, keys.flip(0), -0.3 * values, micro=1)
-        resolution = resolve(Trail(1000, [first, second]), seen(0.37 * gradient))
+        resolution = resolve(GradientHistory(1000, [first, second]), seen(0.37 * gradient))
         assert resolution.objection is None
         assert resolution.factors[0] == pytest.approx(0.37, rel=1e-3)
 
@@ -108,11 +110,11 @@ def test_a_gradient_of_one_pattern_is_no_objection(shape: tuple[int, int]) -> No
         key, value = torch.randn(1, shape[1]), torch.randn(1, shape[0])
         gradient, event = accumulate(None, key, value)
         final = probe(0.3737 * gradient, columns, size="later")
-        assert resolve(Trail(shape[1], [event]), final).objection is None
+        assert resolve(GradientHistory(shape[1], [event]), final).objection is None
         before = probe(0.3737 * gradient, columns, size="now")
         after, second = accumulate(0.3737 * gradient, key, value, micro=1)
         again = Accumulation(1, before, second.after, second.predicted, second.sizes)
-        assert resolve(Trail(shape[1], [event, again]), probe(after, columns, size="later")).objection is None
+        assert resolve(GradientHistory(shape[1], [event, again]), probe(after, columns, size="later")).objection is None
 
 
 def test_huge_gradients_are_not_beyond_objection() -> None:
@@ -176,8 +178,8 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
         unseen_keys, unseen_values = patterns(16, 30, 8, dtype)
         columns = columns_of(8, 30, dtype=dtype, device=CPU)
         after = probe(values.T @ keys + share * unseen_values.T @ unseen_keys, columns)
-        found = predict({WEIGHT: Watching(columns, (8, 30))}, values, keys, rounding=1.0)[WEIGHT]
-        resolution = resolve(Trail(30, [Accumulation(0, None, after, found.columns, [found.size])]), after)
+        found = predict({WEIGHT: ProbeSpec(columns, (8, 30))}, values, keys, rounding=1.0)[WEIGHT]
+        resolution = resolve(GradientHistory(30, [Accumulation(0, None, after, found.columns, [found.size])]), after)
         assert resolution.objection is not None
         assert "patterns do not explain" in resolution.objection
 
@@ -185,14 +187,17 @@ def test_an_unseen_use_of_the_weight_is_objected_to(dtype: torch.dtype, share: f
 def test_an_unseen_use_of_a_bias_is_objected_to() -> None:
     values = torch.randn(16, 8)
     after = probe(values.sum(0) + 1e-3, None)
-    found = predict({BIAS: Watching(None, (8,))}, values, torch.randn(16, 3), rounding=1.0)[BIAS]
-    assert resolve(Trail(1, [Accumulation(0, None, after, found.columns, [found.size])]), after).objection is not None
+    found = predict({BIAS: ProbeSpec(None, (8,))}, values, torch.randn(16, 3), rounding=1.0)[BIAS]
+    assert (
+        resolve(GradientHistory(1, [Accumulation(0, None, after, found.columns, [found.size])]), after).objection
+        is not None
+    )
 
 
 def test_a_gradient_without_any_pattern_is_objected_to() -> None:
     after = seen(torch.randn(4, 5))
     predicted = torch.zeros_like(after.columns)
-    objection = resolve(Trail(5, [Accumulation(0, None, after, predicted, [])]), after).objection
+    objection = resolve(GradientHistory(5, [Accumulation(0, None, after, predicted, [])]), after).objection
     assert objection is not None
     assert "no recorded pattern explains" in objection
 
@@ -208,7 +213,7 @@ def test_an_untouched_gradient_has_factor_one() -> None:
 def test_factors_multiply_along_the_trail() -> None:
     gradient, first = accumulate(None, *patterns(4, 5, 3, torch.float64))
     gradient, second = accumulate(2.0 * gradient, *patterns(4, 5, 3, torch.float64), micro=1)
-    resolution = resolve(Trail(5, [first, second]), seen(-3.0 * gradient))
+    resolution = resolve(GradientHistory(5, [first, second]), seen(-3.0 * gradient))
     assert resolution.objection is None
     assert resolution.factors == {0: pytest.approx(-6.0, rel=1e-12), 1: pytest.approx(-3.0, rel=1e-12)}
 
@@ -218,10 +223,10 @@ def test_cleared_gradients_have_factor_zero(*, to_none: bool) -> None:
     gradient, first = accumulate(None, *patterns(4, 5, 3, torch.float64))
     left = None if to_none else torch.zeros_like(gradient)
     gradient, second = accumulate(left, *patterns(4, 5, 3, torch.float64), micro=1)
-    trail = Trail(5, [first, second])
-    assert resolve(trail, seen(gradient)) == Resolution({0: 0.0, 1: 1.0}, None)
-    assert resolve(trail, None) == Resolution({0: 0.0, 1: 0.0}, None)
-    assert resolve(trail, seen(torch.zeros(3, 5, dtype=torch.float64))) == Resolution({0: 0.0, 1: 0.0}, None)
+    history = GradientHistory(5, [first, second])
+    assert resolve(history, seen(gradient)) == Resolution({0: 0.0, 1: 1.0}, None)
+    assert resolve(history, None) == Resolution({0: 0.0, 1: 0.0}, None)
+    assert resolve(history, seen(torch.zeros(3, 5, dtype=torch.float64))) == Resolution({0: 0.0, 1: 0.0}, None)
 
 
 def test_a_true_zero_gradient_is_not_cleared() -> None:
@@ -233,16 +238,18 @@ def test_an_objection_goes_when_the_gradient_is_cleared() -> None:
     gradient, wrong = accumulate(None, *patterns(4, 5, 3, torch.float64))
     wrong = Accumulation(0, None, wrong.after, 2 * wrong.predicted, wrong.sizes)
     fresh, right = accumulate(None, *patterns(4, 5, 3, torch.float64), micro=1)
-    assert resolve(Trail(5, [wrong]), seen(gradient)).objection is not None
-    assert resolve(Trail(5, [wrong, right]), seen(fresh)).objection is None
+    assert resolve(GradientHistory(5, [wrong]), seen(gradient)).objection is not None
+    assert resolve(GradientHistory(5, [wrong, right]), seen(fresh)).objection is None
 
 
 def test_an_edit_goes_when_the_gradient_is_cleared() -> None:
     gradient, first = accumulate(None, *patterns(4, 5, 3, torch.float64))
     gradient, second = accumulate(gradient.clamp(-0.1, 0.1), *patterns(4, 5, 3, torch.float64), micro=1)
     fresh, third = accumulate(None, *patterns(4, 5, 3, torch.float64), micro=2)
-    assert resolve(Trail(5, [first, second]), seen(gradient)).objection is not None
-    assert resolve(Trail(5, [first, second, third]), seen(fresh)) == Resolution({0: 0.0, 1: 0.0, 2: 1.0}, None)
+    assert resolve(GradientHistory(5, [first, second]), seen(gradient)).objection is not None
+    assert resolve(GradientHistory(5, [first, second, third]), seen(fresh)) == Resolution(
+        {0: 0.0, 1: 0.0, 2: 1.0}, None
+    )
 
 
 def test_a_gradient_from_before_is_objected_to() -> None:
@@ -250,7 +257,7 @@ def test_a_gradient_from_before_is_objected_to() -> None:
     objection = resolved(gradient, event).objection
     assert objection is not None
     assert "not cleared after the previous step" in objection
-    assert resolve(Trail(5), seen(gradient)).objection is not None
+    assert resolve(GradientHistory(5), seen(gradient)).objection is not None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -261,4 +268,4 @@ def test_a_gradient_that_is_not_finite_is_objected_to(bad: float) -> None:
     assert resolved(gradient, event).objection == "its gradient is not finite"
     sound, event_before = accumulate(None, keys.abs(), values.nan_to_num(1.0, posinf=1.0))
     assert resolved(sound * bad, event_before).objection == "its gradient is not finite"
-    assert resolve(Trail(5, [event]), None) == Resolution({0: 0.0}, None)  # skipped by a scaler, then cleared
+    assert resolve(GradientHistory(5, [event]), None) == Resolution({0: 0.0}, None)  # skipped by a scaler, then cleared

@@ -613,7 +613,7 @@ def test_a_resumed_run_keeps_the_worst_that_was_found(run: Path) -> None:
 def test_an_interrupt_anywhere_in_a_trial_leaves_the_model_and_torch_as_they_were(run: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     recorder = dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
-    files = ("record/rows.py", "contextlib.py", "overrides.py")
+    files = ("recording/rows.py", "recording/layer_hooks.py", "contextlib.py", "overrides.py")
     random_state = torch.get_rng_state()
     for at in range(1, 10_000, 5):
         reached = interrupted(lambda: recorder.check_rows(torch.randn(4, 5, generator=torch.Generator())), at, files)

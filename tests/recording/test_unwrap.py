@@ -164,7 +164,7 @@ def subclasses() -> dict[str, type[Optimizer]]:
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(name)
 
-    class Watching(SGD):
+    class ProbeSpec(SGD):
         def __getattribute__(self, name: str) -> Any:
             return super().__getattribute__(name)
 
@@ -190,7 +190,7 @@ def subclasses() -> dict[str, type[Optimizer]]:
         "step under another name": Disguised,
         "groups": OwnGroup,
         "missing attributes": Intercepting,
-        "attributes": Watching,
+        "attributes": ProbeSpec,
         "scaling": Scaling,
         "a mixin": Mixed,
         "a base between": Below,

@@ -105,8 +105,8 @@ class RunFolder(RuleBasedStateMachine):
         """End the recording as a kill does: what was not published is gone."""
         assert self.recorder is not None
         writer: Any = self.recorder._sink
-        self.recorder._detach()
-        self.recorder._finalizer()
+        self.recorder._steps._detach()
+        self.recorder._steps._finalizer()
         writer._queue.fail(RuntimeError("killed"))
         with contextlib.suppress(StoreError):
             writer.abandon()

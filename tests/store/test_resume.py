@@ -33,7 +33,7 @@ class Checkpoints:
             recorder.flush()
             if not close:
                 recorder._sink.abandon()
-                recorder._detach()
+                recorder._steps._detach()
 
     def _checkpoint(self) -> dict[str, Any]:
         return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})

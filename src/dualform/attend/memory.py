@@ -45,7 +45,7 @@ from dualform.lazy import compute as pc
 from dualform.pieces import Tokenizer
 from dualform.printable import cut
 from dualform.recording.media import example_files, media_files
-from dualform.recording.saying import warn_user
+from dualform.recording.user_warnings import warn_user
 from dualform.recording.watch import plain_name
 from dualform.threads import in_own_dtype, keeping_modes
 from dualform.torch_modes import without_gradients

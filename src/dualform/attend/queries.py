@@ -11,7 +11,7 @@ from dualform.engine.description import LayerEntry
 from dualform.engine.model_layers import find_watched, move
 from dualform.errors import QueryError
 from dualform.recording.estimate import forward
-from dualform.recording.hooks import capture
+from dualform.recording.layer_hooks import catch_keys
 from dualform.recording.watch import Watched
 
 
@@ -55,10 +55,10 @@ def capture_queries(model: nn.Module, inputs: Any, layers: Mapping[str, LayerEnt
 def capture_calls(model: nn.Module, inputs: Any, watched: Mapping[str, Watched]) -> dict[str, list[Tensor]]:
     """Run the model once in eval mode and return every watched layer's inputs (..., d_in), call by call."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with capture(watched) as captured:
+    with catch_keys(watched) as caught:
         for batch in batches(inputs):
             forward(model, move(batch, device))
-    return captured
+    return caught
 
 
 def given_queries(queries: Mapping[str, Tensor], layers: Mapping[str, LayerEntry]) -> dict[str, Captured]:

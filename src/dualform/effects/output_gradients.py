@@ -19,7 +19,7 @@ from dualform.engine.model_layers import find_watched, move
 from dualform.errors import QueryError
 from dualform.logits import logits_of
 from dualform.modes import evaluating
-from dualform.recording.listening import ListenedCall, listen
+from dualform.recording.layer_hooks import CaughtCall, catch_calls
 from dualform.recording.watch import Watched
 from dualform.torch_modes import with_gradients
 
@@ -166,45 +166,38 @@ def _backward(
     quantity: Quantity,
     watched: Mapping[str, Watched],
     batch_axis: int,
-) -> tuple[dict[str, list[ListenedCall]], int]:
+) -> tuple[dict[str, list[CaughtCall]], int]:
     """Return every call of the watched layers with the errors that came to its outputs, and the number of inputs."""
-    calls: dict[str, list[ListenedCall]] = {name: [] for name in watched}
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    handles: list[Any] = []
 
-    def put_back() -> None:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for handle in handles:
-            handle.remove()
+    def freeze() -> None:
         for parameter in frozen:
             parameter.requires_grad_(False)
 
-    try:
-        handles.extend(listen(watched, calls))
-        torch.backends.mha.set_fastpath_enabled(False)
-        for parameter in frozen:
-            parameter.requires_grad_(parameter.is_floating_point())
-        with evaluating(model):
-            if isinstance(batch, Mapping):
-                outputs = model(**batch)
-            else:
-                outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
-            size = _batch_size(batch if callable(quantity) else _class_logits(outputs, quantity), batch_axis)
-            part = None if targets is None else _slice(targets, first, size, batch_axis)
-            found = measure_quantity(outputs, part, quantity, batch_axis=batch_axis)
-            if not found.requires_grad:
-                raise QueryError("The quantity does not depend on the model's parameters, so it has no effects.")
-            torch.autograd.grad(found.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-    finally:
+    with catch_calls(watched) as calls:
         try:
-            put_back()
+            for parameter in frozen:
+                parameter.requires_grad_(parameter.is_floating_point())
+            with evaluating(model):
+                if isinstance(batch, Mapping):
+                    outputs = model(**batch)
+                else:
+                    outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
+                size = _batch_size(batch if callable(quantity) else _class_logits(outputs, quantity), batch_axis)
+                part = None if targets is None else _slice(targets, first, size, batch_axis)
+                found = measure_quantity(outputs, part, quantity, batch_axis=batch_axis)
+                if not found.requires_grad:
+                    raise QueryError("The quantity does not depend on the model's parameters, so it has no effects.")
+                torch.autograd.grad(found.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
         finally:
-            put_back()  # once more: an interrupt may have cut the first short
+            try:
+                freeze()
+            finally:
+                freeze()  # once more: an interrupt may have cut the first short
     return calls, len(found)
 
 
-def _inputs(call: ListenedCall, count: int, batch_axis: int) -> Tensor:
+def _inputs(call: CaughtCall, count: int, batch_axis: int) -> Tensor:
     """Return which input of its batch each query of a call belongs to, (n,)."""
     own = call.layer.kind.batch_axis
     axis, leading = batch_axis if own is None else own, call.leading

@@ -4,7 +4,7 @@ What a group adds to a layer's output, projected on this, is what it adds to the
 layer, and in the others as far as the network is linear there (between ReLUs: while no unit switches).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dualform.logits import logits_of
 from dualform.modes import evaluating
 from dualform.recording.layers import find_kind
+from dualform.recording.module_hooks import temporary_hooks
 from dualform.recording.watch import plain_name
 from dualform.torch_modes import with_gradients
 
@@ -23,12 +24,6 @@ def output_rows(output: Any) -> Tensor:
     return first.reshape(-1, first.shape[-1]) if first.dim() else first.reshape(1, 1)
 
 
-def remove_all(handles: Sequence[Any]) -> None:
-    """Take hooks off."""
-    for handle in handles:
-        handle.remove()
-
-
 @with_gradients
 def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: int) -> dict[str, Tensor]:
     """Return d output[last row, unit] / d (layer's output), layer -> (rows, d_out), for one input.
@@ -36,7 +31,6 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
     Not safe to be called for one model by several threads at once.
     """
     calls: dict[str, list[tuple[nn.Module, Tensor, Tensor]]] = {name: [] for name in layers}
-    handles: list[Any] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, name: str) -> Any:
         kind = find_kind(module)
@@ -46,7 +40,7 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
         return output.clone()  # an activation that works in place must not change the output that was noted
 
     device = next((parameter.device for parameter in model.parameters()), inputs.device)
-    try:
+    with temporary_hooks() as handles:
         for path, module in model.named_modules():
             if (name := plain_name(path)) in calls:
                 hook = lambda m, a, k, o, name=name: keep(m, a, k, o, name)  # noqa: E731
@@ -55,11 +49,6 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
             target = output_rows(model(inputs.to(device)))[-1, unit]
             outputs = [output for found in calls.values() for _, _, output in found if output.requires_grad]
             gradients = torch.autograd.grad(target, outputs, allow_unused=True) if outputs else ()
-    finally:
-        try:
-            remove_all(handles)
-        finally:
-            remove_all(handles)  # once more: an interrupt may have cut the first short
     by_output = {id(output): gradient for output, gradient in zip(outputs, gradients, strict=True)}
     found = {}
     for name, rows in calls.items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualform.errors import RefusedError
 from dualform.recording.baseline import Baseline
 from dualform.recording.continuity import Continuity, Places
-from dualform.recording.steps import Owned
+from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.watch import Watched
 
 UNSTEPPED_BACKWARDS = 10
@@ -48,7 +48,7 @@ class Changes:
         self._unstepped = 0  # backwards in a row whose gradients were cleared without a step
         self._refused = False  # whether an error has named a change since the last step
 
-    def look(self, optimizers: Collection[Owned]) -> dict[str, Tensor]:
+    def look(self, optimizers: Collection[RecordedOptimizer]) -> dict[str, Tensor]:
         """Keep the parameters as they are before the run is opened; return their samples.
 
         Opening writes the initial weights, which takes a while: another process may train the same weights meanwhile.
@@ -58,7 +58,7 @@ class Changes:
             self._baseline.note(id(owned.optimizer), owned.parameters)
         return samples
 
-    def begin(self, optimizers: Collection[Owned], step: int, updates: Mapping[str, int] | None) -> None:
+    def begin(self, optimizers: Collection[RecordedOptimizer], step: int, updates: Mapping[str, int] | None) -> None:
         """Keep the optimizers' state as it is when a recording begins.
 
         Args:
@@ -71,14 +71,14 @@ class Changes:
         for owned in optimizers:
             self._continuity.note(owned, owned.parameters, stepped=False)
 
-    def note(self, owned: Owned, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    def note(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Keep everything as an optimizer's step left it; return the samples of its parameters."""
         self._unstepped = 0
         self._refused = False
         self._continuity.note(owned, parameters)
         return self._baseline.note(id(owned.optimizer), parameters)
 
-    def check(self, owned: Owned, step: int) -> None:
+    def check(self, owned: RecordedOptimizer, step: int) -> None:
         """Refuse the step that an optimizer is about to take if anything else than recorded steps changed something."""
         self._unstepped = 0
         if (exchanged := self._places.exchanged()) is not None:

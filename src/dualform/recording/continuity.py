@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualform.recording.steps import Owned
+from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.watch import Watched
 
 
@@ -90,7 +90,7 @@ class Continuity:
         self._known: dict[int, dict[str, _State]] = {}
         self._stepped: set[int] = set()
 
-    def note(self, owned: Owned, parameters: Mapping[str, nn.Parameter], *, stepped: bool = True) -> None:
+    def note(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter], *, stepped: bool = True) -> None:
         """Keep the state of an optimizer as it is now: when the recording begins, and after every step."""
         states = owned.optimizer.state
         known = self._known[id(owned.optimizer)] = {}
@@ -105,7 +105,7 @@ class Continuity:
         if stepped:
             self._stepped.add(id(owned.optimizer))
 
-    def broken(self, owned: Owned, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    def broken(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter]) -> str | None:
         """Return a sentence on the first parameter whose state is not the one that its last step left."""
         states = owned.optimizer.state
         for name, known in self._known.get(id(owned.optimizer), {}).items():
@@ -118,7 +118,7 @@ class Continuity:
                 return f"The state of {owned.class_name} for parameter {name!r} {what}"
         return None
 
-    def _wrong_start(self, owned: Owned, name: str, state: Mapping[str, Any] | None) -> str | None:
+    def _wrong_start(self, owned: RecordedOptimizer, name: str, state: Mapping[str, Any] | None) -> str | None:
         """Say what is wrong with the state at the first step of a resumed run, judging by its count of updates."""
         updates = 0 if self._updates is None else self._updates.get(name, 0)
         if not updates or owned.kind is None or owned.kind.logs_restart:
@@ -129,7 +129,7 @@ class Continuity:
             return f"counts {int(count)} updates, though the run holds {updates}: it is another checkpoint's"
         return None
 
-    def _difference(self, owned: Owned, known: _State, state: Mapping[str, Any]) -> str | None:
+    def _difference(self, owned: RecordedOptimizer, known: _State, state: Mapping[str, Any]) -> str | None:
         for entry, (tensor, writes) in known.tensors.items():
             now = state.get(entry)
             if now is None:

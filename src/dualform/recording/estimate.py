@@ -9,7 +9,7 @@ from torch import nn
 
 from dualform.identity.parameter_use import takes_ids
 from dualform.modes import evaluating
-from dualform.recording.hooks import capture
+from dualform.recording.layer_hooks import catch_keys
 from dualform.recording.processes import refuse_wrapped
 from dualform.recording.watch import Dtype, Layers, What, stored_dtype, watch
 from dualform.torch_modes import without_gradients
@@ -50,11 +50,11 @@ def estimate(
     """
     refuse_wrapped(model)
     watched = watch(model, layers)
-    with capture({layer.name: layer for layer in watched}) as captured:
+    with catch_keys({layer.name: layer for layer in watched}) as caught:
         forward(model, inputs)
     sizes = {}
     for layer in watched:
-        patterns = sum(keys.numel() // layer.d_in for keys in captured[layer.name])
+        patterns = sum(keys.numel() // layer.d_in for keys in caught[layer.name])
         trained = next(iter(layer.parameters.values()))[1].dtype
         what: What = "keys" if layer.keys_only else "keys+values"
         stored = stored_dtype(dtype, layer.name) or str(trained).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What a step does to a parameter, from its gradient's trail: its facts, or why it cannot be recorded exactly."""
+"""What a step does to a parameter, from its gradient's history: its facts, or why it cannot be recorded exactly."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 
 from dualform.errors import RefusedError
+from dualform.recording.gradient_history import Resolution
+from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import RESIDUAL, ParameterFacts
-from dualform.recording.steps import Owned
-from dualform.recording.trails import Resolution
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class StepContext:
     """What is the same for all parameters of a step."""
 
     exact: Collection[str]  # parameters of layers whose values are recorded
@@ -24,12 +24,12 @@ class Situation:
 
 
 def gather_facts(
-    owned: Owned,
+    owned: RecordedOptimizer,
     name: str,
     parameter: nn.Parameter,
     group: Mapping[str, Any],
     resolution: Resolution,
-    situation: Situation,
+    context: StepContext,
 ) -> ParameterFacts:
     """Return a parameter's facts in the step that is about to happen, or refuse.
 
@@ -39,20 +39,20 @@ def gather_facts(
         parameter: the parameter, its gradient as the step will see it.
         group: the optimizer's settings for it.
         resolution: what was found of its gradient since the last step.
-        situation: the rest.
+        context: what is the same for all parameters of the step.
     """
     state = owned.optimizer.state.get(parameter, {})
     settings = owned.kind.encode(group, state) if owned.kind else {"lr": float(group.get("lr", "nan"))}
-    updated = parameter.grad is not None and not situation.skipped
-    if situation.skipped:
+    updated = parameter.grad is not None and not context.skipped
+    if context.skipped:
         if owned.kind:
             owned.kind.check_skipped(settings, name)
         return ParameterFacts(name, owned.name, updated, settings, [])
     attached = parameter.grad is not None and parameter.grad.requires_grad
-    exact = name in situation.exact
-    if situation.graph_of is not None and (attached or resolution.objection is not None) and exact:
+    exact = name in context.exact
+    if context.graph_of is not None and (attached or resolution.objection is not None) and exact:
         raise RefusedError(
-            f"Parameter {name!r} cannot be recorded exactly: a backward through layer {situation.graph_of!r} was run "
+            f"Parameter {name!r} cannot be recorded exactly: a backward through layer {context.graph_of!r} was run "
             "with create_graph=True, and gradients of gradients are not sums over patterns. Train without it, or "
             'record keys only (layers={"*": "keys"}).'
         )
@@ -61,7 +61,7 @@ def gather_facts(
             f"Parameter {name!r} cannot be recorded exactly: {resolution.objection}. "
             f'Remove it, or record the layer\'s keys only (layers={{...: "keys"}}).'
         )
-    factors = [resolution.factors.get(micro, 0.0) / situation.scale for micro in range(situation.micros)]
+    factors = [resolution.factors.get(micro, 0.0) / context.scale for micro in range(context.micros)]
     if resolution.residual is not None:
         if owned.kind is not None and owned.kind.rounds:
             raise RefusedError(

@@ -7,25 +7,23 @@ What then becomes of the accumulated patterns is the recorder's business.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.annotations import Binding
-from dualform.recording.layers import Report
+from dualform.recording.buffer_pool import BufferPool
+from dualform.recording.layer_hooks import CallReport, Trace, disabled_in_compile, hook_layers, hookable
 from dualform.recording.layouts import describe, settle
 from dualform.recording.module_hooks import ModuleHandle, hook_before_forward, hook_forward
 from dualform.recording.probes import Prediction
-from dualform.recording.spares import Spares
 from dualform.recording.watch import Watched, covered, plain_name
 from dualform.threads import one_thread
 from dualform.torch_modes import set_grad_enabled, without_gradients
@@ -49,7 +47,7 @@ class Arrival:
     """The errors of a call as one backward brought them; keys and values are copied when it is accumulated."""
 
     call: Call
-    errors: list[Tensor | None]  # of each output; nothing where none came
+    errors: list[Tensor | None]  # of each output; None where none came
     leading: Sequence[int] = ()  # the shape of the patterns
     keys: Tensor | None = None  # (T, d_in)
     values: Tensor | None = None  # (T, d_out)
@@ -59,7 +57,7 @@ class Arrival:
     predictions: dict[ParameterUse, Prediction] | None = None  # what its patterns predict for each parameter's probe
 
     @without_gradients
-    def copy(self, spares: Spares) -> None:
+    def copy(self, pool: BufferPool) -> None:
         """Copy key and value out of the user's reach; a value only where it is kept."""
         layer = self.call.layer
         keys = layer.kind.keys(layer.module, self.call.inputs)
@@ -69,11 +67,11 @@ class Arrival:
         self.keys = _own(
             keys.reshape(-1, layer.d_in).to(self.dtype if keys.is_floating_point() else keys.dtype),
             [self.call.inputs],
-            spares,
+            pool,
         )
         if not layer.keys_only:
             values = layer.kind.errors(layer.module, self.call.inputs, self.errors)
-            self.values = _own(values.reshape(-1, layer.d_out).to(self.dtype), self.errors, spares)
+            self.values = _own(values.reshape(-1, layer.d_out).to(self.dtype), self.errors, pool)
         self.accumulated = True
 
     @property
@@ -120,7 +118,7 @@ class Hooks:
 
     layers: Sequence[Watched]
     listener: Callable[[], Listener | None]  # a weak reference
-    spares: Spares
+    pool: BufferPool
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     enabled: bool = False
     calls: int = 0
@@ -134,21 +132,13 @@ class Hooks:
         self.enabled = True
         if self.model is not None:
             self._count_forwards(self.model)
-        composites: dict[int, list[Watched]] = {}
-        for layer in self.layers:
-            if layer.composite is not None:
-                composites.setdefault(id(layer.module), []).append(layer)
-                continue
-            self.handles.append(hook_forward(layer.module, _disabled_in_compile(self._forward_hook(layer))))
-        for parts in composites.values():
-            self.handles.extend(
-                trace(
-                    parts,
-                    self._report(parts),
-                    wanted=lambda: self.enabled and _grad_enabled(),
-                    failed=self._failed(parts[0].name),
-                )
-            )
+        hook_layers(
+            self.handles,
+            self.layers,
+            self._report_of,
+            wanted=lambda: self.enabled and _grad_enabled(),
+            failed=self._composite_failed,
+        )
         for name, parameter in covered(self.layers).items():
             if parameter.requires_grad:
                 self._watch_parameter(name, parameter)
@@ -175,7 +165,7 @@ class Hooks:
             mine = arrived(task)
             for arrival in mine:
                 if not arrival.accumulated:
-                    arrival.copy(self.spares)
+                    arrival.copy(self.pool)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -204,15 +194,11 @@ class Hooks:
         # Without this mark torch warns when a tensor that has the hook is saved.
         return cast("Callable[..., None]", unserializable_hook(guarded))
 
-    def _failed(self, layer: str) -> Callable[[Exception], None]:
-        """Return what takes an error that was met for a layer outside the other hooks."""
-
-        def failed(error: Exception) -> None:
-            listener = self.listener()
-            if listener is not None:
-                listener.hook_failed(f"Layer {layer!r}", error)
-
-        return failed
+    def _composite_failed(self, layer: Watched, error: Exception) -> None:
+        """Take an error that was met before a call of a composite module could be followed."""
+        listener = self.listener()
+        if listener is not None:
+            listener.hook_failed(f"Layer {layer.name!r}", error)
 
     def detach(self) -> None:
         """Take every hook off; those inside graphs that still live do nothing from now on.
@@ -261,36 +247,17 @@ class Hooks:
             if module is model and self.running:
                 self.running.pop()
 
-        self.handles.append(hook_forward(model, _disabled_in_compile(after), always_call=True))
+        self.handles.append(hook_forward(model, disabled_in_compile(after), always_call=True))
         for module in (model, *children.values()):
-            self.handles.append(hook_before_forward(module, _disabled_in_compile(before)))
+            self.handles.append(hook_before_forward(module, disabled_in_compile(before)))
 
-    def _forward_hook(self, layer: Watched) -> Callable[..., None]:
-        def forward(
-            listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-        ) -> None:
-            # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
-            if module is layer.module:
-                self._note(listener, layer, lambda: layer.kind.inputs(args, kwargs), [output])
+    def _report_of(self, layer: Watched) -> CallReport:
+        """Return what takes the calls of a layer."""
 
-        return self._guarded(f"Layer {layer.name!r}", forward)
+        def note(listener: Listener, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
+            self._note(listener, layer, inputs_of, outputs)
 
-    def _report(self, parts: Sequence[Watched]) -> Report:
-        """Return what takes the calls of a composite module's parts."""
-
-        def noting(layer: Watched) -> Callable[..., None]:
-            def note(listener: Listener, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
-                self._note(listener, layer, inputs_of, outputs)
-
-            return self._guarded(f"Layer {layer.name!r}", note)
-
-        notes = {layer.part: noting(layer) for layer in parts}
-
-        def report(part: str, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
-            if part in notes:
-                notes[part](inputs_of, outputs)
-
-        return report
+        return self._guarded(f"Layer {layer.name!r}", note)
 
     def _note(
         self, listener: Listener, layer: Watched, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]
@@ -349,29 +316,14 @@ def _rows_apart(call: Call, error: Tensor) -> bool:
     return trained and call.coarse is None and error.device.type == "cpu" and describe(error) is not None
 
 
-def _own(rows: Tensor, others: Sequence[Any], spares: Spares) -> Tensor:
+def _own(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:
     """Return rows that share no memory with others': themselves, or a copy."""
     place = rows.untyped_storage().data_ptr()
     shared = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
     if not shared and rows.is_contiguous():
         return rows
     with one_thread(bytes_read=rows.nbytes, device=rows.device):
-        return spares.copy(rows)
-
-
-def hookable(output: Tensor) -> Tensor:
-    """Return the tensor whose hook is sure to fire.
-
-    With a bias and an input of other than two axes `F.linear` returns a view, and an in-place operation on a view moves
-    its place in the graph: a hook on it never fires. A hook on the base does, and sees the same elements.
-    """
-    base = output._base if output._is_view() else None
-    return base if base is not None and base.numel() == output.numel() else output
-
-
-def _disabled_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
-    # Importing the compiler takes seconds; where nobody has, nothing is compiled.
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+        return pool.copy(rows)
 
 
 def _calls_on_stack(module: nn.Module) -> int:
@@ -396,133 +348,6 @@ def _check_dense(layer: str, inputs: Tensor) -> None:
             f"Layer {layer!r} got a {kind} input, whose rows cannot be kept as keys; expected a dense tensor. {do}, or "
             "leave the layer out of layers=[...]."
         )
-
-
-class Trace:
-    """Hooks on a composite module that follow the parts of each call."""
-
-    def __init__(
-        self,
-        parts: Sequence[Watched],
-        report: Report,
-        wanted: Callable[[], bool],
-        failed: Callable[[Exception], None] | None,
-    ) -> None:
-        assert parts[0].composite is not None, "only composite modules are traced"
-        self._module, self._composite = parts[0].module, parts[0].composite
-        self._report, self._wanted, self._failed = report, wanted, failed
-        self._entered: list[TorchFunctionMode | None] = []
-        self._handles = [
-            hook_before_forward(self._module, _disabled_in_compile(self._enter)),
-            hook_forward(self._module, _disabled_in_compile(self._leave), always_call=True),
-        ]
-
-    @property
-    def running(self) -> bool:
-        """Whether a call of the module has begun and, as far as its hooks know, not ended."""
-        return bool(self._entered)
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._end_lost_calls()
-
-    def _enter(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if called is not self._module:
-            return
-        self._end_lost_calls()
-        mode = None
-        if self._wanted():
-            try:
-                mode = self._composite.trace(self._module, args, kwargs, _disabled_in_compile(self._report))
-            except Exception as error:
-                if self._failed is None:
-                    raise
-                self._failed(error)
-        self._entered.append(mode)
-        if mode is not None:
-            mode.__enter__()
-
-    def _leave(self, called: nn.Module, *_: Any) -> None:
-        if called is self._module and self._entered and (mode := self._entered.pop()) is not None:
-            mode.__exit__(None, None, None)
-
-    def _end_lost_calls(self) -> None:
-        """End the calls whose end no hook was told of: torch calls none after an interrupt (Ctrl-C) in a forward."""
-        while self._entered:
-            mode = self._entered.pop()
-            if mode is not None and any(mode is top for top in _get_current_function_mode_stack()[-1:]):
-                mode.__exit__(None, None, None)
-
-
-def trace(
-    parts: Sequence[Watched],
-    report: Report,
-    *,
-    wanted: Callable[[], bool] = lambda: True,
-    failed: Callable[[Exception], None] | None = None,
-) -> list[Trace]:
-    """Put hooks on a composite module that follow the parts of each call where they are wanted.
-
-    Args:
-        parts: the recorded parts of one module.
-        report: takes each part's call.
-        wanted: says before a call whether to follow it.
-        failed: takes an error that was met before a call could be followed; by default it is raised.
-    """
-    return [Trace(parts, report, wanted, failed)]
-
-
-@contextmanager
-def capture(modules: Mapping[str, Watched]) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the keys of every call of the given layers while the context lasts."""
-    captured: dict[str, list[Tensor]] = {name: [] for name in modules}
-    handles: list[RemovableHandle | Trace] = []
-    fast = torch.backends.mha.get_fastpath_enabled()
-
-    def remove_all() -> None:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for handle in handles:
-            handle.remove()
-
-    try:
-        composites: dict[int, dict[str, tuple[str, Watched]]] = {}
-        for name, layer in modules.items():
-            if layer.composite is not None:
-                composites.setdefault(id(layer.module), {})[layer.part] = (name, layer)
-                continue
-
-            def hook(
-                module: nn.Module,
-                args: tuple[Any, ...],
-                kwargs: dict[str, Any],
-                name: str = name,
-                layer: Watched = layer,
-            ) -> None:
-                if module is layer.module:
-                    inputs = layer.kind.inputs(args, kwargs).detach()
-                    captured[name].append(layer.kind.keys(module, inputs).clone())
-
-            handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
-        for parts in composites.values():
-
-            def report(
-                part: str, inputs_of: Callable[[], Any], _: Sequence[Tensor], parts: dict[str, Any] = parts
-            ) -> None:
-                if part in parts:
-                    name, layer = parts[part]
-                    captured[name].append(layer.kind.keys(layer.module, inputs_of()).clone())
-
-            handles.extend(trace([layer for _, layer in parts.values()], report))
-        torch.backends.mha.set_fastpath_enabled(False)  # it would hand nested tensors to the layers, or none
-        yield captured
-    finally:
-        try:
-            remove_all()
-        finally:
-            remove_all()  # once more: an interrupt may have cut the first short
 
 
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

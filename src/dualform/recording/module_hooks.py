@@ -11,7 +11,8 @@ nothing of a network of five layers, where hooks on two of the layers break its 
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -64,6 +65,25 @@ def hook_forward(module: nn.Module, hook: Callable[..., None], *, always_call: b
 def hook_before_forward(module: nn.Module, hook: Callable[..., None]) -> ModuleHandle:
     """Call hook(module, args, kwargs) before each forward of a module, after the user's hooks that are there."""
     return ModuleHandle(module, module.register_forward_pre_hook(ModuleHook(hook), with_kwargs=True), _BEFORE)
+
+
+def remove_hooks(handles: Iterable[Any]) -> None:
+    """Take hooks off."""
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def temporary_hooks() -> Iterator[list[Any]]:
+    """Yield a list for the handles of hooks, all of which are taken off when the context ends."""
+    handles: list[Any] = []
+    try:
+        yield handles
+    finally:
+        try:
+            remove_hooks(handles)
+        finally:
+            remove_hooks(handles)  # once more: an interrupt may have cut the first short
 
 
 class _Hiding:

@@ -7,6 +7,7 @@ from torch import nn
 
 from dualform.errors import RefusedError
 from dualform.recording.watch import Watched, plain_name
+from dualform.recording.world import World
 
 _WRAPPERS = {
     "DataParallel": "several replicas, each of which sees",
@@ -39,12 +40,15 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def refuse_several_processes(layers: Sequence[Watched]) -> None:
-    """Refuse to record values in one of several processes that train together; keys are each process's own."""
+def refuse_several_processes(layers: Sequence[Watched], world: World) -> None:
+    """Refuse to record values where more processes train together than a recorder's world has.
+
+    Keys alone are each process's own.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     count = torch.distributed.get_world_size()
-    if count > 1 and not all(layer.keys_only for layer in layers):
+    if count > world.size and not all(layer.keys_only for layer in layers):
         raise RefusedError(
             f"This is one of {count} processes of torch.distributed. Gradients are averaged over several processes, "
             "and the patterns of the others would be missing here. Record a training in one process, or keys only in a "

@@ -1,52 +1,32 @@
-"""The recorder: a context manager that turns a training loop's hooks into step records.
+"""The recorder that a user has: a context manager around a training loop, and what can be told to it meanwhile.
 
-It decides which patterns exist (accumulated, then stepped), measures what happened to gradients in between, refuses
-what the identity does not cover, and hands each finished step to its sink. It stores nothing and derives nothing.
+It chooses the layers, describes the start of the recording to its sink, and leaves the steps to `StepRecorder`.
 """
 
-import contextlib
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import AnnotationError, DualformError, MediaError, RefusedError, StoreError
+from dualform.errors import AnnotationError, MediaError
 from dualform.recording.alignment import Alignment, batch_rows
-from dualform.recording.annotations import Annotator, Binding
-from dualform.recording.bystanders import Bystanders
-from dualform.recording.calls import Misfit, Pending, bring, gather_calls
-from dualform.recording.changes import Changes, many_evaluations, why_no_final
-from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.estimate import Estimate, estimate
-from dualform.recording.facts import Situation, gather_facts
-from dualform.recording.gauge import Gauge
-from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
-from dualform.recording.optimizers import pending_scale
 from dualform.recording.processes import refuse_several_processes, refuse_wrapped
+from dualform.recording.recorded_optimizers import divide_parameters, warm_states
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.rows import input_tensors
-from dualform.recording.saying import warn_user
-from dualform.recording.sinks import CallRecord, LayerStart, ParameterFacts, Sink, Start, StepRecord
-from dualform.recording.spares import Spares
-from dualform.recording.steps import OpenStep, Owned, own, warm_states, with_closure
-from dualform.recording.trails import Accumulation, Trail, fetched, resolve_all
-from dualform.recording.transfer import Transfer
+from dualform.recording.sinks import LayerStart, Sink, Start
+from dualform.recording.step_preparation import OnFailure
+from dualform.recording.step_recorder import StepRecorder
 from dualform.recording.unwrap import unwrap_all
-from dualform.recording.watch import Layers, Watched, covered, held, report_joined, report_uncovered, uncovered, watch
-from dualform.threads import keeping_modes, one_thread, restore_threads
-from dualform.torch_modes import keeping_grad_mode, without_gradients
-
-OnFailure = Literal["raise", "detach"]
-INTERRUPTED = StoreError("it was interrupted")  # stands for the error of a step whose recording did not end
+from dualform.recording.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
+from dualform.recording.world import OneProcess, World
+from dualform.threads import keeping_modes, restore_threads
+from dualform.torch_modes import keeping_grad_mode
 
 
 class Recorder:
@@ -63,55 +43,40 @@ class Recorder:
         batch_axis: int | None = None,
         check_rows: bool = True,
         on_failure: OnFailure = "raise",
+        world: World | None = None,
     ) -> None:
         self._model = model
         self._sink = sink
-        self._on_failure = on_failure
         self._batch_axis = 0 if batch_axis is None else batch_axis
+        world = OneProcess() if world is None else world
         optimizers = unwrap_all(optimizer)
         refuse_wrapped(model)
         self._layers = watch(model, layers, optimizers)
-        refuse_several_processes(self._layers)
+        refuse_several_processes(self._layers, world)
         self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
-        self._owned = own(optimizers, self._parameters, keys_only=keys_only)
-        self._exact = {name for layer in self._layers if not layer.keys_only for name, _ in layer.parameters.values()}
-        self._strict = strict
-        self._held = held(optimizers)  # ids of parameters
+        self._owned = divide_parameters(optimizers, self._parameters, keys_only=keys_only)
         missing = uncovered(model, optimizers, self._layers)
         self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}
         self._uncovered_state = UncoveredState(model, optimizers, self._parameters)
         if missing:
             report_uncovered(model, missing, self._parameters, strict=strict)
-
-        self._spares = Spares()
-        self._hooks = Hooks(self._layers, weakref.ref(self), self._spares, model)
-        self._handles: list[RemovableHandle] = []
-        self._pending = Pending()
-        self._open = OpenStep()
-        self._in_flight: tuple[list[ParameterFacts], list[CallRecord]] | None = None  # of the optimizer that steps now
-        self._annotator = Annotator()
-        self._graph_of: str | None = None  # a layer whose backward built a graph of itself
-        self._gauge = Gauge()
-        self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
-        self._bystanders: Bystanders | None = None
-        self._changes = Changes(model, self._layers, self._parameters, self._exact)
-        self._evaluations = 0  # of the closure, in the optimizer's step that runs now
-        self._here = True  # whether all parameters are in the CPU's memory
-        self._transfer: Transfer | None = None  # from the GPU, where all parameters are on one
-        self._warned: set[str] = set()
-        self._step = 0
-        self._state: Literal["new", "recording", "closed", "forked"] = "new"
-        # A method would keep this recorder alive for as long as a sink keeps the snapshot.
-        self._snapshot = partial(_copies, self._parameters, self._changes)
-        self._finalizer: Callable[[], object] = _nothing
-        self._missed: DualformError | None = None  # why a step that was made is not recorded; none can follow it
+        self._steps = StepRecorder(
+            model,
+            self._layers,
+            self._owned,
+            sink,
+            self._alignment,
+            world,
+            strict=strict,
+            on_failure=on_failure,
+        )
 
     @property
     def step(self) -> int:
         """The number of steps recorded so far, those of a resumed run included."""
-        return self._step
+        return self._steps.steps
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -131,49 +96,20 @@ class Recorder:
 
         Keep the recorder: one that nobody refers to any more stops recording.
         """
-        if self._state != "new":
+        if self._steps.state != "new":
             raise RuntimeError("This recorder was used already. Call dualform.record again for another recording.")
-        self._samples = self._changes.look(self._owned)
-        parameters = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
+        self._steps.look()
         start = Start(
             layers={layer.name: _describe(layer) for layer in self._layers},
-            parameters=parameters,
+            parameters={name: parameter.detach().cpu() for name, parameter in self._parameters.items()},
             states=warm_states(self._owned),
             optimizers=tuple(owned.name for owned in self._owned),
             uncovered=self._uncovered,
             batch_axis=self._batch_axis,
             state=self._uncovered_state.parts,
         )
-        opened = False
-        try:
-            self._step = self._sink.open(start)
-            opened = True
-            self._attach_hooks()
-            self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
-            leave_in_forks(self)
-        except BaseException as error:
-            if opened or not isinstance(error, Exception):  # an interrupt may come just after the sink was opened
-                self._give_up()
-            raise
+        self._steps.start(start)
         return self
-
-    def leave_to_parent(self) -> None:
-        """Do nothing any more, in a forked process: the recording, its thread and its lock are the parent's."""
-        if self._state == "recording":
-            self._state = "forked"
-            self._hooks.enabled = False
-
-    def _attach_hooks(self) -> None:
-        """Look at the parameters as they are, and put every hook on."""
-        updates = self._sink.updates() if self._step else None
-        self._changes.begin(self._owned, self._step, updates)
-        self._bystanders = Bystanders(self._model, self._parameters, self._held)
-        self._find_devices()
-        self._state = "recording"
-        self._hooks.attach()
-        for owned in self._owned:
-            self._handles.append(owned.optimizer.register_step_pre_hook(weak_hook(self._before_step)))
-            self._handles.append(owned.optimizer.register_step_post_hook(weak_hook(self._after_step)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -188,48 +124,7 @@ class Recorder:
     def _close(self, error: BaseException | None) -> None:
         """End the recording; failures are only warned of while another error is on its way."""
         restore_threads()
-        if self._state == "closed":
-            self._give_up()  # a failure or an interrupt may have left hooks, or a sink that is still open
-        if self._state != "recording":
-            return
-        try:
-            self._end(error)
-        except BaseException:
-            self._give_up()
-            raise
-        self._finalizer()
-
-    def _give_up(self) -> None:
-        """Take every hook off, and let the sink publish what it has taken; does nothing where that is done."""
-        self._detach()
-        self._sink.abandon()
-        self._finalizer()
-
-    def _end(self, error: BaseException | None) -> None:
-        """Take every hook off, hand on the step that is open, and close the sink."""
-        untold = self._bystanders.warning(self._held) if self._bystanders is not None else None
-        open_step, self._open = self._open, OpenStep()
-        self._detach()
-        # Where the optimizer's step began and did not end, the parameters are those of no step.
-        broken = self._in_flight is not None and self._changes.is_broken_off()
-        try:
-            if broken or self._missed is not None:
-                self._sink.abandon()
-                if self._missed is INTERRUPTED and error is None:
-                    raise _after_missed(INTERRUPTED)
-            else:
-                self._commit(open_step)
-                if (warning := self._close_sink()) and error is None:
-                    warn_user(warning)
-        except Exception as failure:
-            self._sink.abandon()
-            if isinstance(failure, Warning):
-                raise
-            if not isinstance(failure, DualformError) or (error is None and self._on_failure == "raise"):
-                raise
-            warn_user(f"The recording could not be closed properly: {failure}")
-        if untold is not None and error is None:
-            warn_user(untold)
+        self._steps.close(error)
 
     def annotate(self, **columns: Any) -> None:
         """Attach columns to the patterns of the next forward pass.
@@ -243,16 +138,16 @@ class Recorder:
         `rows={layer: (n,) the batch's row of each of its patterns, -1 for none}`; alone, `annotate(rows=...)` may also
         come between the forward and its backward.
         """
-        if self._state == "new":
+        if self._steps.state == "new":
             raise AnnotationError("Nothing is being recorded yet. Use the recorder in a with statement.")
-        if self._annotator.late and "order" not in self._warned:
-            self._warned.add("order")
+        annotator = self._steps.annotator
+        if annotator.late and self._steps.warn_once.is_new("order"):
             warnings.warn(
                 "annotate() came after a forward pass without annotations and without a backward so far; its columns "
                 "go to the next forward. If they are meant for that one, call annotate() before the forward.",
                 stacklevel=2,
             )
-        self._annotator.annotate(columns, self._sink.check if self._state == "recording" else lambda _: None)
+        annotator.annotate(columns, self._steps.check_columns)
 
     def media(self, **what: Any) -> None:
         """Keep what a person should see: images of training samples, names of labels, or a text and its vocabulary.
@@ -269,19 +164,16 @@ class Recorder:
         self._attach(example_files(inputs, targets, images))
 
     def _attach(self, files: Files) -> None:
-        if self._state == "new":
+        if self._steps.state == "new":
             raise MediaError("Nothing is being recorded yet. Use the recorder in a with statement.")
-        if self._state == "recording":
-            with self._guarding():
-                self._sink.attach(files)
+        if self._steps.state == "recording":
+            self._steps.attach(files)
 
     @keeping_grad_mode
     def flush(self) -> None:
         """Publish everything recorded so far, and return when it is on disk."""
-        if self._state == "recording":
-            with self._guarding():
-                self._end_step()
-                self._sink.flush(self._snapshot)
+        if self._steps.state == "recording":
+            self._steps.flush()
 
     def estimate(self, inputs: Any, *, steps: int) -> Estimate:
         """Say how many bytes the run will take, per layer, if every step sees a batch like this one."""
@@ -300,386 +192,6 @@ class Recorder:
         found = self._alignment.look(args, kwargs, rows=rows)
         self._alignment.warnings()  # the caller has the answer
         return found
-
-    # What the hooks report ----------------------------------------------------------------------------------------
-
-    @property
-    def forward(self) -> int:
-        """The number of the forward of the whole model that is running."""
-        return self._annotator.forward
-
-    def before_forward(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a forward, and find out which rows the layers have, where it is annotated.
-
-        Of several children that are called by themselves for one batch only the first is sure to see its rows.
-        """
-        binding = self._annotator.begin_forward(input_tensors(args, kwargs))
-        if binding is not None and binding.begun_by in (None, name):
-            binding.begun_by = name
-            try:
-                self._alignment.before_forward(binding, (name, module), args, kwargs, step=self._step)
-            except AnnotationError as error:
-                if self._on_failure == "raise":
-                    raise
-                unknown = RowCheck("not aligned", "the batch's rows could not be told")
-                binding.checks.update({layer.name: unknown for layer in self._layers})
-                self._say([f"Columns per row are left out (null): {error}"])
-            self._say(self._alignment.warnings())
-
-    def _say(self, texts: Sequence[str]) -> None:
-        for text in texts:
-            if text not in self._warned:
-                self._warned.add(text)
-                warn_user(text)
-
-    def binding_for_forward(self) -> Binding | None:
-        """Return the annotations that a forward call starting now takes."""
-        within = torch._C._current_graph_task_id() != -1  # a checkpointed part, computed again in its own backward
-        return self._annotator.for_forward(again=within)
-
-    def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
-        """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
-        if self._changes.is_converted(name, parameter):
-            with self._guarding():
-                self._follow(name)
-        if self._open.done:
-            with self._guarding():
-                self._end_step()
-        if self._state == "recording":
-            self._trail(name).waiting = self._gauge.probe(name, parameter, size="now")
-
-    def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
-        """Take a probe of the accumulated gradient, and of what the patterns predict for it."""
-        if self._state != "recording":
-            return
-        if task not in self._pending.tasks and self._pending.cleared(self._parameters, name):
-            if self._pending.tasks and (warning := self._changes.unstepped()) is not None:
-                warn_user(warning)
-            self._pending = Pending()  # nothing of what was pending can reach a step any more
-        micro = self._pending.micro(task)
-        self._annotator.late = False
-        patterns = self._pending.arrivals.setdefault(micro, [])
-        known = {id(arrival) for arrival in patterns}
-        for arrival in arrivals:
-            if id(arrival) not in known:
-                patterns.append(arrival)
-            self._annotator.spend(arrival.call.binding)
-        after = self._gauge.probe(name, parameter)
-        assert after is not None, "a gradient was just accumulated"
-        predicted: Tensor | None = None
-        sizes, coarse, terms = [], False, 0
-        for arrival in arrivals:
-            for use, prediction in self._gauge.predictions(arrival).items():
-                if use.parameter == name:
-                    predicted = prediction.columns if predicted is None else predicted + prediction.columns
-                    sizes.append(prediction.size)
-                    coarse = coarse or arrival.call.coarse is not None
-                    terms += 0 if arrival.values is None else len(arrival.values)
-        trail = self._trail(name)
-        predicted = torch.zeros_like(after.columns) if predicted is None else predicted
-        trail.accumulations.append(Accumulation(micro, trail.waiting, after, predicted, sizes, coarse, terms))
-        trail.waiting = None
-
-    def coarse_seen(self, layer: str) -> None:
-        """Refuse a layer whose values cannot be computed again as autocast computed them."""
-        with self._guarding():
-            raise RefusedError(
-                f"Layer {layer!r} ran under autocast, and the errors at a recurrent layer's gates cannot be computed "
-                "again in its dtype. Run it outside autocast (torch.autocast(..., enabled=False) around it), or leave "
-                "it out of layers=[...]."
-            )
-
-    def hook_failed(self, where: str, error: Exception) -> None:
-        """Raise an error that a hook met, or with on_failure="detach" stop recording."""
-        self._fail(error, where)
-
-    def create_graph_seen(self, layer: str) -> None:
-        """Remember that a backward built a graph of itself; what is done with it may not be seen."""
-        self._graph_of = layer
-
-    # The optimizer's step -----------------------------------------------------------------------------------------
-
-    @keeping_grad_mode
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._evaluations = 0
-        if self._state != "recording":
-            return None
-        return with_closure(args, kwargs, lambda: self._prepare(optimizer))
-
-    @without_gradients
-    def _prepare(self, optimizer: Optimizer) -> None:
-        """Resolve what is pending for the optimizer that is about to step."""
-        self._in_flight = None
-        self._evaluations += 1
-        with self._guarding(f"A step of {type(optimizer).__name__}"):
-            if self._missed is not None:
-                raise _after_missed(self._missed)
-            if id(optimizer) in self._open.done:
-                self._end_step()
-            owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
-            self._look_for_joined(owned)
-            self._check_unchanged(owned)
-            scale, skipped = pending_scale(optimizer)
-            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-            mine = owned.parameters
-            finals = [
-                None if skipped else self._gauge.probe(name, parameter, size="later")
-                for name, parameter in mine.items()
-            ]
-            seen = [(self._trail(name), final) for name, final in zip(mine, finals, strict=True)]
-            seen = seen if self._here else fetched(seen)
-            situation = Situation(self._exact, self._graph_of, len(self._pending.tasks), scale, skipped)
-            self._graph_of = None
-            with one_thread():  # what is left of gradients is small
-                resolutions = resolve_all(seen)
-            facts = [
-                gather_facts(owned, name, parameter, groups[id(parameter)], resolution, situation)
-                for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
-            ]
-            self._in_flight = facts, self._annotated_calls([*self._open.facts, *facts])
-
-    def _look_for_joined(self, owned: Owned) -> None:
-        """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
-        new = held([owned.optimizer]) - self._held
-        if not new:
-            return
-        missing = uncovered(self._model, [owned.optimizer], self._layers)
-        joined = {name: parameter for name, parameter in missing.items() if id(parameter) in new}
-        if joined:
-            report_joined(self._model, owned.optimizer, joined, strict=self._strict)
-        self._held |= new
-
-    def _annotated_calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
-        """Return the calls of a step; with on_failure="detach" without columns where those do not fit."""
-        try:
-            return self._calls(facts)
-        except AnnotationError as error:
-            if self._on_failure == "raise":
-                raise
-            if str(error) not in self._warned:
-                self._warned.add(str(error))
-                warn_user(f"The patterns of step {self._step} get no annotations, and training goes on: {error}")
-            for arrivals in self._pending.arrivals.values():
-                for arrival in arrivals:
-                    arrival.call.binding = None
-            return self._calls(facts)
-
-    def _calls(self, facts: Sequence[ParameterFacts]) -> list[CallRecord]:
-        """Return the calls whose gradient reaches the step through at least one parameter."""
-        factors = {fact.parameter: fact.factors for fact in facts if fact.updated}
-        gathered = gather_calls(self._pending.arrivals, factors, self._axis)
-        if self._alignment.enabled:
-            for name, check in gathered.checks.items():
-                self._alignment.note(name, check)
-            self._say(self._alignment.warnings())
-        if gathered.skipped:
-            self._say([
-                "annotate() came before a forward pass that had no backward, and its columns were not given to the "
-                "batch after it. Call annotate() before each forward that trains."
-            ])  # fmt: skip
-        for misfit in gathered.misfits:
-            if misfit.everywhere:
-                for arrivals in self._pending.arrivals.values():
-                    for arrival in arrivals:
-                        if arrival.call.binding is misfit.binding:
-                            arrival.call.binding = None  # a second attempt at this step goes through without it
-                raise AnnotationError(
-                    f"The annotation fits no recorded layer: {misfit.text}. Annotate one entry per row."
-                )
-        self._tell_misfits(gathered.misfits)
-        return gathered.calls
-
-    def _tell_misfits(self, misfits: Sequence[Misfit], most: int = 4) -> None:
-        """Warn once of each layer that cannot take a column, of all that are found in a step together."""
-        new = {f"misfit {(misfit.layer, misfit.column)}": misfit.text for misfit in misfits}
-        texts = [text for key, text in new.items() if key not in self._warned]
-        self._warned.update(new)
-        if texts:
-            more = f"; and {len(texts) - most} more" if len(texts) > most else ""
-            warn_user(f"Columns are left out (null) where they do not fit: {'; '.join(texts[:most])}{more}.")
-
-    @keeping_grad_mode
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._state == "recording":
-            with self._guarding(f"A step of {type(optimizer).__name__}", stepped=True):
-                before, self._missed = self._missed, INTERRUPTED
-                self._finish(optimizer)
-                self._missed = before
-
-    @without_gradients
-    def _finish(self, optimizer: Optimizer) -> None:
-        """Take the step that an optimizer has made."""
-        prepared, self._in_flight = self._in_flight, None
-        self._annotator.late = False
-        self._graph_of = None
-        self._hooks.forget()
-        owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
-        mine = owned.parameters
-        for name in mine:
-            self._pending.trails.pop(name, None)
-        if prepared is None:
-            self._pending = Pending()
-            return
-        self._samples |= self._changes.note(owned, mine)
-        if self._evaluations > 1 and "evaluations" not in self._warned:
-            self._warned.add("evaluations")
-            warn_user(many_evaluations(owned.class_name, self._evaluations))
-        self._open.add(optimizer, *prepared)
-        if len(self._open.done) == len(self._owned):
-            self._end_step()
-
-    def _end_step(self) -> None:
-        """Hand the step on that at least one optimizer took part in, and let go of what no other one waits for."""
-        if not self._open.done:
-            return
-        before, self._missed = self._missed, INTERRUPTED
-        ended, self._open = self._open, OpenStep()
-        waiting = {name for owned in self._owned if id(owned.optimizer) not in ended.done for name in owned.parameters}
-        try:
-            self._pending.keep(waiting)
-            self._commit(ended)
-        except Exception:
-            self._missed = before  # the error itself tells what became of the step
-            raise
-        self._missed = before
-
-    def _commit(self, ended: OpenStep) -> None:
-        if not ended.done:
-            return
-        still = [  # parameters whose optimizer did not step are as they were
-            ParameterFacts(name, owned.name, False, {}, [])
-            for owned in self._owned
-            if id(owned.optimizer) not in ended.done
-            for name in owned.parameters
-        ]
-        # A step of another optimizer may hold the same patterns, and so may a backward that is still running.
-        shared = bool(self._pending.arrivals) or bool(self._hooks.arrivals)
-        calls, samples, brought = bring(ended.calls, dict(self._samples), self._transfer)
-        record = StepRecord(
-            self._step,
-            calls,
-            [*ended.facts, *still],
-            samples,
-            self._snapshot,
-            None if shared else self._spares,
-            brought,
-            dict(self._alignment.outcomes),
-        )
-        self._sink.write(record)
-        self._step += 1
-
-    # Changes that no recorded step made ---------------------------------------------------------------------------
-
-    def _check_unchanged(self, owned: Owned) -> None:
-        """Refuse a step if anything but recorded steps has changed what the recording is about."""
-        for name, parameter in self._parameters.items():
-            if self._changes.is_converted(name, parameter):
-                self._follow(name)
-        self._changes.check(owned, self._step)
-
-    def _follow(self, name: str) -> None:
-        """Go on where the model was moved to another device between two steps; refuse any other conversion."""
-        self._changes.follow(name, self._step, pending=bool(self._pending.tasks))
-        self._find_devices()
-
-    def _find_devices(self) -> None:
-        """Find out where the parameters are, and how what they leave comes to the CPU's memory."""
-        devices = {parameter.device for parameter in self._parameters.values()}
-        self._here = all(device.type == "cpu" for device in devices)
-        only = next(iter(devices)) if len(devices) == 1 else None
-        self._transfer = Transfer(only) if only is not None and only.type == "cuda" else None
-
-    def _close_sink(self) -> str:
-        """Close the sink, with final weights only if they are those after the last step; return a warning, or ""."""
-        live = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
-        if changed := self._changes.changed():
-            self._sink.close_without_final(why_no_final(changed, self._step))
-        else:
-            self._sink.close(live)
-        return self._changes.at_closing(self._step, lambda: self._sink.find_step(live))
-
-    # Small things -------------------------------------------------------------------------------------------------
-
-    def _axis(self, layer: Watched) -> int:
-        return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
-
-    def _trail(self, name: str) -> Trail:
-        trail = self._pending.trails.get(name)
-        if trail is None:
-            trail = self._pending.trails[name] = Trail(self._parameters[name].shape[1:].numel())
-        return trail
-
-    def _detach(self, *, in_a_step: bool = False) -> None:
-        self._state = "closed"
-        self._hooks.detach()
-        remove_handles(self._handles, running=in_a_step)
-        self._pending = Pending()
-
-    @contextlib.contextmanager
-    def _guarding(self, where: str = "The recording", *, stepped: bool = False) -> Iterator[None]:
-        """Let failures out, or with on_failure="detach" stop recording and let training go on."""
-        try:
-            yield
-        except Exception as error:
-            self._fail(error, where, stepped=stepped)
-
-    def _fail(self, error: Exception, where: str, *, stepped: bool = False) -> None:
-        """Raise an error, one that dualform did not foresee by name; or stop recording and warn.
-
-        Args:
-            error: what was raised while recording.
-            where: the layer, parameter or optimizer that was recorded.
-            stepped: whether the optimizer has moved the parameters beyond the last step that was recorded.
-        """
-        if isinstance(error, Warning):  # one of ours, which the user's filters made an error
-            raise error
-        if not isinstance(error, DualformError):
-            unforeseen = RefusedError(
-                f"{where} cannot be recorded: {type(error).__name__}: {str(error).strip().rstrip('.')}. Leave its "
-                'layer out of layers=[...], or pass on_failure="detach" to train on without recording.'
-            )
-            unforeseen.__cause__ = error
-            error = unforeseen
-        if self._on_failure == "raise":
-            if stepped:
-                self._missed = error if isinstance(error, RefusedError) else None  # a sink knows itself what it missed
-            raise error
-        if self._state == "closed":
-            return
-        open_step, self._open = self._open, OpenStep()
-        self._detach(in_a_step=True)
-        try:
-            if isinstance(error, RefusedError) and not stepped:  # the parameters are those of the last step
-                self._commit(open_step)
-                self._close_sink()
-        except Exception as another:
-            error.add_note(f"While the recording was closed: {another}")
-        finally:
-            self._sink.abandon()
-        self._finalizer()
-        warn_user(f"Recording stopped at step {self._step} and training goes on without it: {error}")
-
-
-def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[str, Tensor]:
-    """Return copies of the parameters as the last step left them; none if they are not those any more."""
-    if changes.changed():
-        return {}
-    return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
-
-
-def _after_missed(error: Exception) -> DualformError:
-    """Return the error of a recording that cannot go on, because an earlier step was not recorded."""
-    kind = StoreError if isinstance(error, StoreError) else RefusedError
-    return kind(
-        f"An earlier step was not recorded ({error}), so later ones cannot be added to it. Continue from a checkpoint "
-        "with resume=True."
-    )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _describe(layer: Watched) -> LayerStart:

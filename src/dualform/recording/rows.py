@@ -26,7 +26,7 @@ from torch.nn.modules import module as every_module
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from dualform.recording.listening import ListenedCall, listen
+from dualform.recording.layer_hooks import catch_calls
 from dualform.recording.rowcheck import Placement, RowCheck
 from dualform.recording.watch import Watched, find_candidates
 from dualform.torch_modes import call_without_autocast, end_function_modes, function_modes, with_gradients
@@ -232,7 +232,7 @@ class _Trial:
                 elif any(p.dtype in _COARSE for p in model.parameters()):
                     model = model.float()
                 cloned = _cloned_double if self._double else _cloned
-                seen = self._listen(model, _mapped(batch, cloned))
+                seen = self._catch(model, _mapped(batch, cloned))
                 if moved():
                     raise Untried("the model draws random numbers")
         except Untried:
@@ -242,19 +242,17 @@ class _Trial:
             raise Untried(f"the trial raised {type(error).__name__}{': ' + text[0] if text else ''}") from error
         return seen
 
-    def _listen(self, model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list["_Seen"]]:
+    def _catch(self, model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list["_Seen"]]:
         candidates = {".".join(filter(None, (self._prefix, name))): c for name, c in find_candidates(model).items()}
         watched = {
             layer.name: dataclasses.replace(layer, module=found.module, kind=found.kind)
             for layer in self._layers
             if (found := candidates.get(layer.name)) is not None
         }
-        calls: dict[str, list[ListenedCall]] = {layer.name: [] for layer in self._layers}
         for module in model.modules():
             if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
                 module.dropout = 0.0
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        listen(watched, calls)
 
         mode, depth = _NoDropout(), function_modes()
 
@@ -275,13 +273,14 @@ class _Trial:
                     mode.put_back()
                     end_function_modes(depth)
 
-        call_without_autocast([device], compute)
+        with catch_calls(watched) as calls:
+            call_without_autocast([device], compute)
         return {
-            name: [
+            layer.name: [
                 _Seen(call.leading, call.keys().detach(), call.values(call.keys()) if call.reached else None)
-                for call in found
+                for call in calls.get(layer.name, ())
             ]
-            for name, found in calls.items()
+            for layer in self._layers
         }
 
 

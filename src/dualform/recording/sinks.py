@@ -1,12 +1,14 @@
-"""What the recorder hands on, and the protocol of whoever takes it.
+"""What the recorder hands on, and the protocol of the object that takes it, a sink.
 
-The disk writer (`dualform.store.writer`) is one. A sink sees only steps that happened, in order, detached and copied.
+The disk writer (`dualform.store.writer`) is a sink. A sink sees patterns when they are accumulated, detached and
+copied, and steps in the order in which they happened.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dualform.identity.parameter_use import ParameterUse
@@ -14,8 +16,6 @@ from dualform.recording.annotations import Binding
 from dualform.recording.media import Files
 from dualform.recording.model_state import StatePart
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.spares import Spares
-from dualform.recording.transfer import Brought
 
 RESIDUAL = "residual"
 """A fact beside an optimizer's settings: how far patterns are from a gradient that autograd rounded coarsely."""
@@ -50,27 +50,51 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """The patterns of one call of a layer in one backward.
+    """The patterns of one call of a layer, which one backward has just accumulated.
 
-    The leading axes of the input are (outer, rows, inner) with the batch axis in the middle; positions = outer × inner.
+    Nobody writes to the tensors from now on, and their memory is not used again before everybody has let go of them:
+    a sink may keep them, or views of them, for as long as it likes.
     """
 
+    number: int  # among all calls that were handed over in this recording
+    backward: int  # number of the backward among all of this recording that accumulated anything
     layer: str
-    micro: int
-    call: int
-    rows: int
-    positions: int
-    inner: int
-    keys: Tensor  # (rows × positions, d_in)
-    values: Tensor | None  # (rows × positions, d_out)
-    binding: Binding | None
+    keys: Tensor  # (T, d_in), on the training device
+    values: Tensor | None  # (T, d_out), on the training device
     raw: bool = False  # whether its keys owe nothing to the parameters, so that the same may come again
-    layout: str | None = None  # in which autograd added up its errors, SHAPE:STRIDES; nothing where row by row
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values in memory."""
         return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """What a step knows of a call whose gradient reaches it: the call's place in the step, and its columns.
+
+    The leading axes of the input are (outer, rows, inner) with the batch axis in the middle; positions = outer × inner.
+    All this is known only at the step: rows and columns of a call depend on the other calls of its batch, and the order
+    of a bias's sum on accumulations that come later in the same backward.
+    """
+
+    number: int  # of the `CallRecord`
+    micro: int  # which backward of the step accumulated it
+    call: int  # which call of its layer in that backward
+    rows: int
+    positions: int
+    inner: int
+    binding: Binding | None
+    layout: str | None = None  # in which autograd added up its errors, SHAPE:STRIDES; None where row by row
+    finite: bool = False  # whether NaN and infinity among its keys are to be taken for 0; see `keys_of`
+
+    def keys_of(self, record: CallRecord) -> Tensor:
+        """Return the keys of this call as the step uses them, (T, d_in).
+
+        A weight gradient that is not finite may be zeroed before the step (`nan_to_num_`) while the bias of the same
+        layer is trained on. The keys then multiply a factor of 0, but 0 · NaN is NaN in every sum; so they are 0.
+        """
+        return torch.nan_to_num(record.keys, nan=0.0, posinf=0.0, neginf=0.0) if self.finite else record.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,39 +109,36 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One optimizer step: its patterns, its facts, and a sample of each parameter after it."""
+class PreparedStep:
+    """One optimizer's part of a step, just before it moves its parameters."""
 
     step: int
-    calls: Sequence[CallRecord]
-    facts: Sequence[ParameterFacts]
-    samples: Mapping[str, Tensor]
+    facts: Sequence[ParameterFacts]  # of the covered parameters that this optimizer trains
+    calls: Sequence[StepCall]  # whose gradients reach the step through this optimizer or one that has stepped already
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """One optimizer step, after it: which calls reach it, its facts, and a sample of each parameter after it."""
+
+    step: int
+    calls: Sequence[StepCall]
+    facts: Sequence[ParameterFacts]  # of every covered parameter
+    samples: Mapping[str, Tensor]  # on the training device
     snapshot: Callable[[], dict[str, Tensor]]  # copies of all covered parameters, valid until the next step
-    spares: Spares | None = None  # where the memory of its patterns may go when it is done with
-    brought: Brought | None = None  # its patterns and samples on their way from a GPU
     rows: Mapping[str, RowCheck] = field(default_factory=dict)  # what is known by now of the layers' rows
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values in memory."""
-        return sum(call.nbytes for call in self.calls)
-
-    def wait(self) -> None:
-        """Return when its patterns and samples are here: they may be on their way from a GPU."""
-        if self.brought is not None:
-            self.brought.wait()
-
-    def release(self) -> None:
-        """Give back the memory of its patterns: a sink that is done with them and calls this may not look again."""
-        if self.brought is not None:
-            self.brought.release()
-        elif self.spares is not None:
-            for call in self.calls:
-                self.spares.give([call.keys] if call.values is None else [call.keys, call.values])
 
 
 class Sink(Protocol):
-    """Takes the records of a run."""
+    """Takes a recording: patterns as they are accumulated, facts at the step.
+
+    Methods are called one at a time, on the thread that trains; `call` and `discard` also on a thread of autograd's,
+    where a backward runs there, and `abandon` on any thread, where nobody refers to the recorder any more.
+
+    A step goes `call` (any number) -> `before_step` -> `step` -> `discard`. Where the recording has several optimizers,
+    `before_step` comes once for each of them; where an optimizer evaluates a closure, once for each evaluation, of
+    which the last counts; and a step that failed in the optimizer is prepared and never taken.
+    """
 
     def open(self, start: Start) -> int:
         """Begin, and return the number of the first step to come."""
@@ -128,10 +149,24 @@ class Sink(Protocol):
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a batch's columns cannot join those of earlier batches."""
 
-    def write(self, record: StepRecord) -> None:
+    def call(self, record: CallRecord) -> None:
+        """Take the patterns of a call that was just accumulated; whether they reach a step is not known yet."""
+
+    def before_step(self, prepared: PreparedStep) -> None:
+        """Look at the parameters and the optimizer's state that the step is about to overwrite."""
+
+    def step(self, facts: StepFacts) -> None:
         """Take a step. May wait; raises `StoreError` when an earlier step could not be kept.
 
-        A sink calls the record's `wait` before it looks at tensors, and may call `release` when it is done with them.
+        Its calls were all handed over before, and are not discarded yet. A call may be part of two steps, where two
+        optimizers that share a layer step on their own.
+        """
+
+    def discard(self, backwards: Sequence[int]) -> None:
+        """Let go of everything that these backwards accumulated: no step to come has any part of it.
+
+        Either its step was taken, or the gradients were cleared without one. After the end of a recording, `close` or
+        `abandon`, no backward is discarded any more: what is left then never reaches a step.
         """
 
     def attach(self, files: Files) -> None:
@@ -150,7 +185,7 @@ class Sink(Protocol):
         """Return the published step after which the parameters were these, or None; asked after closing."""
 
     def abandon(self) -> None:
-        """Stop at once, keeping what is published already."""
+        """Stop at once, keeping what is published already. May be called at any time, also more than once."""
 
 
 def sample(parameter: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from dualform.errors import CoverageError, RefusedError, UnknownLayerError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers import Composite, LayerKind, composites, find_composite, find_kind, kinds
-from dualform.recording.saying import warn_user
 from dualform.recording.unrecordable import advise, describe
+from dualform.recording.user_warnings import warn_user
 
 What = Literal["keys+values", "keys"]
 Layers = str | Sequence[str] | Mapping[str, What] | None

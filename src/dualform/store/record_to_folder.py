@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RunFactoryError
-from dualform.recording.recorder import OnFailure, Recorder
+from dualform.recording.recorder import Recorder
+from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers
 from dualform.store.blobs import Blobs
 from dualform.store.folder_blobs import as_blobs

@@ -18,7 +18,6 @@ from dualform.engine.fingerprints import fingerprint
 from dualform.lazy import parquet as pq
 from dualform.recording.media import Files
 from dualform.recording.rowcheck import SEVERITY
-from dualform.recording.sinks import StepRecord
 from dualform.store.attach import publish_files, remove_replaced
 from dualform.store.blobs import Blobs, FileEntry, Tag, changed_error
 from dualform.store.encoding import SCALE, encode
@@ -29,6 +28,7 @@ from dualform.store.pool import DIGESTS, MIN_POOLED_WIDTH, REFERENCES, Pool
 from dualform.store.reader import Run
 from dualform.store.resume import read_pools
 from dualform.store.tables import call_tables, merge_columns, steps_table
+from dualform.store.taken_steps import TakenStep
 from dualform.store.tensors import publish_tensors, write_parts
 from dualform.threads import Background
 
@@ -63,7 +63,7 @@ class ShardWriter:
         self.publish_manifest(files={**self.manifest.files, **publish_files(self._blobs, files)})
         remove_replaced(self._blobs, self.manifest)
 
-    def write(self, records: list[StepRecord], parameters: Mapping[str, Tensor], state: ShardState | None) -> None:
+    def write(self, records: list[TakenStep], parameters: Mapping[str, Tensor], state: ShardState | None) -> None:
         """Write steps as a shard and begin to publish it, once the shard before is published.
 
         Args:
@@ -80,7 +80,7 @@ class ShardWriter:
             publishing.result()
 
     def _write_shard(
-        self, records: list[StepRecord], parameters: Mapping[str, Tensor], state: ShardState | None
+        self, records: list[TakenStep], parameters: Mapping[str, Tensor], state: ShardState | None
     ) -> Callable[[], None]:
         """Write the patterns of a shard, and return what publishes it once the shard before is on the disk."""
         names = shard_files(self._next)
@@ -92,6 +92,7 @@ class ShardWriter:
             tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
             for record in records:
                 record.release()
+            tensors.clear()
             self.settle()
         except BaseException:
             staged.discard()
@@ -121,7 +122,7 @@ class ShardWriter:
         return finish
 
     def _tensors(
-        self, records: list[StepRecord]
+        self, records: list[TakenStep]
     ) -> tuple[dict[str, list[Tensor]], dict[str, tuple[float, float]], dict[str, tuple[int, int]]]:
         """Return the parts of a shard's tensors, the range of each layer's keys, and what each pool got."""
         tensors: dict[str, list[Tensor]] = {}
@@ -157,7 +158,7 @@ class ShardWriter:
         if scales is not None:
             tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)
 
-    def _choose_pools(self, records: list[StepRecord]) -> None:
+    def _choose_pools(self, records: list[TakenStep]) -> None:
         """Give a pool to each layer whose first patterns are worth one; those of later shards go the same way."""
         for record in records:
             for call in record.calls:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from dualform.engine.fingerprints import fingerprint
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
-from dualform.recording.sinks import StepRecord
+from dualform.store.taken_steps import TakenStep
 
 CALLS = pa.schema(
     [
@@ -42,7 +42,7 @@ STEPS = {  # and the optimizer's settings by name
 }
 
 
-def call_tables(records: Sequence[StepRecord]) -> tuple[pa.Table, pa.Table]:
+def call_tables(records: Sequence[TakenStep]) -> tuple[pa.Table, pa.Table]:
     """Return the calls table and the annotations table of a shard."""
     rows: dict[str, list[Any]] = {name: [] for name in CALLS.names}
     offsets: dict[str, int] = {}
@@ -109,7 +109,7 @@ def merge_columns(known: Mapping[str, str], schema: pa.Schema) -> dict[str, str]
     return merged
 
 
-def steps_table(records: Sequence[StepRecord]) -> pa.Table:
+def steps_table(records: Sequence[TakenStep]) -> pa.Table:
     """Return the steps table of a shard: a row per (step, parameter)."""
     rows = [
         {

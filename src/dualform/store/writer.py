@@ -1,4 +1,4 @@
-"""The disk sink: a background thread that turns step records into published shards.
+"""The disk sink: a background thread that turns steps into published shards.
 
 The training thread only queues; encoding and checksums happen on the writer's thread, and while it writes a shard
 another one waits for the disk to have the shard before. A shard always ends between two steps, so what the manifest
@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from dualform.errors import ResumeError, RunExistsError, StoreError
 from dualform.recording.annotations import Binding
 from dualform.recording.estimate import size_text
 from dualform.recording.media import Files
-from dualform.recording.sinks import Start, StepRecord
+from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
 from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.blobs import Blobs
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
@@ -38,6 +38,7 @@ from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, resume_at
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
+from dualform.store.taken_steps import AccumulatedCalls, TakenStep
 from dualform.store.tensors import publish_tensors
 from dualform.threads import start_alone
 
@@ -109,7 +110,7 @@ class DiskWriter:
         self._planned = steps
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
-        self._queue: ByteQueue[StepRecord | _Seal | _Attachment] = ByteQueue(queue_bytes)
+        self._queue: ByteQueue[TakenStep | _Seal | _Attachment] = ByteQueue(queue_bytes)
         self._worker: threading.Thread | None = None
         self._ended = False  # whether the worker was told that nothing more will come
         self._over = True  # whether no worker runs, so that nothing more is published by one
@@ -119,9 +120,10 @@ class DiskWriter:
         self._unsealed = 0  # bytes handed over since the last seal
         self._sealed_at = time.monotonic()
         self._checked = False
-        self._hole: BaseException | None = None  # why a step was not taken; later ones cannot be added up then
+        self._hole: BaseException | None = None  # the error that kept a step from being taken; none can follow it
         self._columns: dict[str, str] = {}
-        self._taken: list[StepRecord] = []
+        self._accumulated = AccumulatedCalls()
+        self._taken: list[TakenStep] = []
         self._shards = ShardWriter(blobs, Manifest({}, {}, (), {}))
         self._keeper = StateKeeper(None)
         self._stack = ExitStack()
@@ -184,19 +186,32 @@ class DiskWriter:
         """Raise `AnnotationError` where a column has changed its type."""
         check_columns(self._columns, binding)
 
-    def write(self, record: StepRecord) -> None:
+    def call(self, record: CallRecord) -> None:
+        """Keep a call's patterns until their step, or until they are discarded."""
+        self._accumulated.add(record)
+
+    def before_step(self, prepared: PreparedStep) -> None:
+        """Do nothing: a run folder keeps no state of the optimizer during a training."""
+
+    def step(self, facts: StepFacts) -> None:
         """Queue a step; every `shard_bytes` a shard is sealed."""
         self._check_whole()
         try:
+            taken = self._accumulated.join(facts)
             if not self._checked:
-                self._check_space(record)
-            self._queue.put(record, record.nbytes)
+                self._check_space(taken)
+            size = taken.nbytes
+            self._queue.put(taken, size)
         except BaseException as error:
             self._hole = error
             raise
-        self._unsealed += record.nbytes
+        self._unsealed += size
         if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= PUBLISH_SECONDS:
-            self._seal(record.snapshot, wait=False)
+            self._seal(facts.snapshot, wait=False)
+
+    def discard(self, backwards: Sequence[int]) -> None:
+        """Let go of the patterns of some backwards; what was queued stays queued."""
+        self._accumulated.discard(backwards)
 
     def attach(self, files: Files) -> None:
         """Queue files; they are published before anything that is handed over later."""
@@ -298,6 +313,7 @@ class DiskWriter:
     def _release(self) -> None:
         """Free the folder's lock: now, or where the worker has not ended yet, at its end."""
         self._left = True
+        self._accumulated.clear()
         if self._over:
             self._unlock()
 
@@ -363,7 +379,7 @@ class DiskWriter:
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
 
-    def _check_space(self, record: StepRecord) -> None:
+    def _check_space(self, record: TakenStep) -> None:
         self._checked = True
         need = self._shard_bytes if self._planned is None else self._planned * self._stored_bytes(record)
         free = self.blobs.free_bytes()
@@ -374,7 +390,7 @@ class DiskWriter:
                 'Choose another disk, fewer layers, keys only, or dtype="float16".'
             )
 
-    def _stored_bytes(self, record: StepRecord) -> int:
+    def _stored_bytes(self, record: TakenStep) -> int:
         def size(tensor: Tensor | None, layer: str) -> int:
             if tensor is None:
                 return 0
@@ -406,7 +422,7 @@ class DiskWriter:
         """Take the items of the queue to its end, and publish them."""
         try:
             for item in self._queue:
-                if isinstance(item, StepRecord):
+                if isinstance(item, TakenStep):
                     item.wait()
                     self._taken.append(item)
                 elif isinstance(item, _Attachment):

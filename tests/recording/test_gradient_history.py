@@ -12,9 +12,15 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.gauge import Gauge
-from dualform.recording.probes import Probe, Watching, predict, projection
-from dualform.recording.trails import Accumulation, Resolution, Trail, resolve, resolve_all
+from dualform.recording.gradient_history import (
+    Accumulation,
+    GradientHistory,
+    Resolution,
+    fetch_histories,
+    resolve,
+    resolve_all,
+)
+from dualform.recording.probes import GradientProbes, Probe, ProbeSpec, predict, projection
 from helpers.loops import gradient_of
 
 CPU = torch.device("cpu")
@@ -29,9 +35,9 @@ class Followed:
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.gauge = Gauge()
+        self.gauge = GradientProbes()
         self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
-        self.trail = Trail(shape[1])
+        self.history = GradientHistory(shape[1])
 
     def accumulate(self, *, rows: int = 16, scale: float = 1.0, unseen: float = 0.0, coarse: bool = False) -> Tensor:
         """Add patterns to the gradient, and a part that no pattern explains; return the gradient, to be changed."""
@@ -44,15 +50,15 @@ class Followed:
         after = self.gauge.probe("weight", self.weight)
         assert after is not None
         columns = projection(d_out, d_in, dtype=self.weight.dtype, device=CPU)
-        found = predict({WEIGHT: Watching(columns, self.weight.shape)}, values, keys, rounding=1.0)[WEIGHT]
-        micro = len(self.trail.accumulations)
-        self.trail.accumulations.append(Accumulation(micro, before, after, found.columns, [found.size], coarse))
+        found = predict({WEIGHT: ProbeSpec(columns, self.weight.shape)}, values, keys, rounding=1.0)[WEIGHT]
+        micro = len(self.history.accumulations)
+        self.history.accumulations.append(Accumulation(micro, before, after, found.columns, [found.size], coarse))
         return self.weight.grad
 
     @property
-    def seen(self) -> tuple[Trail, Probe | None]:
-        """The trail, and the gradient as a step sees it."""
-        return self.trail, self.gauge.probe("weight", self.weight, size="later")
+    def seen(self) -> tuple[GradientHistory, Probe | None]:
+        """The history, and the gradient as a step sees it."""
+        return self.history, self.gauge.probe("weight", self.weight, size="later")
 
     @property
     def resolution(self) -> Resolution:
@@ -298,3 +304,15 @@ def test_a_regulariser_beside_many_patterns_is_refused(tmp_path: Path) -> None:
         optimizer.step()
 
     refuses(step, model, optimizer, tmp_path, match="regulariser")
+
+
+def test_probes_in_the_memory_of_the_cpu_stay_where_they_are() -> None:
+    """What a GPU's probes go through; here nothing has to move."""
+
+    def probe(norm: bool) -> Probe:
+        return Probe(torch.randn(3, 2), torch.randn(()) if norm else None)
+
+    first = Accumulation(0, None, probe(True), torch.randn(3, 2), [lambda: 1.0])
+    second = Accumulation(1, probe(False), probe(True), torch.randn(3, 2), [], coarse=True)
+    seen = [(GradientHistory(4, [first, second]), probe(True)), (GradientHistory(1), None)]
+    assert fetch_histories(seen) is seen

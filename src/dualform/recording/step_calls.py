@@ -1,64 +1,26 @@
-"""What was accumulated since the last step, and the calls it becomes: which reach the step, where, which columns."""
+"""The calls of a step: which accumulated calls reach it, where their patterns are in the batch, and their columns."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
 
 from dualform.recording.annotations import Binding
 from dualform.recording.hooks import Arrival
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import CallRecord
-from dualform.recording.trails import Trail
-from dualform.recording.transfer import Brought, Transfer
+from dualform.recording.sinks import StepCall
+from dualform.recording.step_in_progress import Backward
 from dualform.recording.watch import Watched
 
 
-@dataclass(slots=True)
-class Pending:
-    """Accumulated since the last step: patterns by graph task, and a trail of probes per parameter."""
-
-    tasks: list[int] = field(default_factory=list)  # index = micro
-    arrivals: dict[int, list[Arrival]] = field(default_factory=dict)  # micro -> patterns
-    trails: dict[str, Trail] = field(default_factory=dict)  # parameter -> probes
-
-    def micro(self, task: int) -> int:
-        """Return which backward of the step this graph task is."""
-        if task not in self.tasks:
-            self.tasks.append(task)
-        return self.tasks.index(task)
-
-    def cleared(self, parameters: Mapping[str, nn.Parameter], accumulating: str) -> bool:
-        """Say whether every gradient that is pending was cleared without a step, as one parameter accumulates anew."""
-        for name, trail in self.trails.items():
-            if name == accumulating:
-                left = trail.waiting is not None and not trail.waiting.zero
-            else:
-                gradient = parameters[name].grad
-                left = gradient is not None and bool(gradient.any())
-            if left:
-                return False
-        return True
-
-    def keep(self, parameters: Collection[str]) -> None:
-        """Let go of everything that none of these parameters waits for."""
-        self.trails = {name: trail for name, trail in self.trails.items() if name in parameters}
-        micros = {event.micro for trail in self.trails.values() for event in trail.accumulations}
-        self.arrivals = {micro: brought for micro, brought in self.arrivals.items() if micro in micros}
-        if not micros:
-            self.tasks, self.trails = [], {}
-
-
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class UnfittingColumn:
     """A column that a layer's patterns could not take; `everywhere` if no layer of the step could."""
 
     binding: Binding
     layer: str
-    column: str
+    name: str
     text: str
     everywhere: bool
 
@@ -67,30 +29,31 @@ class Misfit:
 class Gathered:
     """The calls of a step, and what is to be said of their annotations."""
 
-    calls: list[CallRecord] = field(default_factory=list)
-    misfits: list[Misfit] = field(default_factory=list)
-    skipped: bool = False  # whether annotations were left out that a skipped batch had
-    checks: dict[str, RowCheck] = field(default_factory=dict)  # layers whose rows no trial has told
+    calls: list[StepCall] = field(default_factory=list)
+    unfitting: list[UnfittingColumn] = field(default_factory=list)
+    skipped: bool = False  # whether columns were left out because they were given for a batch without a backward
+    checks: dict[str, RowCheck] = field(default_factory=dict)  # layer -> what a call showed of rows that no trial told
 
 
 def gather_calls(
-    arrivals: Mapping[int, Sequence[Arrival]],
+    backwards: Sequence[Backward],
     factors: Mapping[str, Sequence[float]],
     axis_of: Callable[[Watched], int],
 ) -> Gathered:
     """Return the calls whose gradient reaches the step through at least one parameter, with the columns that fit them.
 
     Args:
-        arrivals: micro -> what was accumulated in it.
+        backwards: the backwards of the step; index = micro.
         factors: updated parameter -> its gradient's factor in each micro.
         axis_of: the batch axis of a layer whose rows were not tried.
     """
     gathered = Gathered()
     fitted: dict[int, set[str]] = {}  # binding -> columns that some layer took, or that are known not to belong to it
-    misfits: list[tuple[Binding, str, str, str]] = []
-    for micro, brought in sorted(arrivals.items()):
-        numbers: dict[str, int] = {}
-        for arrival in sorted(brought, key=lambda arrival: arrival.call.number):
+    unfitting: list[tuple[Binding, str, str, str]] = []
+    for micro, backward in enumerate(backwards):
+        calls: dict[str, int] = {}  # layer -> its last call
+        for accumulated in sorted(backward.calls, key=lambda one: one.arrival.call.number):
+            arrival = accumulated.arrival
             layer, binding = arrival.call.layer, arrival.call.binding
             if not any(name in factors and factors[name][micro] != 0.0 for name, _ in layer.parameters.values()):
                 continue
@@ -106,43 +69,39 @@ def gather_calls(
                     taken.update(names)
                     for name in binding.columns.keys() - names:
                         text = binding.misfit(name, layer.name, placed.rows, placed.positions)
-                        misfits.append((binding, layer.name, name, text))
+                        unfitting.append((binding, layer.name, name, text))
                 if placed.check is not None:
                     gathered.checks[layer.name] = placed.check
-            number = numbers[layer.name] = numbers.get(layer.name, -1) + 1
+            calls[layer.name] = calls.get(layer.name, -1) + 1
             gathered.calls.append(
-                CallRecord(
-                    layer=layer.name,
+                StepCall(
+                    number=accumulated.number,
                     micro=micro,
-                    call=number,
+                    call=calls[layer.name],
                     rows=placed.rows,
                     positions=placed.positions,
                     inner=placed.inner,
-                    keys=_finite_keys(arrival, factors, micro),
-                    values=None if layer.keys_only else arrival.values,
                     binding=placed.binding,
-                    raw=arrival.call.raw,
                     layout=arrival.layout,
+                    finite=_takes_only_finite_keys(arrival, factors, micro),
                 )
             )
-    gathered.misfits = [Misfit(b, layer, name, text, name not in fitted[id(b)]) for b, layer, name, text in misfits]
+    gathered.unfitting = [
+        UnfittingColumn(b, layer, name, text, name not in fitted[id(b)]) for b, layer, name, text in unfitting
+    ]
     return gathered
 
 
-def _finite_keys(arrival: Arrival, factors: Mapping[str, Sequence[float]], micro: int) -> Tensor:
-    """Return the keys of a call, with 0 for NaN and infinity where a weight gradient was dropped before the step.
+def _takes_only_finite_keys(arrival: Arrival, factors: Mapping[str, Sequence[float]], micro: int) -> bool:
+    """Say whether keys of a call that are not finite have no effect, because their weight gradient was dropped.
 
-    A gradient that is not finite may be zeroed before the step (`nan_to_num_`) while the bias of the same layer is
-    trained on. The keys then multiply a factor of 0, but 0 · NaN is NaN in every sum. A key that is not finite in a
-    gradient that does reach the step is refused earlier, so only keys without any effect are replaced here.
+    A key that is not finite in a gradient that does reach the step is refused earlier; see `StepCall.keys_of`.
     """
     layer, keys = arrival.call.layer, arrival.keys
     assert keys is not None, "only accumulated arrivals are pending"
     reached = {name for name in factors if factors[name][micro] != 0.0}
     whole = all(name in reached for use, (name, _) in layer.parameters.items() if use.parameter_map.multiplies_keys)
-    if whole or layer.keys_only or not keys.is_floating_point():
-        return keys
-    return torch.nan_to_num(keys, nan=0.0, posinf=0.0, neginf=0.0)
+    return not (whole or layer.keys_only or not keys.is_floating_point())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +109,7 @@ class _Placed:
     """Where the patterns of a call are in the batch, and the columns that they take.
 
     Attributes:
-        rows: how many rows they are addressed by; with `positions` and `inner` as in `CallRecord`.
+        rows: how many rows they are addressed by; with `positions` and `inner` as in `StepCall`.
         positions: see `rows`.
         inner: see `rows`.
         binding: the columns, if any.
@@ -213,22 +172,3 @@ def address(leading: Sequence[int], batch_axis: int) -> tuple[int, int, int]:
     size = torch.Size(leading)
     inner = size[axis + 1 :].numel()
     return leading[axis], size[:axis].numel() * inner, inner
-
-
-def bring(
-    calls: Sequence[CallRecord], samples: Mapping[str, Tensor], transfer: Transfer | None
-) -> tuple[Sequence[CallRecord], Mapping[str, Tensor], Brought | None]:
-    """Let a step's patterns and samples come from a GPU, if they are there; whoever looks at them waits for them."""
-    tensors = [t for call in calls for t in (call.keys, call.values) if t is not None] + list(samples.values())
-    devices = {tensor.device for tensor in tensors}
-    if all(device.type == "cpu" for device in devices):
-        return calls, samples, None
-    if transfer is not None and devices == {transfer.device}:
-        brought = transfer.bring(tensors)
-    else:
-        brought = Brought([tensor.cpu() for tensor in tensors], lambda: None, lambda: None)
-    here = iter(brought.tensors)
-    calls = [
-        dataclasses.replace(call, keys=next(here), values=None if call.values is None else next(here)) for call in calls
-    ]
-    return calls, {name: next(here) for name in samples}, brought

@@ -1,7 +1,7 @@
-"""Trails: what happened to a gradient between backward and step, and whether its patterns explain it.
+"""The history of a gradient between backward and step: what happened to it, and whether its patterns explain it.
 
-The gradient G of a weight is watched through P = G R with a few fixed random columns R (a bias through itself). Events
-of one step are collected as small tensors and resolved together, before the step:
+The gradient G of a weight is measured as P = G R with a few fixed random columns R (a bias's gradient is taken whole).
+The events of one step are collected as small tensors and resolved together, before the step:
 
 - *before* and *after* each accumulation: the increment of P must be what the recorded patterns predict, Eᵀ(X R);
 - between an accumulation and the next event: P may have been multiplied by one factor (clipping, unscaling), or
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.recording.probes import Numbers, Probe, length, numbers_of
-from dualform.recording.transfer import pack, unpack
+from dualform.recording.packing import pack, unpack
+from dualform.recording.probes import Float64Array, Probe, as_float64, length
 
 NOT_FINITE = "its gradient is not finite"
 CPU = torch.device("cpu")
@@ -42,8 +42,8 @@ class Accumulation:
 
 
 @dataclass(slots=True)
-class Trail:
-    """Everything that was measured of one parameter's gradient since its last step."""
+class GradientHistory:
+    """Everything that was measured of one parameter's gradient since the parameter's last step."""
 
     width: int  # d_in; 1 for a bias
     accumulations: list[Accumulation] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Trail:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What the trail says: a factor per micro, and what the identity does not cover, if anything.
+    """What a history says: a factor per micro, and what the identity does not cover, if anything.
 
     A factor is 0 where the gradient was cleared before the step, NaN where no single factor explains the change.
     """
@@ -62,9 +62,9 @@ class Resolution:
     residual: float | None = None  # ‖gradient − its patterns' sum‖ at the step, where autograd rounded coarsely
 
 
-def fetched(seen: list[tuple[Trail, Probe | None]]) -> list[tuple[Trail, Probe | None]]:
-    """Return trails and final probes in the CPU's memory: from a GPU all of them at once, which is waited for."""
-    everything = [tensor for trail, final in seen for tensor in _tensors(trail, final)]
+def fetch_histories(seen: list[tuple[GradientHistory, Probe | None]]) -> list[tuple[GradientHistory, Probe | None]]:
+    """Return histories and final probes in the CPU's memory: all of them in one copy, which is waited for."""
+    everything = [tensor for history, final in seen for tensor in _tensors(history, final)]
     if all(tensor.device.type == "cpu" for tensor in everything):
         return seen
     devices = {tensor.device for tensor in everything}
@@ -76,66 +76,66 @@ def fetched(seen: list[tuple[Trail, Probe | None]]) -> list[tuple[Trail, Probe |
         return None if one is None else Probe(next(here), None if one.norm is None else next(here), one.gradient)
 
     found = []
-    for trail, final in seen:
+    for history, final in seen:
         events = []
-        for event in trail.accumulations:
+        for event in history.accumulations:
             before, after = probe_here(event.before), probe_here(event.after)
             assert after is not None, "an accumulation left a gradient"
             predicted = next(here)
             events.append(dataclasses.replace(event, before=before, after=after, predicted=predicted))
-        found.append((Trail(trail.width, events, trail.waiting), probe_here(final)))
+        found.append((GradientHistory(history.width, events, history.waiting), probe_here(final)))
     return found
 
 
-def _tensors(trail: Trail, final: Probe | None) -> list[Tensor]:
-    """Return every tensor of a trail and a final probe, in the order in which `fetched` takes them."""
+def _tensors(history: GradientHistory, final: Probe | None) -> list[Tensor]:
+    """Return every tensor of a history and a final probe, in the order in which `fetch_histories` takes them."""
 
     def of(one: Probe | None) -> list[Tensor]:
         return [] if one is None else [one.columns] if one.norm is None else [one.columns, one.norm]
 
-    events = [t for event in trail.accumulations for t in (*of(event.before), *of(event.after), event.predicted)]
+    events = [t for event in history.accumulations for t in (*of(event.before), *of(event.after), event.predicted)]
     return [*events, *of(final)]
 
 
-def resolve_all(seen: Sequence[tuple[Trail, Probe | None]]) -> list[Resolution]:
-    """Follow the gradients of all parameters of a step, as `resolve` does; those with nothing unusual all at once."""
-    usual = [i for i, (trail, final) in enumerate(seen) if _is_usual(trail, final)]
-    trails, finals = [seen[i][0] for i in usual], [final for i in usual if (final := seen[i][1]) is not None]
-    factors = dict(zip(usual, _factors(trails, finals), strict=True)) if len(usual) > 1 else {}
+def resolve_all(seen: Sequence[tuple[GradientHistory, Probe | None]]) -> list[Resolution]:
+    """Resolve the histories of all parameters of a step, as `resolve` does each; the usual ones all at once."""
+    usual = [i for i, (history, final) in enumerate(seen) if _is_usual(history, final)]
+    histories, finals = [seen[i][0] for i in usual], [final for i in usual if (final := seen[i][1]) is not None]
+    factors = dict(zip(usual, _factors(histories, finals), strict=True)) if len(usual) > 1 else {}
     resolutions = []
-    for i, (trail, final) in enumerate(seen):
+    for i, (history, final) in enumerate(seen):
         factor = factors.get(i)
         resolutions.append(
-            resolve(trail, final) if factor is None else Resolution({trail.accumulations[0].micro: factor}, None)
+            resolve(history, final) if factor is None else Resolution({history.accumulations[0].micro: factor}, None)
         )
     return resolutions
 
 
-def _is_usual(trail: Trail, final: Probe | None) -> bool:
+def _is_usual(history: GradientHistory, final: Probe | None) -> bool:
     """Say whether a gradient was cleared, accumulated once, in its own dtype, and is there at the step."""
-    if final is None or len(trail.accumulations) != 1:
+    if final is None or len(history.accumulations) != 1:
         return False
-    event, columns = trail.accumulations[0], final.columns
+    event, columns = history.accumulations[0], final.columns
     known = columns.device == CPU and columns.dtype in (torch.float32, torch.float64)  # to numpy
     fits = event.predicted.shape == columns.shape and columns.numel() > 0
     return known and fits and event.before is None and not event.coarse
 
 
-def _factors(trails: Sequence[Trail], finals: Sequence[Probe]) -> list[float | None]:
+def _factors(histories: Sequence[GradientHistory], finals: Sequence[Probe]) -> list[float | None]:
     """Return the factor of each gradient that its patterns explain, and that was changed by one factor at most.
 
-    Nothing for the others, and for gradients whose rounding needs a closer look: `resolve` tells what is with them.
+    None for other gradients, and for those whose rounding needs a closer look: `resolve` finds what they are.
     """
-    before = _Joined([trail.accumulations[0].after.columns for trail in trails])
-    predicted = _Joined([trail.accumulations[0].predicted for trail in trails])
+    before = _Joined([history.accumulations[0].after.columns for history in histories])
+    predicted = _Joined([history.accumulations[0].predicted for history in histories])
     after = _Joined([final.columns for final in finals])
     with np.errstate(all="ignore"):  # what is not finite is within no bound
-        same = np.logical_and.reduceat(before.numbers == after.numbers, after.begins)
-        factors = np.where(same, 1.0, before.dot(after.numbers) / before.dot(before.numbers))
-        changed = after.norms(after.numbers - before.times(factors))
-        missed = before.norms(before.numbers - predicted.numbers)
-        one_factor = same | (changed <= _roundings(after.norms(), trails, finals))
-        explained = missed <= _roundings(before.norms(), trails, finals)
+        same = np.logical_and.reduceat(before.elements == after.elements, after.begins)
+        factors = np.where(same, 1.0, before.dot(after.elements) / before.dot(before.elements))
+        changed = after.norms(after.elements - before.times(factors))
+        missed = before.norms(before.elements - predicted.elements)
+        one_factor = same | (changed <= _roundings(after.norms(), histories, finals))
+        explained = missed <= _roundings(before.norms(), histories, finals)
         fine = one_factor & explained & (factors != 0.0)
     return [float(factor) if is_fine else None for factor, is_fine in zip(factors, fine, strict=True)]
 
@@ -147,44 +147,44 @@ class _Joined:
         self.counts = [tensor.numel() for tensor in tensors]
         self.begins = np.cumsum([0, *self.counts[:-1]])
         arrays = [tensor.numpy().ravel() for tensor in tensors]
-        self.numbers: Numbers = np.concatenate(arrays, dtype=np.float64)
+        self.elements: Float64Array = np.concatenate(arrays, dtype=np.float64)
 
-    def dot(self, others: Numbers) -> Numbers:
-        """Return the dot product of each one with its part of others."""
-        found: Numbers = np.add.reduceat(self.numbers * others, self.begins)
+    def dot(self, others: Float64Array) -> Float64Array:
+        """Return the dot product of each tensor with its part of other elements."""
+        found: Float64Array = np.add.reduceat(self.elements * others, self.begins)
         return found
 
-    def norms(self, numbers: Numbers | None = None) -> Numbers:
-        """Return the norm of each one, or of as many other numbers."""
-        numbers = self.numbers if numbers is None else numbers
-        return np.sqrt(np.add.reduceat(numbers * numbers, self.begins))
+    def norms(self, elements: Float64Array | None = None) -> Float64Array:
+        """Return the norm of each tensor, or of each part of as many other elements."""
+        elements = self.elements if elements is None else elements
+        return np.sqrt(np.add.reduceat(elements * elements, self.begins))
 
-    def times(self, factors: Numbers) -> Numbers:
-        """Return all elements, each one's times its factor."""
-        return np.repeat(factors, self.counts) * self.numbers
+    def times(self, factors: Float64Array) -> Float64Array:
+        """Return all elements, each tensor's times its factor."""
+        return np.repeat(factors, self.counts) * self.elements
 
 
-def resolve(trail: Trail, final: Probe | None) -> Resolution:
+def resolve(history: GradientHistory, final: Probe | None) -> Resolution:
     """Follow a parameter's gradient from its accumulations to the step.
 
     Args:
-        trail: the accumulations since the last step, in order.
+        history: the accumulations since the last step, in order.
         final: the probe of the gradient as the step sees it; nothing when there is no gradient.
     """
     factors: dict[int, float] = {}
     objections: dict[int | None, str] = {}  # None: a gradient that no recorded accumulation explains
     residuals: dict[int, float] = {}
     last: Probe | None = None
-    for event in trail.accumulations:
-        _follow(factors, objections, last, event.before, trail.width)
+    for event in history.accumulations:
+        _follow(factors, objections, last, event.before, history.width)
         factors[event.micro] = 1.0
-        unexplained = _unexplained(event, trail.width)
+        unexplained = _unexplained(event, history.width)
         if unexplained is not None:
             objections[event.micro] = unexplained
         if event.coarse:
             residuals[event.micro] = _difference(event)
         last = event.after
-    _follow(factors, objections, last, final, trail.width)
+    _follow(factors, objections, last, final, history.width)
     residual = math.hypot(*(factors[m] * found for m, found in residuals.items())) if residuals else None
     standing = [text for micro, text in objections.items() if micro is None or factors[micro] != 0.0]
     return Resolution(factors, standing[0] if standing else None, residual)
@@ -194,8 +194,8 @@ def _follow(
     factors: dict[int, float], objections: dict[int | None, str], last: Probe | None, now: Probe | None, width: int
 ) -> None:
     """Apply what happened to the gradient since it was last seen to all factors so far."""
-    before = None if last is None else last.numbers
-    after = None if now is None else now.numbers
+    before = None if last is None else last.elements
+    after = None if now is None else now.elements
     if before is not None and after is not None and np.array_equal(before, after):
         return
     if now is None or after is None or now.zero:  # cleared
@@ -226,7 +226,7 @@ def _follow(
         factors[micro] *= factor
 
 
-def _factor(before: Numbers, after: Numbers) -> tuple[float, float]:
+def _factor(before: Float64Array, after: Float64Array) -> tuple[float, float]:
     """Return the factor f that explains `after = f · before` best, and what it leaves, ‖after − f · before‖."""
     power = float(before @ before)
     if not math.isfinite(power):
@@ -262,11 +262,11 @@ def _unexplained(event: Accumulation, width: int) -> str | None:
 
 def _difference(event: Accumulation) -> float:
     """Return ‖increment − prediction‖ of the columns."""
-    increment = event.after.numbers
+    increment = event.after.elements
     with np.errstate(invalid="ignore"):  # a difference of infinities is none
         if event.before is not None:
-            increment = increment - event.before.numbers
-        return length(increment - numbers_of(event.predicted))
+            increment = increment - event.before.elements
+        return length(increment - as_float64(event.predicted))
 
 
 def _rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) -> float:
@@ -282,7 +282,7 @@ def _rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) ->
     return relative * limits.eps * size + limits.smallest_normal / limits.eps
 
 
-def _roundings(sizes: Numbers, trails: Sequence[Trail], finals: Sequence[Probe]) -> Numbers:
+def _roundings(sizes: Float64Array, histories: Sequence[GradientHistory], finals: Sequence[Probe]) -> Float64Array:
     """Return how large a difference rounding explains, for several at once."""
-    several = zip(sizes, trails, finals, strict=True)
-    return np.array([_rounding(float(size), trail.width, final.columns.dtype) for size, trail, final in several])
+    several = zip(sizes, histories, finals, strict=True)
+    return np.array([_rounding(float(size), history.width, final.columns.dtype) for size, history, final in several])

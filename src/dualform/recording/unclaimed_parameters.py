@@ -1,7 +1,7 @@
-"""Parameters that nobody says are trained: no recorded layer covers them, and no recorded optimizer holds them.
+"""Unclaimed parameters: those that no recorded layer covers and no recorded optimizer holds.
 
-They are no part of the memory, which is right as long as nothing trains them. Another optimizer that `record` was not
-given would; so a sample of each is compared at the end.
+They are no part of the memory, which is right as long as nothing trains them. An optimizer that `record` was not given
+may train them; so a sample of each is taken at the start of a recording and compared at its end.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,8 +14,8 @@ from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
 
 
-class Bystanders:
-    """Samples of a model's parameters that require a gradient and that nobody is known to train."""
+class UnclaimedParameters:
+    """Samples of the unclaimed parameters of a model that require a gradient."""
 
     def __init__(self, model: nn.Module, recorded: Mapping[str, nn.Parameter], held: Collection[int]) -> None:
         known = {id(parameter) for parameter in recorded.values()} | set(held)
@@ -26,7 +26,11 @@ class Bystanders:
         ]
 
     def warning(self, held: Collection[int]) -> str | None:
-        """Say which of them have changed, except those that a recorded optimizer holds by now; None if none has."""
+        """Return a warning that names the unclaimed parameters that have changed, or None if none has.
+
+        Args:
+            held: ids of the parameters that recorded optimizers hold by now; these are left out.
+        """
         changed = [
             name
             for name, parameter, before in self._samples

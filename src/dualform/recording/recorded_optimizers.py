@@ -1,11 +1,7 @@
-"""One step in the making: it ends when every optimizer has stepped, or when training goes on without some of them.
-
-With one optimizer a step of the recording is its step. Several optimizers share a step when they step one after the
-other with no backward between them, so that a layer whose parameters are divided among them keeps one row per pattern.
-"""
+"""The recorded optimizers: which covered parameters each one trains, the state it starts from, and its closure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,26 +11,10 @@ from dualform.errors import RefusedError
 from dualform.identity.families.kind import OptimizerKind
 from dualform.identity.families.naming import class_name, optimizer_name
 from dualform.recording.optimizers import kind_of, known_type, require_kind
-from dualform.recording.sinks import CallRecord, ParameterFacts
-
-
-@dataclass(slots=True)
-class OpenStep:
-    """What the optimizers that have stepped so far did."""
-
-    done: set[int] = field(default_factory=set)  # ids of optimizers
-    facts: list[ParameterFacts] = field(default_factory=list)
-    calls: Sequence[CallRecord] = ()
-
-    def add(self, optimizer: Optimizer, facts: Sequence[ParameterFacts], calls: Sequence[CallRecord]) -> None:
-        """Note an optimizer's step; the calls are those that reach any optimizer so far."""
-        self.done.add(id(optimizer))
-        self.facts.extend(facts)
-        self.calls = calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Owned:
+class RecordedOptimizer:
     """One optimizer of a run: which covered parameters it trains, and how its facts are read."""
 
     optimizer: Optimizer
@@ -58,16 +38,16 @@ class Owned:
         return class_name(self.name)
 
 
-def own(
+def divide_parameters(
     optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], *, keys_only: bool
-) -> tuple[Owned, ...]:
+) -> tuple[RecordedOptimizer, ...]:
     """Divide the covered parameters among the optimizers, refusing what is not known or not clear."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     taken: dict[str, Optimizer] = {}
     owned = []
     for optimizer in optimizers:
         kind = kind_of(optimizer) if keys_only else require_kind(optimizer)
-        owned.append(Owned(optimizer, names, kind))
+        owned.append(RecordedOptimizer(optimizer, names, kind))
         for name in owned[-1].parameters:
             if name in taken:
                 raise RefusedError(
@@ -78,7 +58,7 @@ def own(
     return tuple(owned)
 
 
-def warm_states(optimizers: Sequence[Owned]) -> dict[str, dict[str, Tensor]]:
+def warm_states(optimizers: Sequence[RecordedOptimizer]) -> dict[str, dict[str, Tensor]]:
     """Return copies of the optimizers' state that is warm already: parameter -> entry -> tensor."""
     states = {}
     for owned in optimizers:
@@ -94,7 +74,7 @@ def with_closure(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Prepare a step now, or after its closure where it has one: the gradients exist only then.
 
-    Takes and returns what an optimizer's step hook does; nothing where the arguments stay as they are.
+    Takes and returns what an optimizer's step hook does; None where the arguments stay as they are.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:

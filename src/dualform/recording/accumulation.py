@@ -1,0 +1,92 @@
+"""What one backward accumulates: its patterns go to the sink, and its gradients are measured for the step's check.
+
+The hooks report each parameter before and after a backward adds to its gradient. Before, a probe is taken of the
+gradient that is there already; after, another one, and what the patterns of this backward predict for it.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dualform.recording.gradient_history import Accumulation
+from dualform.recording.hooks import Arrival
+from dualform.recording.probes import GradientProbes
+from dualform.recording.sinks import CallRecord, Sink
+from dualform.recording.step_in_progress import AccumulatedCall, Backward, StepInProgress
+
+
+class Accumulations:
+    """Follows the backwards of one recording, and hands their patterns over."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], step: StepInProgress, sink: Sink, probes: GradientProbes
+    ) -> None:
+        self._parameters = parameters
+        self._step = step
+        self._sink = sink
+        self._probes = probes
+        self._backward_numbers = itertools.count()
+        self._call_numbers = itertools.count()
+
+    def begin(self, name: str, parameter: nn.Parameter) -> None:
+        """Take a probe of a parameter's gradient before a backward adds to it."""
+        self._step.history(name, parameter).waiting = self._probes.probe(name, parameter, size="now")
+
+    def is_unstepped(self, name: str, task: int) -> bool:
+        """Say whether a graph task is a new backward, and every gradient so far was cleared without a step."""
+        return self._step.micro(task) is None and self._step.is_cleared(self._parameters, name)
+
+    def discard(self) -> None:
+        """Let go of everything that was accumulated since the last step: no step will have it."""
+        if gone := self._step.clear():
+            self._sink.discard(gone)
+
+    def end(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
+        """Hand over the patterns that a backward has just accumulated into a parameter, and take their measure.
+
+        Args:
+            name: the parameter's name.
+            parameter: the parameter.
+            task: autograd's number of the backward's graph task.
+            arrivals: the calls of all layers that use the parameter and that this backward came to.
+        """
+        micro, backward = self._backward(task)
+        known = {id(accumulated.arrival) for accumulated in backward.calls}
+        for arrival in arrivals:
+            if id(arrival) not in known:
+                self._hand_over(backward, arrival)
+        after = self._probes.probe(name, parameter)
+        assert after is not None, "a gradient was just accumulated"
+        predicted: Tensor | None = None
+        sizes, coarse, terms = [], False, 0
+        for arrival in arrivals:
+            for use, prediction in self._probes.predictions(arrival).items():
+                if use.parameter == name:
+                    predicted = prediction.columns if predicted is None else predicted + prediction.columns
+                    sizes.append(prediction.size)
+                    coarse = coarse or arrival.call.coarse is not None
+                    terms += 0 if arrival.values is None else len(arrival.values)
+        history = self._step.history(name, parameter)
+        predicted = torch.zeros_like(after.columns) if predicted is None else predicted
+        history.accumulations.append(Accumulation(micro, history.waiting, after, predicted, sizes, coarse, terms))
+        history.waiting = None
+
+    def _backward(self, task: int) -> tuple[int, Backward]:
+        """Return a graph task's backward and its place in the step; a new one where it has accumulated nothing yet."""
+        backwards, micro = self._step.backwards, self._step.micro(task)
+        if micro is None:
+            micro = len(backwards)
+            backwards.append(Backward(next(self._backward_numbers), task))
+        elif backwards[micro].discarded:  # a step inside the backward has ended, and the backward goes on
+            backwards[micro] = Backward(next(self._backward_numbers), task)
+        return micro, backwards[micro]
+
+    def _hand_over(self, backward: Backward, arrival: Arrival) -> None:
+        """Give the sink the patterns of a call that was just accumulated."""
+        number, layer = next(self._call_numbers), arrival.call.layer
+        assert arrival.keys is not None, "patterns are copied before they are handed over"
+        values = None if layer.keys_only else arrival.values
+        self._sink.call(CallRecord(number, backward.number, layer.name, arrival.keys, values, arrival.call.raw))
+        backward.calls.append(AccumulatedCall(number, arrival))

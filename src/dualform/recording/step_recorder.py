@@ -1,0 +1,485 @@
+"""The steps of a recording: what the hooks and the optimizers report becomes calls and facts for the sink.
+
+Decides which patterns exist (accumulated, then stepped), refuses what the identity does not cover, and hands each
+finished step to its sink. It stores nothing and derives nothing. The recorder that a user has is around it
+(`dualform.recording.recorder`); the hooks refer to this object only weakly, so it is collected when its owner is.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from dualform.errors import AnnotationError, DualformError, RefusedError, StoreError
+from dualform.recording.accumulation import Accumulations
+from dualform.recording.alignment import Alignment
+from dualform.recording.annotations import Annotator, Binding
+from dualform.recording.buffer_pool import BufferPool
+from dualform.recording.changes import Changes, many_evaluations, why_no_final
+from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
+from dualform.recording.hooks import Arrival, Hooks
+from dualform.recording.media import Files
+from dualform.recording.probes import GradientProbes
+from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
+from dualform.recording.rowcheck import RowCheck
+from dualform.recording.rows import input_tensors
+from dualform.recording.sinks import ParameterFacts, Sink, Start, StepFacts
+from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
+from dualform.recording.step_preparation import OnFailure, StepPreparation
+from dualform.recording.unclaimed_parameters import UnclaimedParameters
+from dualform.recording.user_warnings import WarnOnce, warn_user
+from dualform.recording.watch import Watched, covered, held, report_joined, uncovered
+from dualform.recording.world import World
+from dualform.torch_modes import keeping_grad_mode, without_gradients
+
+INTERRUPTED = StoreError("it was interrupted")
+"""Stands for the error of a step that was made while a Ctrl-C kept its recording from ending."""
+
+
+class StepRecorder:
+    """Records the steps of one training, from `start` to `end`; the hooks and the optimizers report to it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Watched],
+        optimizers: Sequence[RecordedOptimizer],
+        sink: Sink,
+        alignment: Alignment,
+        world: World,
+        *,
+        strict: bool,
+        on_failure: OnFailure,
+    ) -> None:
+        """Prepare a recording; nothing is attached before `start`.
+
+        Args:
+            model: the model that is trained.
+            layers: its layers that are recorded.
+            optimizers: the recorded optimizers.
+            sink: takes the patterns and the steps.
+            alignment: finds out which rows the layers have.
+            world: the processes that train together.
+            strict: whether to raise, instead of warning, where parameters join an optimizer that are not recorded.
+            on_failure: whether to raise failures, or to stop recording and let training go on.
+        """
+        self.state: Literal["new", "recording", "closed", "forked"] = "new"
+        self.steps = 0  # recorded so far, those of a resumed run included
+        self.annotator = Annotator()
+        self.warn_once = WarnOnce()
+        self._model = model
+        self._layers = layers
+        self._owned = optimizers
+        self._sink = sink
+        self._alignment = alignment
+        self._world = world
+        self._strict = strict
+        self._on_failure = on_failure
+        self._parameters = covered(layers)
+        self._held = held([owned.optimizer for owned in optimizers])  # ids of parameters
+        exact = {name for layer in layers if not layer.keys_only for name, _ in layer.parameters.values()}
+        self._changes = Changes(model, layers, self._parameters, exact)
+        self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
+        self._unclaimed: UnclaimedParameters | None = None
+        self._on_cpu = True  # whether all parameters are in the CPU's memory
+        self._step_now = StepInProgress()
+        probes = GradientProbes()
+        self._accumulations = Accumulations(self._parameters, self._step_now, sink, probes)
+        self._preparation = StepPreparation(
+            exact,
+            alignment,
+            probes,
+            self.warn_once,
+            batch_axis=alignment.batch_axis,
+            on_failure=on_failure,
+        )
+        self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model)
+        self._handles: list[RemovableHandle] = []
+        # A method would keep this object alive for as long as a sink keeps the snapshot.
+        self._snapshot = partial(_copies, self._parameters, self._changes)
+        self._finalizer: Callable[[], object] = lambda: None
+        self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
+
+    # The beginning and the end ------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Keep the parameters as they are before the sink is opened, which may take a while."""
+        self._samples = self._changes.look(self._owned)
+
+    def start(self, start: Start) -> None:
+        """Open the sink, and put every hook on."""
+        opened = False
+        try:
+            self.steps = self._sink.open(start)
+            opened = True
+            self._attach_hooks()
+            self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
+            leave_in_forks(self)
+        except BaseException as error:
+            if opened or not isinstance(error, Exception):  # an interrupt may come just after the sink was opened
+                self.give_up()
+            raise
+
+    def leave_to_parent(self) -> None:
+        """Do nothing any more, in a forked process: the recording, its thread and its lock are the parent's."""
+        if self.state == "recording":
+            self.state = "forked"
+            self._hooks.enabled = False
+
+    def _attach_hooks(self) -> None:
+        """Look at the parameters as they are, and put every hook on."""
+        updates = self._sink.updates() if self.steps else None
+        self._changes.begin(self._owned, self.steps, updates)
+        self._unclaimed = UnclaimedParameters(self._model, self._parameters, self._held)
+        self._find_devices()
+        self.state = "recording"
+        self._hooks.attach()
+        for owned in self._owned:
+            self._handles.append(owned.optimizer.register_step_pre_hook(weak_hook(self._before_step)))
+            self._handles.append(owned.optimizer.register_step_post_hook(weak_hook(self._after_step)))
+
+    def close(self, error: BaseException | None) -> None:
+        """End the recording; failures are only warned of while another error is on its way."""
+        if self.state == "closed":
+            self.give_up()  # a failure or an interrupt may have left hooks, or a sink that is still open
+        if self.state != "recording":
+            return
+        try:
+            self._end(error)
+        except BaseException:
+            self.give_up()
+            raise
+        self._finalizer()
+
+    def give_up(self) -> None:
+        """Take every hook off, and let the sink publish what it has taken; does nothing where that is done."""
+        self._detach()
+        self._sink.abandon()
+        self._finalizer()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Take every hook off, hand on the step that is open, and close the sink."""
+        untold = self._unclaimed.warning(self._held) if self._unclaimed is not None else None
+        done = self._step_now.end()
+        self._detach()
+        # Where the optimizer's step began and did not end, the parameters are those of no step.
+        broken = self._step_now.phase == "stepping" and self._changes.is_broken_off()
+        try:
+            if broken or self._lost is not None:
+                self._sink.abandon()
+                if self._lost is INTERRUPTED and error is None:
+                    raise _after_lost(INTERRUPTED)
+            else:
+                self._hand_on(done)
+                if (warning := self._close_sink()) and error is None:
+                    warn_user(warning)
+        except Exception as failure:
+            self._sink.abandon()
+            if isinstance(failure, Warning):
+                raise
+            if not isinstance(failure, DualformError) or (error is None and self._on_failure == "raise"):
+                raise
+            warn_user(f"The recording could not be closed properly: {failure}")
+        if untold is not None and error is None:
+            warn_user(untold)
+
+    def attach(self, files: Files) -> None:
+        """Hand files that are no patterns to the sink."""
+        with self._guarding():
+            self._sink.attach(files)
+
+    def flush(self) -> None:
+        """End the step that some optimizers took part in, and let the sink publish everything."""
+        with self._guarding():
+            self._end_step()
+            self._sink.flush(self._snapshot)
+
+    def check_columns(self, binding: Binding) -> None:
+        """Let the sink check a batch's columns, while anything is recorded."""
+        if self.state == "recording":
+            self._sink.check(binding)
+
+    # What the hooks report ----------------------------------------------------------------------------------------
+
+    @property
+    def forward(self) -> int:
+        """The number of the forward of the whole model that is running."""
+        return self.annotator.forward
+
+    def before_forward(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a forward, and find out which rows the layers have, where it is annotated.
+
+        Of several children that are called by themselves for one batch only the first is sure to see its rows.
+        """
+        binding = self.annotator.begin_forward(input_tensors(args, kwargs))
+        if binding is not None and binding.begun_by in (None, name):
+            binding.begun_by = name
+            try:
+                self._alignment.before_forward(binding, (name, module), args, kwargs, step=self.steps)
+            except AnnotationError as error:
+                if self._on_failure == "raise":
+                    raise
+                unknown = RowCheck("not aligned", "the batch's rows could not be told")
+                binding.checks.update({layer.name: unknown for layer in self._layers})
+                self.warn_once(f"Columns per row are left out (null): {error}")
+            for text in self._alignment.warnings():
+                self.warn_once(text)
+
+    def binding_for_forward(self) -> Binding | None:
+        """Return the annotations that a forward call starting now takes."""
+        within = torch._C._current_graph_task_id() != -1  # a checkpointed part, computed again in its own backward
+        return self.annotator.for_forward(again=within)
+
+    def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
+        """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
+        if self._changes.is_converted(name, parameter):
+            with self._guarding():
+                self._follow(name)
+        if self._step_now.done.ids:
+            with self._guarding():
+                self._end_step()
+        if self.state == "recording":
+            self._accumulations.begin(name, parameter)
+
+    def after_accumulation(self, name: str, parameter: nn.Parameter, task: int, arrivals: Sequence[Arrival]) -> None:
+        """Hand over the patterns that were accumulated, and measure the gradient that they made."""
+        if self.state != "recording":
+            return
+        if self._accumulations.is_unstepped(name, task):
+            if self._step_now.backwards and (warning := self._changes.unstepped()) is not None:
+                warn_user(warning)
+            self._accumulations.discard()
+        self.annotator.late = False
+        for arrival in arrivals:
+            self.annotator.spend(arrival.call.binding)
+        self._accumulations.end(name, parameter, task, arrivals)
+
+    def coarse_seen(self, layer: str) -> None:
+        """Refuse a layer whose values cannot be computed again as autocast computed them."""
+        with self._guarding():
+            raise RefusedError(
+                f"Layer {layer!r} ran under autocast, and the errors at a recurrent layer's gates cannot be computed "
+                "again in its dtype. Run it outside autocast (torch.autocast(..., enabled=False) around it), or leave "
+                "it out of layers=[...]."
+            )
+
+    def hook_failed(self, where: str, error: Exception) -> None:
+        """Raise an error that a hook met, or with on_failure="detach" stop recording."""
+        self._fail(error, where)
+
+    def create_graph_seen(self, layer: str) -> None:
+        """Remember that a backward built a graph of itself; what is done with it may not be seen."""
+        self._step_now.graph_of = layer
+
+    # The optimizer's step -----------------------------------------------------------------------------------------
+
+    @keeping_grad_mode
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._step_now.evaluations = 0
+        if self.state != "recording":
+            return None
+        return with_closure(args, kwargs, lambda: self._prepare(optimizer))
+
+    @without_gradients
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Find what the optimizer that is about to step will do, or refuse its step."""
+        step = self._step_now
+        step.prepared = None
+        step.evaluations += 1
+        with self._guarding(f"A step of {type(optimizer).__name__}"):
+            if self._lost is not None:
+                raise _after_lost(self._lost)
+            if id(optimizer) in step.done.ids:
+                self._end_step()
+            owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+            try:
+                self._look_for_joined(owned)
+                self._check_unchanged(owned)
+                prepared = self._preparation.prepare(owned, step, self.steps, on_cpu=self._on_cpu)
+            except Exception:
+                self._world.any(True)  # so that no other process records this step
+                raise
+            if self._world.any(False):
+                raise RefusedError(
+                    "Another process of this training cannot record this step, as its own error says; so no process "
+                    "records it."
+                )
+            self._sink.before_step(prepared)
+            step.prepared = prepared
+
+    def _look_for_joined(self, owned: RecordedOptimizer) -> None:
+        """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
+        new = held([owned.optimizer]) - self._held
+        if not new:
+            return
+        missing = uncovered(self._model, [owned.optimizer], self._layers)
+        joined = {name: parameter for name, parameter in missing.items() if id(parameter) in new}
+        if joined:
+            report_joined(self._model, owned.optimizer, joined, strict=self._strict)
+        self._held |= new
+
+    @keeping_grad_mode
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.state == "recording":
+            with self._guarding(f"A step of {type(optimizer).__name__}", stepped=True):
+                before, self._lost = self._lost, INTERRUPTED
+                self._finish(optimizer)
+                self._lost = before
+
+    @without_gradients
+    def _finish(self, optimizer: Optimizer) -> None:
+        """Take the step that an optimizer has made."""
+        step = self._step_now
+        prepared, step.prepared = step.prepared, None
+        self.annotator.late = False
+        step.graph_of = None
+        self._hooks.forget()
+        owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+        mine = owned.parameters
+        for name in mine:
+            step.histories.pop(name, None)
+        if prepared is None:
+            self._accumulations.discard()
+            return
+        self._samples |= self._changes.note(owned, mine)
+        if step.evaluations > 1:
+            self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
+        step.done.add(optimizer, prepared)
+        if len(step.done.ids) == len(self._owned):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Hand the step on that at least one optimizer took part in, and let go of what no other one waits for."""
+        if not self._step_now.done.ids:
+            return
+        before, self._lost = self._lost, INTERRUPTED
+        done = self._step_now.end()
+        waiting = {name for owned in self._owned if id(owned.optimizer) not in done.ids for name in owned.parameters}
+        gone = self._step_now.keep(waiting)
+        try:
+            self._hand_on(done)
+        except Exception:
+            self._lost = before  # the error itself tells what became of the step
+            raise
+        finally:
+            if gone:
+                self._sink.discard(gone)
+        self._lost = before
+
+    def _hand_on(self, done: OptimizersDone) -> None:
+        """Give the sink the facts of a step that at least one optimizer took part in."""
+        if not done.ids:
+            return
+        still = [  # parameters whose optimizer did not step are as they were
+            ParameterFacts(name, owned.name, False, {}, [])
+            for owned in self._owned
+            if id(owned.optimizer) not in done.ids
+            for name in owned.parameters
+        ]
+        facts = [*done.facts, *still]
+        rows = dict(self._alignment.outcomes)
+        self._sink.step(StepFacts(self.steps, done.calls, facts, dict(self._samples), self._snapshot, rows))
+        self.steps += 1
+
+    # Changes that no recorded step made ---------------------------------------------------------------------------
+
+    def _check_unchanged(self, owned: RecordedOptimizer) -> None:
+        """Refuse a step if anything but recorded steps has changed what the recording is about."""
+        for name, parameter in self._parameters.items():
+            if self._changes.is_converted(name, parameter):
+                self._follow(name)
+        self._changes.check(owned, self.steps)
+
+    def _follow(self, name: str) -> None:
+        """Go on where the model was moved to another device between two steps; refuse any other conversion."""
+        self._changes.follow(name, self.steps, pending=bool(self._step_now.backwards))
+        self._find_devices()
+
+    def _find_devices(self) -> None:
+        """Find out whether all parameters are in the CPU's memory."""
+        self._on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters.values())
+
+    def _close_sink(self) -> str:
+        """Close the sink, with final weights only if they are those after the last step; return a warning, or ""."""
+        live = {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
+        if changed := self._changes.changed():
+            self._sink.close_without_final(why_no_final(changed, self.steps))
+        else:
+            self._sink.close(live)
+        return self._changes.at_closing(self.steps, lambda: self._sink.find_step(live))
+
+    # Small things -------------------------------------------------------------------------------------------------
+
+    def _detach(self, *, in_a_step: bool = False) -> None:
+        self.state = "closed"
+        self._hooks.detach()
+        remove_handles(self._handles, running=in_a_step)
+        self._step_now.clear()  # the sink ends, and with it what it has of these backwards
+
+    @contextlib.contextmanager
+    def _guarding(self, where: str = "The recording", *, stepped: bool = False) -> Iterator[None]:
+        """Let failures out, or with on_failure="detach" stop recording and let training go on."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(error, where, stepped=stepped)
+
+    def _fail(self, error: Exception, where: str, *, stepped: bool = False) -> None:
+        """Raise an error, one that dualform did not foresee by name; or stop recording and warn.
+
+        Args:
+            error: what was raised while recording.
+            where: the layer, parameter or optimizer that was recorded.
+            stepped: whether the optimizer has moved the parameters beyond the last step that was recorded.
+        """
+        if isinstance(error, Warning):  # one of ours, which the user's filters made an error
+            raise error
+        if not isinstance(error, DualformError):
+            unforeseen = RefusedError(
+                f"{where} cannot be recorded: {type(error).__name__}: {str(error).strip().rstrip('.')}. Leave its "
+                'layer out of layers=[...], or pass on_failure="detach" to train on without recording.'
+            )
+            unforeseen.__cause__ = error
+            error = unforeseen
+        if self._on_failure == "raise":
+            if stepped:
+                self._lost = error if isinstance(error, RefusedError) else None  # a sink knows itself what it missed
+            raise error
+        if self.state == "closed":
+            return
+        done = self._step_now.end()
+        self._detach(in_a_step=True)
+        try:
+            if isinstance(error, RefusedError) and not stepped:  # the parameters are those of the last step
+                self._hand_on(done)
+                self._close_sink()
+        except Exception as another:
+            error.add_note(f"While the recording was closed: {another}")
+        finally:
+            self._sink.abandon()
+        self._finalizer()
+        warn_user(f"Recording stopped at step {self.steps} and training goes on without it: {error}")
+
+
+def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[str, Tensor]:
+    """Return copies of the parameters as the last step left them; none if they are not those any more."""
+    if changes.changed():
+        return {}
+    return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+
+
+def _after_lost(error: Exception) -> DualformError:
+    """Return the error of a recording that cannot go on, because an earlier step was not recorded."""
+    kind = StoreError if isinstance(error, StoreError) else RefusedError
+    return kind(
+        f"An earlier step was not recorded ({error}), so later ones cannot be added to it. Continue from a checkpoint "
+        "with resume=True."
+    )
