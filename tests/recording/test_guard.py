@@ -13,9 +13,9 @@ from torch.overrides import _get_current_function_mode_stack
 import dualform
 from dualform.errors import AnnotationError, RefusedError
 from dualform.recording import hooks, step_preparation, step_recorder
+from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.layers import recurrent
 from dualform.recording.layers.linear import Linear
-from dualform.recording.probes import GradientProbes
 from helpers.loops import batches, counts, leftovers, loss_of, mlp, sgd, state, train
 
 STOPPED = "training goes on without it"
@@ -120,9 +120,9 @@ HOOKS: dict[str, tuple[Callable[[], nn.Module], object, str, str]] = {
     # where it fails: a model, what breaks, and who the message names
     "forward": (mlp, Linear, "inputs", "Layer '0'"),
     "output": (mlp, hooks, "Arrival", "Layer '2'"),
-    "before accumulation": (mlp, GradientProbes, "probe", "Parameter '2.bias'"),
+    "before accumulation": (mlp, GradientCheck, "sample", "Parameter '2.bias'"),
     "after accumulation": (mlp, hooks.Arrival, "copy", "Parameter '2.bias'"),
-    "before the step": (mlp, step_preparation, "resolve_all", "A step of SGD"),
+    "before the step": (mlp, step_preparation, "follow_all", "A step of SGD"),
     "composite, before": (lstm, recurrent.Recurrent, "trace", "Layer 'l0'"),
     "composite, inside": (lstm, recurrent, "_unrolled", "Layer 'l0'"),
     "cell, inside": (cell, recurrent, "Unrolled", "Layer ''"),
@@ -213,7 +213,7 @@ def test_detaching_in_a_step_leaves_the_users_later_hooks_running(
     with dualform.record(model, optimizer, run, on_failure="detach"):
         optimizer.register_step_pre_hook(lambda *_: called.append("before"))
         optimizer.register_step_post_hook(lambda *_: called.append("after"))
-        broken = (step_preparation, "resolve_all") if where == "before" else (step_recorder, "StepFacts")
+        broken = (step_preparation, "follow_all") if where == "before" else (step_recorder, "StepFacts")
         monkeypatch.setattr(*broken, fail)
         with pytest.warns(UserWarning, match=STOPPED):
             train(model, optimizer, batches(1))
@@ -232,7 +232,7 @@ def test_what_one_optimizer_did_before_the_other_was_refused_is_kept(
         loss_of(model(batches(1)[0])).backward()
         first.step()
         before = state(model)
-        monkeypatch.setattr(step_preparation, "resolve_all", fail)
+        monkeypatch.setattr(step_preparation, "follow_all", fail)
         with pytest.warns(UserWarning, match=STOPPED):
             second.step()
     memory = dualform.open(run)

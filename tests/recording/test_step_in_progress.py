@@ -5,7 +5,7 @@ import torch
 
 from conformance.sinks import ListSink
 from dualform.recording.gradient_history import Accumulation, GradientHistory
-from dualform.recording.probes import Probe
+from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_in_progress import Backward, Phase, StepInProgress
 from helpers.loops import batches, loss_of, mlp
@@ -49,8 +49,8 @@ def test_a_step_that_fails_in_the_optimizer_stays_in_its_phase_until_the_next_on
 
 
 def history(*micros: int) -> GradientHistory:
-    probe = Probe(torch.ones(2))
-    return GradientHistory(1, [Accumulation(micro, None, probe, torch.ones(2), []) for micro in micros])
+    sample = GradientSample(torch.ones(2))
+    return GradientHistory(1, [Accumulation(micro, None, sample) for micro in micros])
 
 
 def test_a_backward_that_somebody_waits_for_keeps_its_place() -> None:

@@ -1,18 +1,18 @@
-"""What one backward accumulates: its patterns go to the sink, and its gradients are measured for the step's check.
+"""What one backward accumulates: its patterns go to the sink, and samples of its gradients are kept for the step.
 
-The hooks report each parameter before and after a backward adds to its gradient. Before, a probe is taken of the
-gradient that is there already; after, another one, and what the patterns of this backward predict for it.
+The hooks report each parameter before and after a backward adds to its gradient, and a sample of the gradient is taken
+each time. Whether the patterns explain the gradient is asked at the step (`step_preparation`).
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from dualform.recording.check_schedule import CheckSchedule
+from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.gradient_history import Accumulation
 from dualform.recording.hooks import Arrival
-from dualform.recording.probes import GradientProbes
 from dualform.recording.sinks import CallRecord, Sink
 from dualform.recording.step_in_progress import AccumulatedCall, Backward, StepInProgress
 
@@ -21,18 +21,25 @@ class Accumulations:
     """Follows the backwards of one recording, and hands their patterns over."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], step: StepInProgress, sink: Sink, probes: GradientProbes
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        step: StepInProgress,
+        sink: Sink,
+        check: GradientCheck,
+        schedule: CheckSchedule,
     ) -> None:
         self._parameters = parameters
         self._step = step
         self._sink = sink
-        self._probes = probes
+        self._check = check
+        self._schedule = schedule
         self._backward_numbers = itertools.count()
         self._call_numbers = itertools.count()
 
     def begin(self, name: str, parameter: nn.Parameter) -> None:
-        """Take a probe of a parameter's gradient before a backward adds to it."""
-        self._step.history(name, parameter).waiting = self._probes.probe(name, parameter, size="now")
+        """Take a sample of a parameter's gradient before a backward adds to it."""
+        history = self._step.history(name, parameter)
+        history.waiting = self._check.sample(name, parameter, projected=history.projected, look="now")
 
     def is_unstepped(self, name: str, task: int) -> bool:
         """Say whether a graph task is a new backward, and every gradient so far was cleared without a step."""
@@ -57,20 +64,11 @@ class Accumulations:
         for arrival in arrivals:
             if id(arrival) not in known:
                 self._hand_over(backward, arrival)
-        after = self._probes.probe(name, parameter)
+        whole = self._schedule.next_is_full or any(arrival.call.coarse is not None for arrival in arrivals)
+        after = self._check.sample(name, parameter, projected=True if whole else None)
         assert after is not None, "a gradient was just accumulated"
-        predicted: Tensor | None = None
-        sizes, coarse, terms = [], False, 0
-        for arrival in arrivals:
-            for use, prediction in self._probes.predictions(arrival).items():
-                if use.parameter == name:
-                    predicted = prediction.columns if predicted is None else predicted + prediction.columns
-                    sizes.append(prediction.size)
-                    coarse = coarse or arrival.call.coarse is not None
-                    terms += 0 if arrival.values is None else len(arrival.values)
         history = self._step.history(name, parameter)
-        predicted = torch.zeros_like(after.columns) if predicted is None else predicted
-        history.accumulations.append(Accumulation(micro, history.waiting, after, predicted, sizes, coarse, terms))
+        history.accumulations.append(Accumulation(micro, history.waiting, after))
         history.waiting = None
 
     def _backward(self, task: int) -> tuple[int, Backward]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dualform.errors import RefusedError
-from dualform.recording.gradient_history import Resolution
+from dualform.recording.gradient_check import Resolution
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import RESIDUAL, ParameterFacts
 

@@ -1,288 +1,221 @@
-"""The history of a gradient between backward and step: what happened to it, and whether its patterns explain it.
+"""The history of a gradient between its backwards and the step: by which factor each backward reaches the step.
 
-The gradient G of a weight is measured as P = G R with a few fixed random columns R (a bias's gradient is taken whole).
-The events of one step are collected as small tensors and resolved together, before the step:
-
-- *before* and *after* each accumulation: the increment of P must be what the recorded patterns predict, Eᵀ(X R);
-- between an accumulation and the next event: P may have been multiplied by one factor (clipping, unscaling), or
-  cleared; anything else is a change that the identity does not cover.
-
-Differences are compared with the rounding of what P was computed from, ‖G‖ and sum |e| ‖x‖, never with P itself: a
-projection that happens to cancel is small, and its rounding is not. sum |e| ‖x‖ costs a pass over keys and values, so
-it is found only where ‖G‖ does not explain a difference already. Pure apart from holding tensors; hooks call it.
+The gradient is seen through samples (`gradient_samples`): before and after each backward that adds to it, and at the
+step. Between two moments at which nothing was accumulated it may have been multiplied by one factor (clipping,
+unscaling), or cleared; anything else is a change that the identity does not cover. Whether the patterns explain
+the gradient is not asked here. Pure apart from holding tensors.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.packing import pack, unpack
-from dualform.recording.probes import Float64Array, Probe, as_float64, length
+from dualform.recording.probes import Float64Array, length
 
 NOT_FINITE = "its gradient is not finite"
-CPU = torch.device("cpu")
+NOT_CLEARED = (
+    "a gradient was there that no recorded backward accumulated: it was not cleared after the previous step (a pattern "
+    "applied twice), or was set by hand. Call optimizer.zero_grad() in every step"
+)
+BLIND = "a sample of its gradient is zero although the gradient is not"
+SAMPLE_ROUNDING = 16
+"""Units of rounding by which elements may differ from one factor times their values before: several factors may follow
+each other (unscaling, clipping), and each rounds every element once."""
 
 
 @dataclass(slots=True)
 class Accumulation:
-    """One backward's accumulation into one parameter."""
+    """One backward's accumulation into one parameter's gradient."""
 
     micro: int
-    before: Probe | None  # of the gradient that was there already
-    after: Probe
-    predicted: Tensor  # the increment of the columns, as the patterns have it
-    sizes: Sequence[Callable[[], float]]  # what the prediction's rounding is relative to, their sum
-    coarse: bool = False  # whether autograd rounded it to a coarser dtype than the parameter's
-    patterns: int = 0  # whose sum it is, which rounds at every one of them
+    before: GradientSample | None  # of the gradient that was there already
+    after: GradientSample
 
 
 @dataclass(slots=True)
 class GradientHistory:
-    """Everything that was measured of one parameter's gradient since the parameter's last step."""
+    """The samples of one parameter's gradient since its last step."""
 
     width: int  # d_in; 1 for a bias
     accumulations: list[Accumulation] = field(default_factory=list)
-    waiting: Probe | None = None  # taken before the accumulation in progress
+    waiting: GradientSample | None = None  # taken before the accumulation in progress
+
+    @property
+    def projected(self) -> bool | None:
+        """How the next sample has to be taken, to be compared with the last one; None where there is none."""
+        return self.accumulations[-1].after.projected if self.accumulations else None
 
 
 @dataclass(frozen=True, slots=True)
-class Resolution:
-    """What a history says: a factor per micro, and what the identity does not cover, if anything.
+class Factors:
+    """What happened to a gradient, as its samples show it.
 
-    A factor is 0 where the gradient was cleared before the step, NaN where no single factor explains the change.
+    Attributes:
+        of: micro -> what its gradient was multiplied with by the time of the step; 0 where it was cleared, NaN where no
+            single factor explains what happened.
+        objection: what the identity does not cover, in words; None if there is nothing of the kind.
+        blind: whether the objection is only that a sample showed nothing, so that the whole gradient has to be read.
     """
 
-    factors: dict[int, float]
-    objection: str | None
-    residual: float | None = None  # ‖gradient − its patterns' sum‖ at the step, where autograd rounded coarsely
+    of: dict[int, float]
+    objection: str | None = None
+    blind: bool = False
 
 
-def fetch_histories(seen: list[tuple[GradientHistory, Probe | None]]) -> list[tuple[GradientHistory, Probe | None]]:
-    """Return histories and final probes in the CPU's memory: all of them in one copy, which is waited for."""
-    everything = [tensor for history, final in seen for tensor in _tensors(history, final)]
-    if all(tensor.device.type == "cpu" for tensor in everything):
-        return seen
-    devices = {tensor.device for tensor in everything}
-    if len(devices) == 1:
-        everything = unpack(pack(everything).cpu(), everything)
-    here = iter(everything)
-
-    def probe_here(one: Probe | None) -> Probe | None:
-        return None if one is None else Probe(next(here), None if one.norm is None else next(here), one.gradient)
-
-    found = []
-    for history, final in seen:
-        events = []
-        for event in history.accumulations:
-            before, after = probe_here(event.before), probe_here(event.after)
-            assert after is not None, "an accumulation left a gradient"
-            predicted = next(here)
-            events.append(dataclasses.replace(event, before=before, after=after, predicted=predicted))
-        found.append((GradientHistory(history.width, events, history.waiting), probe_here(final)))
-    return found
+Seen = tuple[GradientHistory, GradientSample | None]
+"""A history, and the sample of the gradient as the step sees it; None if there is no gradient then."""
 
 
-def _tensors(history: GradientHistory, final: Probe | None) -> list[Tensor]:
-    """Return every tensor of a history and a final probe, in the order in which `fetch_histories` takes them."""
+def fetch_histories(seen: Sequence[Seen]) -> list[Seen]:
+    """Return histories and final samples in the CPU's memory: from a GPU all of them at once, which is waited for."""
+    samples = [sample for history, final in seen for sample in _samples(history, final)]
+    tensors = [t for sample in samples for t in (sample.elements, sample.norm) if t is not None]
+    if len({tensor.device for tensor in tensors}) == 1:
+        here = iter(unpack(pack(tensors).cpu(), tensors))
+    else:
+        here = iter([tensor.cpu() for tensor in tensors])
+    found = {
+        id(one): replace(one, elements=next(here), norm=None if one.norm is None else next(here)) for one in samples
+    }
 
-    def of(one: Probe | None) -> list[Tensor]:
-        return [] if one is None else [one.columns] if one.norm is None else [one.columns, one.norm]
+    def at_hand(one: GradientSample | None) -> GradientSample | None:
+        return None if one is None else found[id(one)]
 
-    events = [t for event in history.accumulations for t in (*of(event.before), *of(event.after), event.predicted)]
-    return [*events, *of(final)]
-
-
-def resolve_all(seen: Sequence[tuple[GradientHistory, Probe | None]]) -> list[Resolution]:
-    """Resolve the histories of all parameters of a step, as `resolve` does each; the usual ones all at once."""
-    usual = [i for i, (history, final) in enumerate(seen) if _is_usual(history, final)]
-    histories, finals = [seen[i][0] for i in usual], [final for i in usual if (final := seen[i][1]) is not None]
-    factors = dict(zip(usual, _factors(histories, finals), strict=True)) if len(usual) > 1 else {}
-    resolutions = []
-    for i, (history, final) in enumerate(seen):
-        factor = factors.get(i)
-        resolutions.append(
-            resolve(history, final) if factor is None else Resolution({history.accumulations[0].micro: factor}, None)
+    return [
+        (
+            GradientHistory(
+                history.width,
+                [Accumulation(e.micro, at_hand(e.before), found[id(e.after)]) for e in history.accumulations],
+            ),
+            at_hand(final),
         )
-    return resolutions
+        for history, final in seen
+    ]
 
 
-def _is_usual(history: GradientHistory, final: Probe | None) -> bool:
-    """Say whether a gradient was cleared, accumulated once, in its own dtype, and is there at the step."""
-    if final is None or len(history.accumulations) != 1:
+def _samples(history: GradientHistory, final: GradientSample | None) -> list[GradientSample]:
+    found = [sample for event in history.accumulations for sample in (event.before, event.after)]
+    return [sample for sample in (*found, final) if sample is not None]
+
+
+def follow_all(seen: Sequence[Seen]) -> list[Factors]:
+    """Follow the gradients of all parameters of a step, as `follow` does; those with nothing unusual all at once."""
+    usual = [i for i, (history, final) in enumerate(seen) if _is_usual(history, final)]
+    found = dict(zip(usual, _common_case([seen[i] for i in usual]), strict=True)) if usual else {}
+    return [found.get(i) or follow(*one) for i, one in enumerate(seen)]
+
+
+def _is_usual(history: GradientHistory, final: GradientSample | None) -> bool:
+    """Say whether a gradient was cleared, accumulated once, and is there at the step, seen in the same way."""
+    if final is None or len(history.accumulations) != 1 or history.accumulations[0].before is not None:
         return False
-    event, columns = history.accumulations[0], final.columns
-    known = columns.device == CPU and columns.dtype in (torch.float32, torch.float64)  # to numpy
-    fits = event.predicted.shape == columns.shape and columns.numel() > 0
-    return known and fits and event.before is None and not event.coarse
+    after = history.accumulations[0].after
+    return (
+        not after.projected
+        and not final.projected
+        and (after.norm is None and final.norm is None)
+        and after.elements.shape == final.elements.shape
+        and after.elements.dtype == final.elements.dtype
+        and len(final.elements) > 0
+    )
 
 
-def _factors(histories: Sequence[GradientHistory], finals: Sequence[Probe]) -> list[float | None]:
-    """Return the factor of each gradient that its patterns explain, and that was changed by one factor at most.
-
-    None for other gradients, and for those whose rounding needs a closer look: `resolve` finds what they are.
-    """
-    before = _Joined([history.accumulations[0].after.columns for history in histories])
-    predicted = _Joined([history.accumulations[0].predicted for history in histories])
-    after = _Joined([final.columns for final in finals])
+def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:
+    """Return the factor of each gradient that was multiplied by one factor; None for all others."""
+    afters = [history.accumulations[0].after for history, _ in seen]
+    finals = [final for _, final in seen if final is not None]
+    counts = [len(sample.elements) for sample in finals]
+    begins = np.cumsum([0, *counts[:-1]])
+    before, now = (torch.cat([sample.elements for sample in several]).double().numpy() for several in (afters, finals))
+    eps = np.array([torch.finfo(sample.elements.dtype).eps for sample in finals])
+    tiny = np.array([torch.finfo(sample.elements.dtype).smallest_normal for sample in finals])
     with np.errstate(all="ignore"):  # what is not finite is within no bound
-        same = np.logical_and.reduceat(before.elements == after.elements, after.begins)
-        factors = np.where(same, 1.0, before.dot(after.elements) / before.dot(before.elements))
-        changed = after.norms(after.elements - before.times(factors))
-        missed = before.norms(before.elements - predicted.elements)
-        one_factor = same | (changed <= _roundings(after.norms(), histories, finals))
-        explained = missed <= _roundings(before.norms(), histories, finals)
-        fine = one_factor & explained & (factors != 0.0)
-    return [float(factor) if is_fine else None for factor, is_fine in zip(factors, fine, strict=True)]
+        same = np.logical_and.reduceat(before == now, begins)
+        power = np.add.reduceat(before * before, begins)
+        factors = np.where(same, 1.0, np.add.reduceat(before * now, begins) / power)
+        left = np.sqrt(np.add.reduceat((now - np.repeat(factors, counts) * before) ** 2, begins))
+        size = np.sqrt(np.add.reduceat(now * now, begins))
+        fine = (same | (left <= SAMPLE_ROUNDING * eps * size + tiny / eps)) & np.isfinite(size) & (factors != 0.0)
+    return [
+        Factors({history.accumulations[0].micro: float(factor)}) if is_fine else None
+        for (history, _), factor, is_fine in zip(seen, factors, fine, strict=True)
+    ]
 
 
-class _Joined:
-    """Several small tensors' elements one after the other, in float64."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.counts = [tensor.numel() for tensor in tensors]
-        self.begins = np.cumsum([0, *self.counts[:-1]])
-        arrays = [tensor.numpy().ravel() for tensor in tensors]
-        self.elements: Float64Array = np.concatenate(arrays, dtype=np.float64)
-
-    def dot(self, others: Float64Array) -> Float64Array:
-        """Return the dot product of each tensor with its part of other elements."""
-        found: Float64Array = np.add.reduceat(self.elements * others, self.begins)
-        return found
-
-    def norms(self, elements: Float64Array | None = None) -> Float64Array:
-        """Return the norm of each tensor, or of each part of as many other elements."""
-        elements = self.elements if elements is None else elements
-        return np.sqrt(np.add.reduceat(elements * elements, self.begins))
-
-    def times(self, factors: Float64Array) -> Float64Array:
-        """Return all elements, each tensor's times its factor."""
-        return np.repeat(factors, self.counts) * self.elements
-
-
-def resolve(history: GradientHistory, final: Probe | None) -> Resolution:
+def follow(history: GradientHistory, final: GradientSample | None) -> Factors:
     """Follow a parameter's gradient from its accumulations to the step.
 
     Args:
         history: the accumulations since the last step, in order.
-        final: the probe of the gradient as the step sees it; nothing when there is no gradient.
+        final: the sample of the gradient as the step sees it; None when there is no gradient.
     """
-    factors: dict[int, float] = {}
-    objections: dict[int | None, str] = {}  # None: a gradient that no recorded accumulation explains
-    residuals: dict[int, float] = {}
-    last: Probe | None = None
+    following = _Following(history.width)
+    last: GradientSample | None = None
     for event in history.accumulations:
-        _follow(factors, objections, last, event.before, history.width)
-        factors[event.micro] = 1.0
-        unexplained = _unexplained(event, history.width)
-        if unexplained is not None:
-            objections[event.micro] = unexplained
-        if event.coarse:
-            residuals[event.micro] = _difference(event)
+        following.advance(last, event.before)
+        following.factors[event.micro] = 1.0
         last = event.after
-    _follow(factors, objections, last, final, history.width)
-    residual = math.hypot(*(factors[m] * found for m, found in residuals.items())) if residuals else None
-    standing = [text for micro, text in objections.items() if micro is None or factors[micro] != 0.0]
-    return Resolution(factors, standing[0] if standing else None, residual)
+    following.advance(last, final)
+    return Factors(following.factors, following.objection, following.blind)
 
 
-def _follow(
-    factors: dict[int, float], objections: dict[int | None, str], last: Probe | None, now: Probe | None, width: int
-) -> None:
-    """Apply what happened to the gradient since it was last seen to all factors so far."""
-    before = None if last is None else last.elements
-    after = None if now is None else now.elements
-    if before is not None and after is not None and np.array_equal(before, after):
-        return
-    if now is None or after is None or now.zero:  # cleared
-        for micro in factors:
-            factors[micro] = 0.0
-        objections.clear()
-        return
-    if before is None:
-        objections[None] = (
-            "a gradient was there that no recorded backward accumulated: it was not cleared after the previous step "
-            "(a pattern applied twice), or was set by hand. Call optimizer.zero_grad() in every step"
-        )
-        return
-    if not np.isfinite(after).all():
-        objections[None] = NOT_FINITE
-        return
-    factor, difference = _factor(before, after)
-    size, dtype = now.size, now.columns.dtype
-    if not difference <= _rounding(size, width, dtype):
-        size = now.true_size
-    if not difference <= _rounding(size, width, dtype):
-        objections[None] = (
-            f"its gradient was changed between backward and step by something other than one factor (residual "
-            f"{difference / size:.1e}): clipping by value, noise, or an edit by hand"
-        )
-        factor = math.nan
-    for micro in factors:
-        factors[micro] *= factor
+@dataclass(slots=True)
+class _Following:
+    width: int
+    factors: dict[int, float] = field(default_factory=dict)
+    objection: str | None = None
+    blind: bool = False
+
+    def advance(self, last: GradientSample | None, now: GradientSample | None) -> None:
+        """Apply to all factors so far what happened to the gradient since it was last seen."""
+        if now is None or now.zero:
+            if now is None or last is None or not last.zero:  # cleared; a gradient that was zero already stays as it is
+                self.factors = dict.fromkeys(self.factors, 0.0)
+                self.objection, self.blind = None, False
+            return
+        if last is None:
+            self.objection, self.blind = NOT_CLEARED, False
+            return
+        before, after = last.array, now.array
+        if not np.isfinite(after).all():
+            self._object(NOT_FINITE)
+            return
+        if last.blind or now.blind:
+            self._object(BLIND, blind=True)
+            return
+        if before.shape == after.shape and np.array_equal(before, after):
+            return
+        factor, difference = _one_factor(before, after)
+        size = now.size
+        if not difference <= self._rounding(now, size):
+            size = now.true_size
+        if not difference <= self._rounding(now, size):
+            self._object(
+                f"its gradient was changed between backward and step by something other than one factor (residual "
+                f"{difference / size if size else math.nan:.1e}): clipping by value, noise, or an edit by hand"
+            )
+            factor = math.nan
+        self.factors = {micro: factor * one for micro, one in self.factors.items()}
+
+    def _object(self, text: str, *, blind: bool = False) -> None:
+        if self.objection is None:
+            self.objection, self.blind = text, blind
+
+    def _rounding(self, sample: GradientSample, size: float) -> float:
+        limits = torch.finfo(sample.elements.dtype)
+        units = SAMPLE_ROUNDING + (2 * math.sqrt(self.width) if sample.projected else 0)
+        return units * limits.eps * size + limits.smallest_normal / limits.eps
 
 
-def _factor(before: Float64Array, after: Float64Array) -> tuple[float, float]:
+def _one_factor(before: Float64Array, after: Float64Array) -> tuple[float, float]:
     """Return the factor f that explains `after = f · before` best, and what it leaves, ‖after − f · before‖."""
-    power = float(before @ before)
+    power = float(before @ before) if before.shape == after.shape else math.nan
     if not math.isfinite(power):
         return math.nan, math.inf
     factor = float(before @ after) / power if power else 1.0
     return factor, length(after - factor * before)
-
-
-def _unexplained(event: Accumulation, width: int) -> str | None:
-    """Say how the increment of a gradient differs from what its patterns predict, if it does."""
-    dtype = event.after.columns.dtype
-    difference = _difference(event)
-    if not math.isfinite(difference):
-        return NOT_FINITE
-    if difference <= _rounding(event.after.size, width, dtype):  # ‖G‖ is never more than the patterns' sum |e| ‖x‖
-        return None
-    predicted = sum(size() for size in event.sizes)
-    size = predicted + (0.0 if event.before is None else event.before.size)
-    if difference <= _rounding(size, width, dtype, terms=event.patterns):
-        return None
-    if not predicted:
-        return (
-            "no recorded pattern explains its gradient: its layer was not seen in the forward pass, which was a "
-            "functional call, began before the recording, or was compiled before it (call torch._dynamo.reset())"
-        )
-    return (
-        f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used where "
-        "it is not seen, such as a regulariser in the loss or a functional call; or a hook "
-        "or an edit by hand changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
-        "torch.backends.cuda.matmul.allow_tf32 to False)"
-    )
-
-
-def _difference(event: Accumulation) -> float:
-    """Return ‖increment − prediction‖ of the columns."""
-    increment = event.after.elements
-    with np.errstate(invalid="ignore"):  # a difference of infinities is none
-        if event.before is not None:
-            increment = increment - event.before.elements
-        return length(increment - as_float64(event.predicted))
-
-
-def _rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) -> float:
-    """Return how large a difference rounding explains.
-
-    The rounding of a product grows with the square root of its width; the bound is 4 times the worst of 10,000 random
-    gradients (tests/recording/test_probes.py). That of a sum over patterns, which autograd may add up one by one, grows
-    with the root of their number (`terms`), and more where all have the same sign. Below the last term products of
-    gradients underflow.
-    """
-    limits = torch.finfo(dtype)
-    relative = 16 + 2 * math.sqrt(width) + 4 * math.sqrt(terms)
-    return relative * limits.eps * size + limits.smallest_normal / limits.eps
-
-
-def _roundings(sizes: Float64Array, histories: Sequence[GradientHistory], finals: Sequence[Probe]) -> Float64Array:
-    """Return how large a difference rounding explains, for several at once."""
-    several = zip(sizes, histories, finals, strict=True)
-    return np.array([_rounding(float(size), history.width, final.columns.dtype) for size, history, final in several])

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import AnnotationError, MediaError
 from dualform.recording.alignment import Alignment, batch_rows
+from dualform.recording.check_schedule import Check
 from dualform.recording.estimate import Estimate, estimate
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
@@ -43,6 +44,7 @@ class Recorder:
         batch_axis: int | None = None,
         check_rows: bool = True,
         on_failure: OnFailure = "raise",
+        check: Check = "sampled",
         world: World | None = None,
     ) -> None:
         self._model = model
@@ -71,6 +73,7 @@ class Recorder:
             world,
             strict=strict,
             on_failure=on_failure,
+            check=check,
         )
 
     @property

@@ -4,15 +4,19 @@ The histories of the gradients are resolved to a factor per backward, the optimi
 whose gradients reach the step are joined with the user's columns.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
+
+from torch import nn
 
 from dualform.errors import AnnotationError
 from dualform.recording.alignment import Alignment
+from dualform.recording.check_schedule import CheckSchedule
 from dualform.recording.facts import StepContext, gather_facts
-from dualform.recording.gradient_history import fetch_histories, resolve_all
+from dualform.recording.gradient_check import GradientCheck, Resolution
+from dualform.recording.gradient_history import Factors, GradientHistory, Seen, fetch_histories, follow_all
+from dualform.recording.hooks import Arrival
 from dualform.recording.optimizers import pending_scale
-from dualform.recording.probes import GradientProbes
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
 from dualform.recording.step_calls import UnfittingColumn, gather_calls
@@ -32,7 +36,8 @@ class StepPreparation:
         self,
         exact: Collection[str],
         alignment: Alignment,
-        probes: GradientProbes,
+        check: GradientCheck,
+        schedule: CheckSchedule,
         warn_once: WarnOnce,
         *,
         batch_axis: int,
@@ -43,14 +48,16 @@ class StepPreparation:
         Args:
             exact: names of the parameters of layers whose values are recorded.
             alignment: what is known of the layers' rows.
-            probes: measures gradients.
+            check: takes samples of gradients, and compares gradients with their patterns.
+            schedule: says which steps are checked in full.
             warn_once: tells the user of columns that are left out.
             batch_axis: the axis of a layer's input that is the batch, unless the layer's kind has one of its own.
             on_failure: "raise" where columns fit no layer, or "detach": leave them out.
         """
         self._exact = exact
         self._alignment = alignment
-        self._probes = probes
+        self._check = check
+        self._schedule = schedule
         self._warn_once = warn_once
         self._batch_axis = batch_axis
         self._on_failure = on_failure
@@ -67,21 +74,45 @@ class StepPreparation:
         optimizer, mine = owned.optimizer, owned.parameters
         scale, skipped = pending_scale(optimizer)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        finals = [
-            None if skipped else self._probes.probe(name, parameter, size="later") for name, parameter in mine.items()
-        ]
-        histories = [step.history(name, parameter) for name, parameter in mine.items()]
-        seen = list(zip(histories, finals, strict=True))
+        seen = [self._seen(step.history(name, parameter), name, parameter, skipped) for name, parameter in mine.items()]
         seen = seen if on_cpu else fetch_histories(seen)
         context = StepContext(self._exact, step.graph_of, len(step.backwards), scale, skipped)
         step.graph_of = None
-        with one_thread():  # what is left of gradients is small
-            resolutions = resolve_all(seen)
+        with one_thread():  # samples are small
+            followed = follow_all(seen)
+        resolutions = self._explained(owned, step, followed, number, skipped=skipped)
         facts = [
             gather_facts(owned, name, parameter, groups[id(parameter)], resolution, context)
             for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
         ]
         return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number))
+
+    def _seen(self, history: GradientHistory, name: str, parameter: nn.Parameter, skipped: bool) -> Seen:
+        """Return a gradient's history with its sample at the step; with none where the step will be skipped."""
+        if skipped:
+            return history, None
+        return history, self._check.sample(name, parameter, projected=history.projected, look="at the step")
+
+    def _explained(
+        self, owned: RecordedOptimizer, step: StepInProgress, followed: Sequence[Factors], number: int, *, skipped: bool
+    ) -> list[Resolution]:
+        """Return what is known of each parameter's gradient, those compared with their patterns that are to be."""
+        mine = owned.parameters
+        kind = (owned.name, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
+        full = not skipped and self._schedule.is_full(number, kind)
+        arrivals: dict[str, list[tuple[int, Arrival]]] = {}
+        for micro, backward in enumerate(step.backwards):
+            for accumulated in backward.calls:
+                for name in dict.fromkeys(name for name, _ in accumulated.arrival.call.layer.parameters.values()):
+                    arrivals.setdefault(name, []).append((micro, accumulated.arrival))
+        found = []
+        for (name, parameter), factors in zip(mine.items(), followed, strict=True):
+            calls = arrivals.get(name, [])
+            if skipped or name not in self._exact:
+                found.append(Resolution(factors.of, factors.objection))
+            else:
+                found.append(self._check.resolve(name, parameter, calls, factors, full=full))
+        return found
 
     def _annotated_calls(
         self, step: StepInProgress, facts: Sequence[ParameterFacts], number: int
@@ -134,3 +165,15 @@ class StepPreparation:
 
     def _axis(self, layer: Watched) -> int:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
+
+
+def _with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    return [name for name, parameter in parameters.items() if parameter.grad is not None]
+
+
+def _kind_of_factors(followed: Sequence[Factors]) -> Literal["none", "one", "several"]:
+    """Say what happened to the gradients of a step: nothing, one factor for all of them (clipping), or several."""
+    found = {factor for factors in followed for factor in factors.of.values()}
+    if found <= {1.0}:
+        return "none"
+    return "one" if max(found) - min(found) <= 1e-5 * max(map(abs, found)) else "several"

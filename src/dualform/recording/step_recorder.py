@@ -22,10 +22,11 @@ from dualform.recording.alignment import Alignment
 from dualform.recording.annotations import Annotator, Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
+from dualform.recording.check_schedule import Check, CheckSchedule
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
+from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.media import Files
-from dualform.recording.probes import GradientProbes
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.rows import input_tensors
@@ -56,6 +57,7 @@ class StepRecorder:
         *,
         strict: bool,
         on_failure: OnFailure,
+        check: Check,
     ) -> None:
         """Prepare a recording; nothing is attached before `start`.
 
@@ -68,6 +70,7 @@ class StepRecorder:
             world: the processes that train together.
             strict: whether to raise, instead of warning, where parameters join an optimizer that are not recorded.
             on_failure: whether to raise failures, or to stop recording and let training go on.
+            check: which steps are checked in full.
         """
         self.state: Literal["new", "recording", "closed", "forked"] = "new"
         self.steps = 0  # recorded so far, those of a resumed run included
@@ -89,12 +92,13 @@ class StepRecorder:
         self._unclaimed: UnclaimedParameters | None = None
         self._on_cpu = True  # whether all parameters are in the CPU's memory
         self._step_now = StepInProgress()
-        probes = GradientProbes()
-        self._accumulations = Accumulations(self._parameters, self._step_now, sink, probes)
+        gradient_check, schedule = GradientCheck(), CheckSchedule(check, torch.initial_seed())
+        self._accumulations = Accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         self._preparation = StepPreparation(
             exact,
             alignment,
-            probes,
+            gradient_check,
+            schedule,
             self.warn_once,
             batch_axis=alignment.batch_axis,
             on_failure=on_failure,

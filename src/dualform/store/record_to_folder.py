@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RunFactoryError
+from dualform.recording.check_schedule import Check
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers
@@ -31,6 +32,7 @@ def record(
     check_rows: bool = True,
     resume: bool | int = False,
     on_failure: OnFailure = "raise",
+    check: Check = "sampled",
     steps: int | None = None,
     shard_bytes: int = 128 << 20,
     queue_bytes: int = 512 << 20,
@@ -63,6 +65,9 @@ def record(
         resume: continue the run in `path` at the step where the model's own checkpoint stands (found from its weights,
             or given as a number); later patterns are dropped.
         on_failure: `"raise"` at the next step, or `"detach"`: warn, stop recording and let training go on.
+        check: how often every gradient is compared with the sum of its patterns: in the first 20 steps, after anything
+            unusual and in a random one of 16 steps (`"sampled"`), or in `"every"` step. docs/math.md says what each
+            refuses, and when.
         steps: the planned number of steps, if known: the first step then checks that the disk holds them all.
         shard_bytes: how much is collected before it is published.
         queue_bytes: how much may wait to be written before training has to wait.
@@ -76,6 +81,8 @@ def record(
         raise ValueError(f'dtype is {unknown[0]!r}; expected None (the dtype that is trained) or "float16".')
     if on_failure not in ("raise", "detach"):
         raise ValueError(f'on_failure is {on_failure!r}; expected "raise" or "detach".')
+    if check not in ("sampled", "every"):
+        raise ValueError(f'check is {check!r}; expected "sampled" or "every".')
     if factory is not None and (not isinstance(factory, str) or ":" not in factory):
         raise RunFactoryError(f'factory is {factory!r}; expected the name of one, "package.module:function".')
     try:
@@ -101,4 +108,5 @@ def record(
         batch_axis=batch_axis,
         check_rows=check_rows,
         on_failure=on_failure,
+        check=check,
     )

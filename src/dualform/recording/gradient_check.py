@@ -1,0 +1,226 @@
+"""Do the recorded patterns explain the gradient of a step? The check that reads the whole gradient.
+
+The gradient G of a weight is seen through P = G R with a few fixed random columns R (a bias through itself), and
+compared with what the patterns of all its backwards predict, each times its factor: sum_m f_m E_mᵀ (X_m R).
+
+Differences are compared with the rounding of what P was computed from, ‖G‖ and sum |e| ‖x‖, never with P itself: a
+projection that happens to cancel is small, and its rounding is not. sum |e| ‖x‖ costs a pass over keys and values, so
+it is found only where ‖G‖ does not explain a difference already.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.gradient_history import NOT_FINITE, Factors
+from dualform.recording.gradient_samples import GradientSample, Look, take_sample
+from dualform.recording.hooks import Arrival
+from dualform.recording.probes import (
+    COARSE_ROUNDING,
+    Prediction,
+    ProbeSpec,
+    as_float64,
+    length,
+    norm_of,
+    predict,
+    projection,
+)
+from dualform.threads import one_thread
+
+UNSEEN = (
+    "no recorded pattern explains its gradient: its layer was not seen in the forward pass, which was a functional "
+    "call, began before the recording, or was compiled before it (call torch._dynamo.reset())"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a check found.
+
+    Attributes:
+        objection: how the gradient differs from its patterns' sum, in words; None if only by rounding.
+        residual: ‖gradient − its patterns' sum‖, where autocast rounded the gradient; else None.
+        factor: what the patterns' sum was multiplied with, where that was to be found.
+    """
+
+    objection: str | None
+    residual: float | None
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What is known of a parameter's gradient at the step.
+
+    Attributes:
+        factors: micro -> what its gradient was multiplied with; 0 where it was cleared, NaN where no one factor is.
+        objection: what the identity does not cover, in words; None if nothing was found.
+        residual: ‖gradient − its patterns' sum‖, where autocast rounded the gradient.
+    """
+
+    factors: Mapping[int, float]
+    objection: str | None
+    residual: float | None = None
+
+
+class GradientCheck:
+    """Compares gradients with what recorded patterns predict, through a few fixed random columns per parameter."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Tensor] = {}
+        self._sparse: set[str] = set()  # parameters whose gradients are mostly zero
+
+    def sample(
+        self, name: str, parameter: nn.Parameter, *, projected: bool | None = None, look: Look = "later"
+    ) -> GradientSample | None:
+        """Take a sample of a parameter's gradient, if there is one; with options as `take_sample` has them."""
+        if parameter.grad is None:
+            return None
+        if projected is None and name in self._sparse:
+            projected = True
+        with one_thread(bytes_read=parameter.grad.nbytes, device=parameter.device):
+            return take_sample(parameter.grad, self.columns(name, parameter), projected=projected, look=look)
+
+    def columns(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        """Return the fixed random columns R of a parameter, (d_in, C); None where it has a single axis."""
+        if parameter.dim() == 1:
+            return None
+        columns = self._columns.get(name)
+        if columns is None or columns.device != parameter.device:
+            rows, width = len(parameter), parameter[0].numel()
+            columns = projection(rows, width, dtype=parameter.dtype, device=parameter.device)
+            self._columns[name] = columns
+        return columns
+
+    def resolve(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        arrivals: Sequence[tuple[int, Arrival]],
+        factors: Factors,
+        *,
+        full: bool,
+    ) -> Resolution:
+        """Return what is known of a gradient at the step, compared with its patterns where that is to be done.
+
+        That is in a `full` check; where autocast rounded the gradient, whose distance from its patterns is a fact of
+        the step; and where the samples showed nothing: then the factor is found that fits best.
+
+        Args:
+            name: the parameter's name.
+            parameter: the parameter, its gradient as the step sees it.
+            arrivals: the calls that were accumulated since the last step, each with its micro.
+            factors: what the gradient's samples show.
+            full: whether the step is checked in full.
+        """
+        wanted = full or factors.blind or any(arrival.call.coarse is not None for _, arrival in arrivals)
+        refused = factors.objection is not None and not factors.blind
+        if refused or not wanted or parameter.grad is None:
+            return Resolution(factors.of, factors.objection)
+        explained = self._explain(name, parameter, arrivals, factors.of, find_factor=factors.blind)
+        if not factors.blind:
+            return Resolution(factors.of, explained.objection, explained.residual)
+        if explained.objection is not None:
+            return Resolution(factors.of, explained.objection, explained.residual)
+        self._sparse.add(name)  # its samples said too little
+        return Resolution(dict.fromkeys(factors.of, explained.factor), None, explained.residual)
+
+    def _explain(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        arrivals: Sequence[tuple[int, Arrival]],
+        factors: Mapping[int, float],
+        *,
+        find_factor: bool,
+    ) -> Explanation:
+        """Compare a parameter's gradient with the sum of its patterns.
+
+        Args:
+            name: the parameter's name.
+            parameter: the parameter, its gradient as the step sees it.
+            arrivals: the calls that were accumulated since the last step, each with its micro.
+            factors: micro -> what its gradient was multiplied with.
+            find_factor: whether to find one factor for all backwards together, instead of taking `factors`.
+        """
+        assert parameter.grad is not None, "there is a gradient to be explained"
+        gradient = parameter.grad.detach() if parameter.dim() == 1 else parameter.grad.detach().flatten(1)
+        columns = self.columns(name, parameter)
+        with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
+            seen = gradient if columns is None else gradient @ columns
+        total: Tensor | None = None
+        parts: list[tuple[float, Prediction]] = []
+        patterns, coarse = 0, False
+        for micro, arrival in arrivals:
+            factor = 1.0 if find_factor and micro in factors else factors.get(micro, 0.0)
+            if factor == 0.0:
+                continue
+            for use, prediction in self._predictions(arrival).items():
+                if use.parameter == name:
+                    part = prediction.columns if factor == 1.0 else factor * prediction.columns
+                    total = part if total is None else total + part
+                    parts.append((factor, prediction))
+                    patterns += 0 if arrival.values is None else len(arrival.values)
+                    coarse = coarse or arrival.call.coarse is not None
+        now = as_float64(seen)
+        predicted = as_float64(seen.new_zeros(()).expand(seen.shape) if total is None else total)
+        found = 1.0
+        if find_factor:
+            power = float(predicted @ predicted)
+            found = float(predicted @ now) / power if power else 1.0
+            predicted = found * predicted
+        difference = length(now - predicted)
+        residual = difference if coarse else None
+        if not math.isfinite(difference):
+            return Explanation(NOT_FINITE, residual, found)
+        width, dtype = parameter.shape[1:].numel(), parameter.dtype
+        if difference <= rounding(length(now), width, dtype):  # ‖G‖ is never more than the patterns' sum |e| ‖x‖
+            return Explanation(None, residual, found)
+        size = sum(abs(factor * found) * prediction.size() for factor, prediction in parts)
+        if difference <= rounding(max(size, float(norm_of(gradient))), width, dtype, terms=patterns):
+            return Explanation(None, residual, found)
+        if not size:
+            return Explanation(UNSEEN, residual, found)
+        text = (
+            f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used "
+            "where it is not seen, such as a regulariser in the loss or a functional call; or a hook or an edit by "
+            "hand changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
+            "torch.backends.cuda.matmul.allow_tf32 to False)"
+        )
+        return Explanation(text, residual, found)
+
+    def _predictions(self, arrival: Arrival) -> dict[ParameterUse, Prediction]:
+        """Return what a call's patterns predict for its parameters, computed once for all of them."""
+        if arrival.predictions is None:
+            arrival.predictions = {}
+            if arrival.values is not None and arrival.keys is not None:
+                layer = arrival.call.layer
+                watching = {
+                    use: ProbeSpec(self.columns(name, parameter), parameter.shape)
+                    for use, (name, parameter) in layer.parameters.items()
+                }
+                dtype = next(iter(layer.parameters.values()))[1].dtype
+                values = arrival.values.to(dtype)
+                # Autograd rounds the whole gradient to what autocast computed in.
+                coarse = 1.0 if arrival.call.coarse is None else COARSE_ROUNDING / torch.finfo(dtype).eps
+                factor = layer.kind.rounding * coarse
+                with one_thread(bytes_read=values.nbytes + arrival.keys.nbytes, device=values.device):
+                    arrival.predictions = predict(watching, values, arrival.keys, rounding=factor)
+        return arrival.predictions
+
+
+def rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) -> float:
+    """Return how large a difference rounding explains.
+
+    The rounding of a product grows with the square root of its width; the bound is 4 times the worst of 10,000 random
+    gradients (tests/recording/test_probes.py). That of a sum over patterns, which autograd may add up one by one, grows
+    with the root of their number (`terms`), and more where all have the same sign. Below the last term products of
+    gradients underflow.
+    """
+    limits = torch.finfo(dtype)
+    relative = 16 + 2 * math.sqrt(width) + 4 * math.sqrt(terms)
+    return relative * limits.eps * size + limits.smallest_normal / limits.eps
