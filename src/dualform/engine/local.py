@@ -246,7 +246,7 @@ def _reduce_known(job: Pass[Any], measures: Tensor) -> Any:
     """Return a pass's result from the measures of all its patterns, (Q, T): attention for magnitude."""
     if isinstance(job.measure, PatternMeasure) and job.measure.of == "magnitude":
         measures = measures.abs()
-    if isinstance(job.reducer, Everything):
+    if type(job.reducer) is Everything:
         return measures.clone()  # the remembered tensor stays ours
     patterns, device = job.view.patterns(job.layer), job.like.device
     running = _running(job, None)
@@ -354,28 +354,26 @@ class _ReadsDevice:
 
 def _can_be_distinct(job: Pass[Any]) -> bool:
     """Say whether a pass needs nothing of a pattern but its key, its group and how many patterns share the key."""
-    plain = isinstance(job.reducer, Everything) or (
-        isinstance(job.reducer, GroupSums) and job.reducer.groups <= FEW_GROUPS
-    )
+    plain = type(job.reducer) is Everything or (type(job.reducer) is GroupSums and job.reducer.groups <= FEW_GROUPS)
     groups = job.groups is None or not job.groups.known_by_part
     return plain and groups and job.measure is not None and not job.needs_values and job.like.device.type == "cpu"
 
 
 def _running(job: Pass[Any], distinct: DistinctKeys | None) -> RunningReducer:
-    """Return the fastest way to reduce a pass."""
+    """Return the fastest way to reduce a pass; a reducer that is derived from one of ours has methods of its own."""
     reducer = job.reducer
     view = job.view
-    if isinstance(reducer, Everything):
+    if type(reducer) is Everything:
         if distinct is not None:
             return _RepeatedEverything(job, distinct)
         return _InPlaceEverything(job, view.patterns(job.layer))
-    if isinstance(reducer, GroupSums) and distinct is not None:
+    if type(reducer) is GroupSums and distinct is not None:
         every = PatternRange(None, np.arange(view.count(job.layer)), 0, 0)
         groups_of = one_group(len(every), torch.device("cpu"))
         if job.groups is not None:
             groups_of = job.groups.of(every, torch.device("cpu"))
         return _CountedSums(job.new_state(), distinct, distinct.counts(groups_of, reducer.groups, torch.float32))
-    if isinstance(reducer, Best):
+    if type(reducer) is Best:
         return RacingBest(reducer, job.new_state())
     return _Merging(job) if reducer.is_small else _Adding(job)
 

@@ -6,20 +6,6 @@ from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.kind import OptimizerKind
 from dualform.recording.layers import composites, registered
 
-LAYER_KEYS = {
-    "Linear": "input",
-    "transformers.Conv1D": "input; the weight is stored transposed",
-    "Embedding": "token, an integer; attention is 1 where tokens are equal, else 0",
-    "EmbeddingBag": "token, an integer; a pattern is one token of a bag, its value the token's part of the bag's error",
-    "Bilinear": "outer product of the two inputs, in1 · in2 wide",
-    "Elementwise": "input, elementwise (1 where a parameter is only added): any small module of yours that computes "
-    "`x * p`, `x + p` or `x * p + b`, with one number per element of one axis; a trial finds out",
-    "PositionTable": "position, an integer: any small module of yours that adds a table (..., positions, width) to its "
-    "input; a trial finds out",
-    "MultiheadAttention": "the input of each projection: `in_proj` (or its slices `.q .k .v .kv`), `out_proj`",
-}
-
-
 LOOP_OUTCOMES = (
     ("hand-written updates, weight clipping, `p.data` edits, EMA copied back, a checkpoint loaded in mid-run",
      "refused at the next step, with the parameter and the step; at closing a warning"),
@@ -66,7 +52,7 @@ def support_page() -> str:
         "",
         "| layer | key |",
         "|---|---|",
-        *(f"| `{name}` | {LAYER_KEYS.get(name) or _key(name)} |" for name in sorted([*registered(), *composites()])),
+        *(f"| `{name}` | {key_text} |" for name, key_text in sorted(_layer_keys().items())),
         "",
         "One parameter may be used by several of these (a tied embedding and output layer): every use is recorded,",
         "and the identity holds for their sum.",
@@ -99,15 +85,10 @@ def support_page() -> str:
     return "\n".join(lines)
 
 
-def _key(name: str) -> str:
-    if name.startswith("ConvTranspose"):
-        return "the inputs that reach an output location, zero where the stride has none; position = output location"
-    if name.startswith("Conv"):
-        return "unfolded patch; position = output location"
-    if name.startswith(("LSTM", "GRU", "RNN")):
-        parts = "" if name.endswith("Cell") else ", per layer and direction (`l0`, `l0_reverse`, ...)"
-        return f"[x_t ; h_{{t-1}}]{parts}"
-    return "normalised input, elementwise"
+def _layer_keys() -> dict[str, str]:
+    """Return what a key is, in words, by the name of the layer."""
+    layers = {name: kind.key_text for name, kind in registered().items()}
+    return layers | {name: composite.key_text for name, composite in composites().items()}
 
 
 def _by_name() -> list[OptimizerKind[Any]]:

@@ -1,22 +1,12 @@
 """The layer kinds that can be recorded, one family a file.
 
-A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in a file of its own, imported here. A
-module that computes several layers in one call is a `Composite`, registered by `@composes(ModuleType)`.
+A new kind is a subclass of `LayerKind`, registered by `@records(ModuleType)` in a file of its own: every file here
+is imported. A module that computes several layers in one call is a `Composite`, registered by `@composes(ModuleType)`.
 """
 
-from dualform.recording.layers import (  # noqa: F401 (these register)
-    attention,
-    bilinear,
-    conv,
-    conv_transpose,
-    elementwise,
-    embedding,
-    embedding_bag,
-    linear,
-    norms,
-    recurrent,
-    rms_norms,
-)
+import importlib
+import pkgutil
+
 from dualform.recording.layers.composite import (
     Composite,
     Report,
@@ -56,3 +46,6 @@ __all__ = [
     "registered",
     "sums_in_own_order",
 ]
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")  # registers its kinds

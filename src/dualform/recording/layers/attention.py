@@ -47,6 +47,8 @@ SLICES = {"in_proj.q": (0, 1), "in_proj.kv": (1, 3), "in_proj.k": (1, 2), "in_pr
 class Attention(Composite):
     """Self- and cross-attention, with any options."""
 
+    key_text = "the input of each projection: `in_proj` (or its slices `.q .k .v .kv`), `out_proj`"
+
     def parts(self, module: nn.Module) -> Mapping[str, LayerKind]:
         """Return every projection that a call may use."""
         attention = cast("nn.MultiheadAttention", module)

@@ -20,6 +20,7 @@ class Bilinear(LayerKind):
     """z = W (x₁ ⊗ x₂) + b over any leading shape."""
 
     name = "Bilinear"
+    key_text = "outer product of the two inputs, in1 · in2 wide"
     own_order = True
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:

@@ -22,6 +22,7 @@ kind will need. The function is called before the report returns, or never."""
 class Composite(ABC):
     """A kind of module that has several layers."""
 
+    key_text: str  # as `LayerKind.key_text`
     own_order = False  # as `LayerKind.own_order`
 
     @abstractmethod

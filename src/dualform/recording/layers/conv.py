@@ -17,6 +17,8 @@ from dualform.recording.layers.kind import LayerKind, present, records
 class Convolution(LayerKind):
     """z = W · patch + b at every output location; stride, padding of any mode, dilation."""
 
+    key_text = "unfolded patch; position = output location"
+
     batch_axis = 0
     own_order = True
 

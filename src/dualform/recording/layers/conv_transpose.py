@@ -25,6 +25,8 @@ from dualform.recording.layers.kind import LayerKind, present, records
 class TransposedConvolution(Convolution):
     """z = W · patch + b at every output location; stride, padding, output padding or size, dilation, groups."""
 
+    key_text = "the inputs that reach an output location, zero where the stride has none; position = output location"
+
     _module: _ConvTransposeNd  # of a kind that serves one module
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:

@@ -59,6 +59,10 @@ class Elementwise(_Recognised):
     """z = factor ⊙ x + shift along one axis of the input; either may be missing."""
 
     name = "Elementwise"
+    key_text = (
+        "input, elementwise (1 where a parameter is only added): any small module of yours that computes `x * p`, "
+        "`x + p` or `x * p + b`, with one number per element of one axis; a trial finds out"
+    )
 
     def __init__(self, width: int, axes: Mapping[int, int], *, factor: str | None, shift: str | None) -> None:
         """Describe a module.
@@ -96,6 +100,10 @@ class PositionTable(_Recognised):
     """z = x + table[position], with positions on the last axis but one of the input."""
 
     name = "PositionTable"
+    key_text = (
+        "position, an integer: any small module of yours that adds a table (..., positions, width) to its input; a "
+        "trial finds out"
+    )
 
     def __init__(self, table: str, width: int, ranks: tuple[int, ...]) -> None:
         """Describe a module.

@@ -17,6 +17,7 @@ class Embedding(LayerKind):
     """z = W[token] over any shape of tokens."""
 
     name = "Embedding"
+    key_text = "token, an integer; attention is 1 where tokens are equal, else 0"
 
     def unsupported(self, module: nn.Module) -> str:
         """Name an option with which a value does not go to its token's row as it is."""

@@ -23,6 +23,7 @@ class EmbeddingBag(Embedding):
     """z = Σ w · W[token] over each bag: bags of one size (B, N), or tokens (T,) in a row with the bags' offsets."""
 
     name = "EmbeddingBag"
+    key_text = "token, an integer; a pattern is one token of a bag, its value the token's part of the bag's error"
     own_order = True
 
     def unsupported(self, module: nn.Module) -> str:

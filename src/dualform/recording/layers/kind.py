@@ -17,6 +17,7 @@ class LayerKind(ABC):
     """A kind of layer whose parameters are sums over (key, value) patterns."""
 
     name: str
+    key_text = "what `keys` returns"  # a key in words, for the page of what is supported
     own_order = False  # whether torch sums the gradients in an order of its own, so that ours differ in the last bits
     rounding = 1.0  # how many times more rounding the values carry than errors that autograd hands over
     optional = False  # whether a run leaves a layer of this kind out of its list if the layer was never called

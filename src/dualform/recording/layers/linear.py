@@ -14,6 +14,7 @@ class Linear(LayerKind):
     """z = W x + b over any leading shape."""
 
     name = "Linear"
+    key_text = "input"
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The weight takes value ⊗ key, the bias takes the value."""
@@ -31,6 +32,7 @@ class TransposedLinear(LayerKind):
     """z = x W + b with W stored as (d_in, d_out), as GPT-2 has it."""
 
     name = "transformers.Conv1D"
+    key_text = "input; the weight is stored transposed"
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:
         """The weight takes key ⊗ value, the bias takes the value."""

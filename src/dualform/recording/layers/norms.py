@@ -20,6 +20,8 @@ from dualform.torch_modes import without_gradients
 class Norm(LayerKind):
     """y = w ⊙ normalised(x) + b."""
 
+    key_text = "normalised input, elementwise"
+
     own_order = True
 
     def uses(self, module: nn.Module) -> tuple[ParameterUse, ...]:

@@ -121,6 +121,8 @@ def _cell_of(module: nn.Module) -> Cell:
 class Recurrent(Composite):
     """Layers and directions named as torch names their weights: `l0`, `l0_reverse`, `l1`, ..."""
 
+    key_text = "[x_t ; h_{t-1}], per layer and direction (`l0`, `l0_reverse`, ...)"
+
     own_order = True
 
     def parts(self, module: nn.Module) -> Mapping[str, LayerKind]:
@@ -150,6 +152,8 @@ class Recurrent(Composite):
 @composes(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 class Cells(Composite):
     """A cell is one layer, under its own name."""
+
+    key_text = "[x_t ; h_{t-1}]"
 
     own_order = True
 
