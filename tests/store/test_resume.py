@@ -380,7 +380,7 @@ def test_columns_go_on_in_their_type(checkpoints: Checkpoints) -> None:
 def test_a_run_whose_optimizer_has_no_module_in_its_name_is_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As runs of earlier versions are: `SGD` means torch's."""
     with monkeypatch.context() as patch:
-        patch.setattr("dualform.recording.steps.optimizer_name", lambda optimizer: optimizer.__name__)
+        patch.setattr("dualform.recording.recorded_optimizers.optimizer_name", lambda optimizer: optimizer.__name__)
         checkpoints = Checkpoints(run)
     assert Run(run).manifest.optimizers == ("SGD",)
     checkpoints.load(STEPS)
