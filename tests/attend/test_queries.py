@@ -1,5 +1,6 @@
 """What may be asked: every kind of input, captured without a trace on the model."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,28 @@ def test_a_spotlight_lists_its_layers(pair: Pair) -> None:
     assert list(spot) == ["0", "2"]
     assert repr(spot).count("4 queries over") == 2
     assert len(spot["0"]) == 4
+
+
+def test_threads_that_ask_with_one_model_get_their_own_answers(run: Path) -> None:
+    model = recorded(run, 3)
+    memory = dualform.open(run)
+    inputs = [torch.randn(4, 5) for _ in range(2)]
+    alone = [memory.attend(model, one)["0"].queries for one in inputs]
+    wrong: list[object] = []
+
+    def ask(number: int) -> None:
+        for _ in range(60):
+            try:
+                found = memory.attend(model, inputs[number])["0"].queries
+                if not torch.equal(found, alone[number]):
+                    wrong.append(found.shape)
+            except Exception as error:  # is looked at below
+                wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.recording.alignment import MAX_SHAPES
 from dualform.recording.rows import _Trial
-from helpers.loops import gradient_of, loss_of, sgd
+from helpers.loops import batches, gradient_of, loss_of, mlp, sgd
 
 D = 5
 
@@ -288,3 +289,18 @@ def test_forwards_are_counted_on_after_one_was_interrupted(run: Path) -> None:
         train(recorder, model, optimizer, batch(6, D))
         assert recorder._steps.forward == 2
     assert {check.outcome for check in dualform.open(run).rows.values()} == {"proved"}
+
+
+def test_a_model_that_is_checkpointed_as_a_whole_is_annotated(run: Path) -> None:
+    """Checkpointing counts the tensors that its forward saves; the trial of rows in it must add none."""
+    model = mlp()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run) as recorder:
+        for x in batches(3):
+            recorder.annotate(sample=torch.arange(len(x)))
+            optimizer.zero_grad()
+            loss_of(checkpoint(model, x.requires_grad_(), use_reentrant=False)).backward()
+            optimizer.step()
+    memory = dualform.open(run)
+    assert memory.verify(model).passed
+    assert set(memory.patterns("0")["sample"].to_pylist()) == set(range(len(x)))

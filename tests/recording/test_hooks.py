@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -607,3 +608,26 @@ def test_a_graph_that_outlives_the_recording(run: Path) -> None:
     memory = dualform.open(run)
     assert counts(memory) == {"0": 3 * ROWS, "2": 3 * ROWS}
     assert memory.verify(before).passed
+
+
+def test_a_scripted_child_and_a_forward_that_is_not_written_in_python_are_let_be(run: Path) -> None:
+    class Times(nn.Module):
+        """Has a forward without a signature."""
+
+        forward = torch.mul
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(3))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(5, 4), nn.ReLU())), nn.Linear(4, 3))
+        model.add_module("times", Times())
+        optimizer = sgd(model)
+        with dualform.record(model, optimizer, run):
+            for x in batches(2):
+                optimizer.zero_grad()
+                loss_of(model[1](model[0](x))).backward()
+                optimizer.step()
+    assert "1" in dualform.open(run).layers

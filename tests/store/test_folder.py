@@ -1,6 +1,8 @@
 """The run folder as something that others may write to: links, kills between two files, forked processes."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import time
@@ -175,3 +177,17 @@ def test_a_folder_is_removed_with_its_files_though_an_interrupt_came_before(tmp_
         remove_folder(folder)
     assert not folder.exists()
     remove_folder(folder)
+
+
+def test_a_disk_that_locks_only_files_open_for_writing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As network disks do, which lock byte ranges."""
+    real = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    model = recorded(run, 5)
+    assert dualform.open(run).verify(model).passed

@@ -5,13 +5,16 @@ The trial itself is `dualform.recording.rows`. It is made at the first annotated
 then, and a model may do to one batch's rows what it did not do to another's.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
@@ -83,6 +86,12 @@ class Alignment:
         called: tuple[str, nn.Module] | None = None,
     ) -> dict[str, RowCheck]:
         """Try a batch, and remember what is found of each layer below the called module, by default of all."""
+        with _own_saved_tensors():
+            return self._look(args, kwargs, rows=rows, called=called)
+
+    def _look(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, rows: int, called: tuple[str, nn.Module] | None
+    ) -> dict[str, RowCheck]:
         name, module = ("", self._model) if called is None else called
 
         def found_on(axis: int, *, plainly: bool) -> dict[str, RowCheck]:
@@ -205,3 +214,15 @@ def batch_rows(args: Sequence[Any], kwargs: Mapping[str, Any], axis: int) -> int
     """Return how many rows a batch has: the size of its first tensor with enough axes; 0 without one."""
     tensors: Iterable[Tensor] = input_tensors(args, kwargs)
     return next((int(tensor.shape[axis]) for tensor in tensors if tensor.dim() > axis), 0)
+
+
+@contextmanager
+def _own_saved_tensors() -> Iterator[None]:
+    """Let autograd keep tensors as ever while the context lasts, whatever hooks for them the caller has put on.
+
+    Activation checkpointing around a model counts the tensors that are saved in its forward; a trial must not add any.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # where such hooks are forbidden, none can be on
+            stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        yield

@@ -21,6 +21,7 @@ from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.annotations import Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.layer_hooks import CallReport, Trace, disabled_in_compile, hook_layers, hookable
+from dualform.recording.layers.kind import forward_of
 from dualform.recording.layouts import describe, settle
 from dualform.recording.module_hooks import ModuleHandle, hook_before_forward, hook_forward
 from dualform.recording.probes import Prediction
@@ -353,7 +354,9 @@ def _check_dense(layer: str, inputs: Tensor) -> None:
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the children of a module by name; for one that cannot be called (a ModuleList) its own children."""
     for name, child in module.named_children():
-        if type(child).forward is nn.Module.forward:
+        if isinstance(child, torch.jit.ScriptModule):  # takes no hooks
+            continue
+        if forward_of(child) is nn.Module.forward:
             yield from _callable_children(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child

@@ -7,6 +7,7 @@ here are for passes that ask something of a model and train nothing.
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,18 +164,60 @@ def disabled_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _hooked(layers: Iterable[Watched], report_of: Callable[[Watched], CallReport]) -> Iterator[None]:
-    """Report each call of layers while the context lasts."""
-    fast = torch.backends.mha.get_fastpath_enabled()
+    """Report each call of layers that the calling thread makes while the context lasts.
+
+    Other threads may ask the same model at the same time, and have hooks of their own on it.
+    """
+    thread = threading.get_ident()
+
+    def report_here(layer: Watched) -> CallReport:
+        report = report_of(layer)
+
+        def of_this_thread(inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
+            if threading.get_ident() == thread:
+                report(inputs_of, outputs)
+
+        return of_this_thread
+
+    asking = object()
     try:
         with temporary_hooks() as handles:
-            hook_layers(handles, layers, report_of)
-            torch.backends.mha.set_fastpath_enabled(False)  # it would hand nested tensors to the layers, or none
+            hook_layers(handles, layers, report_here, wanted=lambda: threading.get_ident() == thread)
+            _fast_path.switch_off(asking)  # it would hand nested tensors to the layers, or none
             yield
     finally:
         try:
-            torch.backends.mha.set_fastpath_enabled(fast)
+            _fast_path.switch_back(asking)
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)  # once more: an interrupt may have cut the first short
+            _fast_path.switch_back(asking)  # once more: an interrupt may have cut the first short
+
+
+class _FastPath:
+    """The process's switch of attention's fast path: off while anybody asks, then as it was before the first."""
+
+    def __init__(self) -> None:
+        self._asking: set[object] = set()
+        self._before = True
+        self._lock = threading.Lock()
+
+    def switch_off(self, asking: object) -> None:
+        """Switch the fast path off, until this one switches it back."""
+        with self._lock:
+            if not self._asking:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+            self._asking.add(asking)
+            torch.backends.mha.set_fastpath_enabled(False)
+
+    def switch_back(self, asking: object) -> None:
+        """Put the fast path back, if nobody else wants it off; does nothing where that is done."""
+        with self._lock:
+            if asking in self._asking:
+                self._asking.discard(asking)
+                if not self._asking:
+                    torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_fast_path = _FastPath()
 
 
 @contextmanager

@@ -29,12 +29,13 @@ class ModuleHook:
     Copies come to be where somebody copies a module's dictionary of hooks by hand.
     """
 
-    def __init__(self, hook: Callable[..., None] | None = None) -> None:
+    def __init__(self, hook: Callable[..., None] | None = None, arguments: int = 0) -> None:
         self._hook = hook
+        self._arguments = arguments
 
     def __call__(self, *args: Any) -> None:
-        """Call the hook."""
-        if self._hook is not None:
+        """Call the hook; not with fewer arguments than it takes, as torch does while another thread removes it."""
+        if self._hook is not None and len(args) == self._arguments:
             self._hook(*args)
 
     def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
@@ -58,13 +59,13 @@ class ModuleHandle:
 
 def hook_forward(module: nn.Module, hook: Callable[..., None], *, always_call: bool = False) -> ModuleHandle:
     """Call hook(module, args, kwargs, output) after each forward of a module, before the user's own hooks."""
-    handle = module.register_forward_hook(ModuleHook(hook), prepend=True, with_kwargs=True, always_call=always_call)
+    handle = module.register_forward_hook(ModuleHook(hook, 4), prepend=True, with_kwargs=True, always_call=always_call)
     return ModuleHandle(module, handle, _AFTER)
 
 
 def hook_before_forward(module: nn.Module, hook: Callable[..., None]) -> ModuleHandle:
     """Call hook(module, args, kwargs) before each forward of a module, after the user's hooks that are there."""
-    return ModuleHandle(module, module.register_forward_pre_hook(ModuleHook(hook), with_kwargs=True), _BEFORE)
+    return ModuleHandle(module, module.register_forward_pre_hook(ModuleHook(hook, 3), with_kwargs=True), _BEFORE)
 
 
 def remove_hooks(handles: Iterable[Any]) -> None:

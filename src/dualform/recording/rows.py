@@ -19,13 +19,13 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from dualform.recording.generators import untouched_generators
 from dualform.recording.layer_hooks import catch_calls
 from dualform.recording.rowcheck import Placement, RowCheck
 from dualform.recording.watch import Watched, find_candidates
@@ -223,7 +223,7 @@ class _Trial:
     def _run(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list["_Seen"]]:
         """Return the keys and values of every call of each layer, from one forward and backward of a fresh copy."""
         try:
-            with _untouched_generators() as moved, warnings.catch_warnings():
+            with untouched_generators() as moved, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 # In float32 where the model has less: rows that move must differ by more than rounding.
                 model = copy.deepcopy(self._model)
@@ -563,38 +563,6 @@ def _not_called(model: nn.Module) -> Iterator[None]:
             remove_all()
         finally:
             remove_all()  # once more: an interrupt may have cut the first short
-
-
-@contextmanager
-def _untouched_generators() -> Iterator[Callable[[], bool]]:
-    """Restore all generators of random numbers afterwards; yields what says whether any has moved."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-
-    def state() -> list[Any]:
-        numbers = np.random.get_state(legacy=True)
-        parts: list[Any] = [random.getstate(), [np.asarray(part).tolist() for part in numbers], torch.get_rng_state()]
-        return parts + (torch.cuda.get_rng_state_all() if cuda else [])
-
-    before, of_numpy = state(), np.random.get_state(legacy=True)
-
-    def moved() -> bool:
-        pairs = zip(before, state(), strict=True)
-        return not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-
-    def put_back() -> None:
-        random.setstate(before[0])
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(before[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(before[3:])
-
-    try:
-        yield moved
-    finally:
-        try:
-            put_back()
-        finally:
-            put_back()  # once more: an interrupt may have cut the first short
 
 
 def _summed(outputs: Any) -> Tensor:

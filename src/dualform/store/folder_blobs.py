@@ -225,7 +225,8 @@ class FolderBlobs(Blobs):
             yield
             return
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # For writing too: a network disk locks a file exclusively for nobody else.
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             raise changed_error(self, name) from None
         _locks.add(descriptor)

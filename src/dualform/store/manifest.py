@@ -175,7 +175,12 @@ def _check_seal(text: str | bytes, path: object) -> None:
     """Raise `FormatError` where the text of a manifest is not the one that its last entry is the checksum of."""
     content = text.encode() if isinstance(text, str) else text
     seal = _SEAL.search(content, max(0, len(content) - 64))
-    if seal is None or xxhash.xxh3_64_hexdigest(content[: seal.start()]) != seal[1].decode():
+    if seal is None:
+        raise FormatError(
+            f"{path} does not end with its checksum: it was cut or edited, or written by a version of dualform between "
+            "two releases. Restore it from a copy of the run, or record it again."
+        )
+    if xxhash.xxh3_64_hexdigest(content[: seal.start()]) != seal[1].decode():
         raise FormatError(
             f"{path} was changed after it was written: its checksum does not fit. Restore it from a copy of the run."
         )

@@ -78,7 +78,8 @@ def _same_shape(old: Manifest, new: Manifest) -> None:
         if before != now and not (what == "optimizers" and _same_optimizers(before, now)):
             raise ResumeError(
                 f"The run was recorded with other {what}: {_first_difference(before, now)}. "
-                "Resume with the same model and options, or record to another folder."
+                "Resume with the same model and options (layers=[...] names the layers, where more of the model are "
+                "recorded now), or record to another folder."
             )
 
 

@@ -102,7 +102,11 @@ class ShardWriter:
         rows = records[-1].rows
 
         def finish() -> None:
-            self.check_alone()
+            try:
+                self.check_alone()
+            except BaseException:
+                staged.discard()
+                raise
             files = {names["patterns"]: staged.publish()}
             for what, table in tables.items():
                 files[names[what]] = _publish_table(self._blobs, names[what], table)

@@ -39,9 +39,14 @@ def full_name(name: str) -> str:
 
 
 def same_optimizer(one: str, other: str) -> bool:
-    """Say whether two names may be of one optimizer type: equal, or equal classes where one has no module.
+    """Say whether two names may be of one optimizer type: equal, or equal classes where one has no lasting module.
+
+    A program that is run is the module `__main__`, and has its own name where it is imported.
 
     >>> same_optimizer("SGD", "torch.optim:SGD"), same_optimizer("mine:SGD", "torch.optim:SGD")
     (True, False)
+    >>> same_optimizer("__main__:Mine", "train:Mine")
+    True
     """
-    return one == other or (class_name(one) == class_name(other) and (":" not in one or ":" not in other))
+    modules = {name.rpartition(":")[0] for name in (one, other)}
+    return one == other or (class_name(one) == class_name(other) and bool(modules & {"", "__main__"}))

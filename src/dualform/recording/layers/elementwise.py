@@ -15,7 +15,6 @@ Two kinds are recognised:
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -25,7 +24,8 @@ from torch.nn.parameter import is_lazy
 
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.layers.kind import LayerKind, recognises
+from dualform.recording.generators import untouched_generators
+from dualform.recording.layers.kind import LayerKind, recognises, takes_one_input
 from dualform.torch_modes import without_gradients
 
 MAX_ELEMENTS = 1 << 21  # of a parameter whose module is tried: a trial of that many takes about a second
@@ -138,12 +138,17 @@ def find_elementwise(module: nn.Module) -> LayerKind | None:
         return None
     if any(is_lazy(one) or not 1 < one.numel() <= MAX_ELEMENTS for one in parameters.values()):
         return None
-    if len(inspect.signature(type(module).forward).parameters) != 2:  # self and the input
+    if not takes_one_input(module):
         return None
     shapes = {tuple(size for size in parameter.shape if size != 1) for parameter in parameters.values()}
     if len(shapes) != 1:
         return None
-    (shape,) = shapes
+    with untouched_generators():
+        return _tried(module, parameters, *shapes)
+
+
+def _tried(module: nn.Module, parameters: Mapping[str, Tensor], shape: tuple[int, ...]) -> LayerKind | None:
+    """Try what a copy of a module computes, whose parameters all have one shape but for axes of length 1."""
     try:
         trial = _Trial(module)
     except Exception:  # a module that cannot be copied is not recognised
@@ -238,8 +243,7 @@ class _Trial:
         """Return the module's output, or None where it fails, changes its input, or returns another shape or dtype."""
         given = inputs.clone()
         try:
-            with torch.random.fork_rng(devices=[]):
-                found = self._module.forward(given)  # and none of the hooks, which a copy keeps
+            found = self._module.forward(given)  # and none of the hooks, which a copy keeps
         except Exception:
             return None
         same = isinstance(found, Tensor) and found.shape == inputs.shape and found.dtype == inputs.dtype

@@ -3,6 +3,7 @@
 Does not hook anything: it only knows shapes and where the key of a call is found.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -190,3 +191,23 @@ def _attribute(module: nn.Module, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward method of a module's class; None where the class has none to look at (TorchScript)."""
+    try:
+        found: Callable[..., Any] = type(module).forward
+    except AttributeError:
+        return None
+    return found
+
+
+def takes_one_input(module: nn.Module) -> bool:
+    """Say whether the forward of a module's class takes one input, and nothing else."""
+    forward = forward_of(module)
+    if forward is None:
+        return False
+    try:
+        return len(inspect.signature(forward).parameters) == 2  # self and the input
+    except (TypeError, ValueError):  # a function that is not written in Python has no signature
+        return False

@@ -6,14 +6,14 @@ inputs and weights. A class that computes anything else, such as `(1 + weight) Â
 """
 
 import copy
-import inspect
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dualform.recording.layers.kind import recognises
+from dualform.recording.generators import untouched_generators
+from dualform.recording.layers.kind import recognises, takes_one_input
 from dualform.recording.layers.norms import Norm
 from dualform.torch_modes import without_gradients
 
@@ -51,12 +51,13 @@ def find_rms_norm(module: nn.Module) -> OtherRMSNorm | None:
         return None
     if parameters["weight"].numel() < 2:  # which would fit inputs of any width
         return None
-    if len(inspect.signature(type(module).forward).parameters) != 2:  # self and the input; a gate may be another
+    if not takes_one_input(module):  # a gate may be another
         return None
     for name in EPSILON_NAMES:
         epsilon = getattr(module, name, None)
-        if isinstance(epsilon, float) and _computes(module, epsilon):
-            return OtherRMSNorm(epsilon)
+        with untouched_generators():
+            if isinstance(epsilon, float) and _computes(module, epsilon):
+                return OtherRMSNorm(epsilon)
     return None
 
 
