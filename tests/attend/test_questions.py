@@ -10,7 +10,7 @@ from torch import nn
 import dualform
 from dualform.engine import local
 from dualform.errors import QueryError
-from dualform.store.rows import FileRows
+from dualform.store.stored_rows import FileRows
 
 SAMPLES, STEPS, BATCH = 40, 12, 20
 

@@ -31,7 +31,7 @@ from dualform.identity.families import Facts
 from dualform.identity.parameter_use import ParameterUse
 from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.reader import Run
-from dualform.store.rows import MemoryRows
+from dualform.store.stored_rows import MemoryRows
 from dualform.store.writer import DiskWriter
 from helpers.loops import gradient_of
 

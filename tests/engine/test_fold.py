@@ -17,7 +17,7 @@ from dualform.engine.local import LocalExecutor
 from dualform.engine.parameter_steps import ParameterSteps
 from dualform.engine.plain import PlainExecutor
 from dualform.engine.shares import MaskGroup, SharesOf, fold_shares
-from dualform.engine.step_calls import StepReader
+from dualform.engine.stored_calls import StepReader
 from dualform.store.reader import Run
 
 STEPS = 9

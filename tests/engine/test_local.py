@@ -22,7 +22,7 @@ from dualform.engine.racing import RacingBest
 from dualform.identity import products
 from dualform.identity.products import attend
 from dualform.store import reader
-from dualform.store import rows as rows_module
+from dualform.store import stored_rows as rows_module
 from dualform.store.reader import Run
 from helpers.small import sgd
 

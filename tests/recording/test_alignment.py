@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.recording.alignment import MAX_SHAPES
-from dualform.recording.rows import _Trial
+from dualform.recording.row_trials import _Trial
 from helpers.loops import batches, gradient_of, loss_of, mlp, sgd
 
 D = 5

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import dualform
 from dualform.engine.parameter_steps import ParameterSteps
 from dualform.engine.shares import replayed_parameters
-from dualform.engine.step_calls import StepReader
-from dualform.recording.layouts import describe, laid_out
+from dualform.engine.stored_calls import StepReader
+from dualform.recording.layouts import describe_layout, laid_out
 
 UNITS = 33
 
@@ -135,7 +135,7 @@ def test_gradients_are_replayed_to_the_bit_in_every_layout(
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_a_described_layout_is_laid_out_again(layout: str) -> None:
     error = error_of((8, 12, UNITS), layout)
-    text = describe(error)
+    text = describe_layout(error)
     assert text is not None
     again = laid_out(error.reshape(-1, UNITS), text)
     assert again.stride() == error.stride()
@@ -143,5 +143,5 @@ def test_a_described_layout_is_laid_out_again(layout: str) -> None:
 
 
 def test_rows_that_lie_one_after_the_other_need_no_layout() -> None:
-    assert describe(torch.zeros(3, 4)) is None
-    assert describe(torch.zeros(8)[::2]) is None, "one row is no sum"
+    assert describe_layout(torch.zeros(3, 4)) is None
+    assert describe_layout(torch.zeros(8)[::2]) is None, "one row is no sum"

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import dualform
 from dualform.errors import CoverageError, DualformError, UnknownLayerError
 from dualform.recording.layers import find_kind
-from dualform.recording.unrecordable import describe
+from dualform.recording.unrecordable import describe_unrecordable
 
 
 def older(normalise: Callable[..., nn.Module]) -> Callable[[nn.Module], nn.Module]:
@@ -143,4 +143,4 @@ def test_a_layer_that_is_parametrized_in_mid_recording_is_refused(run: Path, way
 def test_a_parameter_that_a_layer_uses_twice_is_not_called_computed() -> None:
     layer = nn.LSTM(4, 4)
     layer.weight_hh_l0 = layer.weight_ih_l0
-    assert describe(layer) == "1 LSTM"
+    assert describe_unrecordable(layer) == "1 LSTM"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.errors import CoverageError, UnknownLayerError
-from dualform.recording.unrecordable import describe
+from dualform.recording.unrecordable import describe_unrecordable
 from helpers.loops import mlp, sgd
 
 
@@ -131,9 +131,9 @@ def test_layers_that_were_left_out_are_named_by_type_too(run: Path) -> None:
 
 def test_many_bare_parameters_are_shortened() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(6)])
-    assert describe(model) == "1 ParameterList"
+    assert describe_unrecordable(model) == "1 ParameterList"
     graphs = nn.Sequential(*(Graph() for _ in range(3)))
-    assert describe(graphs) == "6 Parameters of Graph ('kernel', 'shift')"
+    assert describe_unrecordable(graphs) == "6 Parameters of Graph ('kernel', 'shift')"
 
 
 # Where a warning points ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import dualform
 from dualform.errors import CoverageError, RefusedError, UnknownLayerError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers import LayerKind, find_kind, kinds
-from dualform.recording.layers.kind import _KINDS
+from dualform.recording.layers.layer_kind import _KINDS
 from dualform.recording.watch import watch
 from helpers.loops import assert_exact, batches, counts, loss_of, mlp, record, sgd
 

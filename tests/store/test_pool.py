@@ -13,7 +13,7 @@ import dualform
 from dualform.store import shard_writing
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
-from dualform.store.rows import MemoryRows, PooledRows
+from dualform.store.stored_rows import MemoryRows, PooledRows
 from helpers.loops import assert_exact, loss_of, sgd
 
 SAMPLES = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))

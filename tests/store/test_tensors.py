@@ -14,7 +14,7 @@ import dualform
 from dualform.engine.reading import BlockReader, pattern_ranges, read_blocks
 from dualform.errors import CorruptError
 from dualform.store import reader
-from dualform.store.rows import FileRows
+from dualform.store.stored_rows import FileRows
 from dualform.store.tensors import OpenFiles, TensorFile
 from helpers.blob_files import file_blob, write_parts_file
 

@@ -17,8 +17,8 @@ from dualform.engine.jobs import Executor, Fold
 from dualform.engine.parameter_steps import Following, GroupsByPart, RetakenStep
 from dualform.engine.source import PatternSource
 from dualform.identity.families import UpdateRates
-from dualform.identity.families.facts import MeasuredRate, Series
-from dualform.identity.families.kind import require_optimizer_kind
+from dualform.identity.families.optimizer_facts import MeasuredRate, Series
+from dualform.identity.families.optimizer_kind import require_optimizer_kind
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.identity.parameter_use import ParameterUse
 

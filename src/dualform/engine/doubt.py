@@ -10,7 +10,7 @@ from torch import Tensor
 from dualform.engine.jobs import Fold
 from dualform.engine.parameter_steps import Following, GroupsByPart, RetakenStep, optimizer_of
 from dualform.engine.source import PatternSource
-from dualform.identity.families.kind import Spread
+from dualform.identity.families.optimizer_kind import Spread
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.recording.sinks import RESIDUAL
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dualform.identity.families import find_optimizer_kind
-from dualform.identity.families.kind import OptimizerKind
 from dualform.identity.families.naming import class_name
+from dualform.identity.families.optimizer_kind import OptimizerKind
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 
 BELOW_ONE = ("beta1", "beta2", "alpha", "rho")

@@ -10,7 +10,7 @@ from typing import Any
 from dualform.engine.jobs import Fold
 from dualform.engine.parameter_steps import Following, ParameterSteps
 from dualform.engine.source import PatternSource
-from dualform.engine.step_calls import StepReader
+from dualform.engine.stored_calls import StepReader
 from dualform.progress import bar
 
 

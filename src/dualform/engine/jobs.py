@@ -18,7 +18,7 @@ from dualform.engine.parameter_steps import Follower, GroupsByPart
 from dualform.engine.reading import PatternRange, count_kept
 from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.identity.families.facts import CoefficientsOf
+from dualform.identity.families.optimizer_facts import CoefficientsOf
 
 R = TypeVar("R")
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dualform.engine.facts_check import state_problem
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.engine.step_calls import StepCall
+from dualform.engine.stored_calls import StoredCall
 from dualform.errors import CorruptError
-from dualform.identity.families.kind import OptimizerKind, Settings, StepMap, require_optimizer_kind
+from dualform.identity.families.optimizer_kind import OptimizerKind, Settings, StepMap, require_optimizer_kind
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.identity.parameter_use import ParameterUse
 
@@ -53,7 +53,7 @@ class RetakenStep:
     settings: Settings
     linear: StepMap
     gradient: Tensor
-    calls: Sequence[tuple[StepCall, ParameterUse]]
+    calls: Sequence[tuple[StoredCall, ParameterUse]]
     factors: npt.NDArray[np.float64]
 
 
@@ -63,7 +63,7 @@ class Following(ABC, Generic[R]):
     def before_step(self, row: SettingsRow) -> None:
         """Prepare for a step whose logged settings these are."""
 
-    def add_call(self, call: StepCall, use: ParameterUse, gradient: Tensor, factor: float) -> None:
+    def add_call(self, call: StoredCall, use: ParameterUse, gradient: Tensor, factor: float) -> None:
         """Take one call's gradient of the parameter, before the step that multiplies it with a factor."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class ParameterSteps:
         self.followings.append(following)
         return following
 
-    def take(self, step: int, calls: Sequence[StepCall]) -> RetakenStep | None:
+    def take(self, step: int, calls: Sequence[StoredCall]) -> RetakenStep | None:
         """Take a step again and return it, or None if this parameter was not updated in it."""
         if step not in self._update_at:
             return None
@@ -130,7 +130,7 @@ class ParameterSteps:
             following.after_step(taken)
         return taken
 
-    def _gradient(self, mine: Sequence[tuple[StepCall, ParameterUse]], factors: Mapping[int, float]) -> Tensor:
+    def _gradient(self, mine: Sequence[tuple[StoredCall, ParameterUse]], factors: Mapping[int, float]) -> Tensor:
         """Return the step's gradient as autograd summed it, and show each call's to what follows."""
         zero = torch.zeros_like(self.replay.parameter)
         # One factor for all backwards came last, as clipping does; otherwise each sum was multiplied in turn.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.engine.block import Block
 from dualform.engine.source import PatternPart, PatternSource, Rows
-from dualform.identity.families.facts import CoefficientsOf
+from dualform.identity.families.optimizer_facts import CoefficientsOf
 
 PartMask = Callable[[PatternPart, str], npt.NDArray[np.bool_] | None]
 """Which patterns of a part and layer a view keeps, (n,); None for all of them."""

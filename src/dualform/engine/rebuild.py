@@ -17,7 +17,7 @@ from dualform.engine.jobs import Executor, Pass, View, WholeView
 from dualform.engine.reducers import GroupShares
 from dualform.engine.shares import MaskGroup, Rounding, fold_shares, replayed_parameters
 from dualform.engine.source import PatternSource
-from dualform.identity.families.facts import CoefficientsOf
+from dualform.identity.families.optimizer_facts import CoefficientsOf
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.sinks import RESIDUAL
 

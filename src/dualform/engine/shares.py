@@ -19,8 +19,8 @@ from dualform.engine.jobs import Fold
 from dualform.engine.parameter_steps import Following, GroupsByPart, RetakenStep, SettingsRow
 from dualform.engine.reading import PartMask
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.engine.step_calls import StepCall
-from dualform.identity.families.kind import StepMap
+from dualform.engine.stored_calls import StoredCall
+from dualform.identity.families.optimizer_kind import StepMap
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 from dualform.identity.families.rounding import machine
 from dualform.identity.parameter_use import ParameterUse
@@ -144,7 +144,7 @@ class _FollowingShares(Following[FoldedShares]):
             self._before = self._replay.share()
         self._was = self._replay.parameter.detach().clone() if RESIDUAL in row else None
 
-    def add_call(self, call: StepCall, use: ParameterUse, gradient: Tensor, factor: float) -> None:
+    def add_call(self, call: StoredCall, use: ParameterUse, gradient: Tensor, factor: float) -> None:
         """Add a call's gradient to those of its groups."""
         if self._rounding is not None:
             gradient = call.exact(use, self._shape)
@@ -156,7 +156,7 @@ class _FollowingShares(Following[FoldedShares]):
             earlier = self._parts[code]
             self._parts[code] = scaled if earlier is None else earlier + scaled
 
-    def _by_group(self, call: StepCall, use: ParameterUse, whole: Tensor) -> list[tuple[int, Tensor]]:
+    def _by_group(self, call: StoredCall, use: ParameterUse, whole: Tensor) -> list[tuple[int, Tensor]]:
         """Return the groups that a call's patterns are in, each with its part of the call's gradient."""
         codes = self._codes_of(call)
         if codes is None:
@@ -175,7 +175,7 @@ class _FollowingShares(Following[FoldedShares]):
             members.append((code, part))
         return members
 
-    def _codes_of(self, call: StepCall) -> npt.NDArray[np.int64] | None:
+    def _codes_of(self, call: StoredCall) -> npt.NDArray[np.int64] | None:
         """Return the group of each pattern of a call's part and layer, found once while calls stay in the part."""
         if self._by is None:
             return None

@@ -22,7 +22,7 @@ from dualform.engine.beside_patterns import KnownState, Media, Tests
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
 from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
-from dualform.identity.families.facts import CoefficientsOf
+from dualform.identity.families.optimizer_facts import CoefficientsOf
 from dualform.recording.media import Files
 
 Factors = npt.NDArray[np.float64]

@@ -23,9 +23,9 @@ from dualform.engine.reading import PatternRange, kept_by_part, read_rows
 from dualform.engine.reducers import one_group
 from dualform.engine.shares import replayed_parameters
 from dualform.engine.source import PatternSource
-from dualform.engine.step_calls import StepReader
+from dualform.engine.stored_calls import StepReader
 from dualform.identity.families.elementwise import ElementwiseMultiplier
-from dualform.identity.families.kind import Multiplier, StepMap
+from dualform.identity.families.optimizer_kind import Multiplier, StepMap
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.identity.parameter_use import ParameterUse
 

@@ -1,8 +1,8 @@
 """Alignment: when a recording tries which rows its layers have, and what it knows of them so far.
 
-The trial itself is `dualform.recording.rows`. It is made at the first annotated forward, for input shapes that are new
-(a bounded number of times), and again whenever the number of steps has doubled: rows that were all equal may differ by
-then, and a model may do to one batch's rows what it did not do to another's.
+The trial itself is `dualform.recording.row_trials`. It is made at the first annotated forward, for input shapes that
+are new (a bounded number of times), and again whenever the number of steps has doubled: rows that were all equal may
+differ by then, and a model may do to one batch's rows what it did not do to another's.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
+from dualform.recording.row_trials import NO_ROW, check_rows, input_tensors, other_axes
 from dualform.recording.rowcheck import SEVERITY, RowCheck
-from dualform.recording.rows import NO_ROW, check_rows, input_tensors, other_axes
 from dualform.recording.watch import Watched
 
 MAX_SHAPES = 8  # input shapes that are tried before the second step

@@ -21,8 +21,8 @@ from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.annotations import Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.layer_hooks import CallReport, Trace, disabled_in_compile, hook_layers, hookable
-from dualform.recording.layers.kind import forward_of
-from dualform.recording.layouts import describe, settle
+from dualform.recording.layers.layer_kind import forward_of
+from dualform.recording.layouts import describe_layout, settle
 from dualform.recording.module_hooks import ModuleHandle, hook_before_forward, hook_forward
 from dualform.recording.probes import Prediction
 from dualform.recording.watch import Watched, covered, plain_name
@@ -314,7 +314,7 @@ def _rows_apart(call: Call, error: Tensor) -> bool:
     """Say whether a bias is trained whose order of summing is to be found: on the CPU and in full precision."""
     uses = call.layer.parameters.items()
     trained = any(use.parameter_map.is_bias and used.requires_grad for use, (_, used) in uses)
-    return trained and call.coarse is None and error.device.type == "cpu" and describe(error) is not None
+    return trained and call.coarse is None and error.device.type == "cpu" and describe_layout(error) is not None
 
 
 def _own(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dualform.recording.hooks import Arrival
 
 
-def describe(error: Tensor) -> str | None:
+def describe_layout(error: Tensor) -> str | None:
     """Return the shape and strides of an error as SHAPE:STRIDES, or None if it lies row by row."""
     if error.dim() < 2 or error.is_contiguous():
         return None
@@ -75,7 +75,7 @@ def settle(arrivals: Sequence["Arrival"], parameter: nn.Parameter, increment: Te
             total = one if total is None else total + one
         if total is not None and torch.equal(total, increment):
             for (arrival, _), error in zip(biased, errors, strict=True):
-                arrival.layout = describe(error)
+                arrival.layout = describe_layout(error)
             break
     for arrival in strided:
         arrival.strided = None

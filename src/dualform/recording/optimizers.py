@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RefusedError
 from dualform.identity.families import optimizer_kinds
-from dualform.identity.families.kind import OptimizerKind
+from dualform.identity.families.optimizer_kind import OptimizerKind
 
 
 def supported() -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import RefusedError
-from dualform.identity.families.kind import OptimizerKind
 from dualform.identity.families.naming import class_name, optimizer_name
+from dualform.identity.families.optimizer_kind import OptimizerKind
 from dualform.recording.optimizers import kind_of, known_type, require_kind
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from dualform.errors import AnnotationError
 from dualform.recording.alignment import Alignment
 from dualform.recording.check_schedule import CheckSchedule
-from dualform.recording.facts import StepContext, gather_facts
 from dualform.recording.gradient_check import GradientCheck, Resolution
 from dualform.recording.gradient_history import Factors, GradientHistory, Seen, fetch_histories, follow_all
 from dualform.recording.hooks import Arrival
 from dualform.recording.optimizers import pending_scale
+from dualform.recording.parameter_facts import StepContext, gather_facts
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
 from dualform.recording.step_calls import UnfittingColumn, gather_calls

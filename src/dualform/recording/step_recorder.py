@@ -28,8 +28,8 @@ from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.media import Files
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
+from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.rows import input_tensors
 from dualform.recording.sinks import ParameterFacts, Sink, Start, StepFacts
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation

@@ -37,10 +37,10 @@ def hidden_modules(model: nn.Module) -> Iterator[Hidden]:
                     yield Hidden(owner, attribute, type(value), item)
 
 
-def describe(model: nn.Module, parameters: Collection[int] | None = None) -> str:
+def describe_unrecordable(model: nn.Module, parameters: Collection[int] | None = None) -> str:
     """Say in a list whose parameters these are (by id; all of the model's and of hidden modules by default).
 
-    >>> describe(nn.Sequential(nn.PReLU(), nn.PReLU(), nn.Embedding(3, 2, sparse=True)))
+    >>> describe_unrecordable(nn.Sequential(nn.PReLU(), nn.PReLU(), nn.Embedding(3, 2, sparse=True)))
     '2 PReLU, 1 Embedding (with sparse=True)'
     """
     counts: dict[str, int] = {}

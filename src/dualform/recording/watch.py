@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dualform.errors import CoverageError, RefusedError, UnknownLayerError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers import Composite, LayerKind, composites, find_composite, find_kind, kinds
-from dualform.recording.unrecordable import advise, describe
+from dualform.recording.unrecordable import advise, describe_unrecordable
 from dualform.recording.user_warnings import warn_user
 
 What = Literal["keys+values", "keys"]
@@ -172,7 +172,7 @@ def _nothing_trained(model: nn.Module, optimizers: Sequence[Optimizer] | None) -
     mine = None if optimizers is None else held(optimizers)
     whose = "" if optimizers is None else " that " + " and ".join(type(one).__name__ for one in optimizers) + " holds"
     own = {id(parameter) for parameter in model.parameters()}
-    if mine is not None and not mine & own and not describe(model, mine):
+    if mine is not None and not mine & own and not describe_unrecordable(model, mine):
         return (
             f"None of the {len(mine)} parameters{whose} belongs to this {type(model).__name__}. Make the optimizer "
             "from this model's parameters."
@@ -185,7 +185,7 @@ def _nothing_trained(model: nn.Module, optimizers: Sequence[Optimizer] | None) -
 
 def _found(model: nn.Module, parameters: Collection[int] | None = None) -> str:
     """Say whose parameters were found, as part of a sentence."""
-    found = describe(model, parameters)
+    found = describe_unrecordable(model, parameters)
     return f": there are {found}" if found else ""
 
 
@@ -271,7 +271,7 @@ def report_uncovered(
     total = sum(parameter.numel() for parameter in missing.values())
     whole = total + sum(parameter.numel() for parameter in recorded.values())
     asked = {id(parameter) for parameter in missing.values()}
-    whose, advice = describe(model, asked), advise(model, asked)
+    whose, advice = describe_unrecordable(model, asked), advise(model, asked)
     text = f"{len(names)} trained parameters ({total / whole:.1%} of the elements) are not recorded: {shown}"
     text += f" ({whose})." if whose else "."
     if strict:

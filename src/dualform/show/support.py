@@ -3,7 +3,7 @@
 from typing import Any
 
 from dualform.identity.families import optimizer_kinds
-from dualform.identity.families.kind import OptimizerKind
+from dualform.identity.families.optimizer_kind import OptimizerKind
 from dualform.recording.layers import composites, registered
 
 LOOP_OUTCOMES = (

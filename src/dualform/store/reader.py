@@ -37,7 +37,6 @@ from dualform.store.format import FINAL, INITIAL, STATE, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
 from dualform.store.pool import DIGESTS, REFERENCES
-from dualform.store.rows import FileRows, PooledRows
 from dualform.store.shard_check import (
     annotations_columns_problem,
     calls_columns_problem,
@@ -45,6 +44,7 @@ from dualform.store.shard_check import (
     steps_columns_problem,
     steps_problem,
 )
+from dualform.store.stored_rows import FileRows, PooledRows
 from dualform.store.tables import CALLS
 from dualform.store.tensors import OpenFiles, TensorFile
 

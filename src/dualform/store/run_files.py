@@ -15,7 +15,7 @@ from dualform.store.blobs import Blob
 from dualform.store.corpus_files import add_corpus, fitting_corpus, read_corpus
 from dualform.store.corpus_fit import check_fit
 from dualform.store.format import MANIFEST
-from dualform.store.media import StoredMedia, read_tests
+from dualform.store.media_files import StoredMedia, read_tests
 from dualform.store.reader import Run
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.layers import LayerKind, find_kind, kind
+from dualform.recording.layers import LayerKind, find_kind, layer_kind
 
 
 class OtherRMSNorm(nn.Module):
@@ -121,9 +121,9 @@ def test_the_trial_leaves_the_module_as_it_was() -> None:
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_a_layer_of_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The example is the one in the documentation of `register_layer`, word for word."""
-    monkeypatch.setattr(kind, "_KINDS", dict(kind._KINDS))
-    example = dict(vars(kind))
-    exec(doctest.script_from_examples(kind.register_layer.__doc__ or ""), example)
+    monkeypatch.setattr(layer_kind, "_KINDS", dict(layer_kind._KINDS))
+    example = dict(vars(layer_kind))
+    exec(doctest.script_from_examples(layer_kind.register_layer.__doc__ or ""), example)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), example["Scaled"](8), nn.Linear(8, 3))
     memory = train(model, getattr(torch.optim, name)(model.parameters(), lr=0.05), run)
@@ -159,7 +159,7 @@ class TwiceKind(LayerKind):
 
 def test_a_layer_that_uses_a_parameter_twice_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each use's patterns would be missing from what the other adds to the output."""
-    monkeypatch.setattr(kind, "_KINDS", dict(kind._KINDS))
+    monkeypatch.setattr(layer_kind, "_KINDS", dict(layer_kind._KINDS))
     dualform.register_layer(Twice, TwiceKind)
     model = nn.Sequential(Twice(8), nn.Linear(8, 3))
     with pytest.raises(RefusedError, match=r"Layer '0' uses its parameter '0\.factor' twice in one call"):

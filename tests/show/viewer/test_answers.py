@@ -15,7 +15,7 @@ import dualform
 from dualform import cli
 from dualform.progress import bar
 from dualform.show.predictions import predict_units
-from dualform.show.viewer.jobs import MAX_RUNNING_JOBS
+from dualform.show.viewer.running_jobs import MAX_RUNNING_JOBS
 from helpers.served import Running
 
 

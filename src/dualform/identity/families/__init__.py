@@ -9,8 +9,8 @@ and decay go on changing a pattern's share after its step.
 import importlib
 import pkgutil
 
-from dualform.identity.families.facts import Coefficients, Facts, UpdateRates
-from dualform.identity.families.kind import derive, find_optimizer_kind, optimizer_kinds
+from dualform.identity.families.optimizer_facts import Coefficients, Facts, UpdateRates
+from dualform.identity.families.optimizer_kind import derive, find_optimizer_kind, optimizer_kinds
 
 __all__ = ["Coefficients", "Facts", "UpdateRates", "derive", "find_optimizer_kind", "optimizer_kinds"]
 

@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.identity.families.kind import (
-    Backward,
+from dualform.identity.families.optimizer_kind import (
+    BackwardRecursion,
     Multiplier,
     OptimizerKind,
+    ReplayedStep,
     Setting,
     Settings,
     Spread,
     State,
     StepMap,
-    TakenStep,
     register_optimizer,
 )
 from dualform.identity.families.rounding import near
@@ -94,7 +94,7 @@ class ElementwiseMultiplier(Multiplier):
         return parameter_map.unit_factors(queries, keys, units, self.matrix) * values[:, units].T
 
 
-class ElementwiseBackward(Backward[ElementwiseStep]):
+class ElementwiseBackward(BackwardRecursion[ElementwiseStep]):
     """The way back of this family.
 
     With v on W' and u on m', where `W' = κ W − P ⊙ m' − Q ⊙ d` and `m' = α m + β ⊙ d`:
@@ -183,7 +183,7 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         found = {name: row[name] for name in self.settings if name in row}
         return found | {"betas": (row["beta1"], row["beta2"])} if "betas" in self.settings else found
 
-    def read(self, taken: TakenStep) -> ElementwiseStep:
+    def read(self, taken: ReplayedStep) -> ElementwiseStep:
         """Return a step with its numbers as the step itself rounded them, to the parameter's dtype.
 
         A first moment is a lerp, `m + β (d − m)`, so that its α is what β leaves.

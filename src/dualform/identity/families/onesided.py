@@ -27,15 +27,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dualform.identity.families.kind import (
-    Backward,
+from dualform.identity.families.optimizer_kind import (
+    BackwardRecursion,
     Multiplier,
     OptimizerKind,
+    ReplayedStep,
     Setting,
     Settings,
     State,
     StepMap,
-    TakenStep,
     register_optimizer,
 )
 from dualform.identity.families.rounding import machine, near
@@ -87,7 +87,7 @@ class OneSidedMultiplier(Multiplier):
         return parameter_map.unit_contributions(queries, keys, values, units, self.matrix, self.shape)
 
 
-class OneSidedBackward(Backward[OneSidedStep]):
+class OneSidedBackward(BackwardRecursion[OneSidedStep]):
     """The way back of this family.
 
     With the number v on W' and the matrix U on m', where `W' = κ W − γ L u`, `u = (1 − ν) g + ν m'`, `m' = α m + β g`:
@@ -172,7 +172,7 @@ class MuonKind(OptimizerKind[OneSidedStep]):
             "adjust_lr_fn": row["adjust_lr_fn"],
         }
 
-    def read(self, taken: TakenStep) -> OneSidedStep:
+    def read(self, taken: ReplayedStep) -> OneSidedStep:
         """Return a step, with its numbers as the step itself rounded them."""
         settings, buffer = taken.settings, taken.after["momentum_buffer"]
         momentum, lr = settings["momentum"], settings["lr"]

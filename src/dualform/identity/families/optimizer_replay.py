@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.identity.families.kind import OptimizerKind, Settings, State, StepMap, TakenStep
+from dualform.identity.families.optimizer_kind import OptimizerKind, ReplayedStep, Settings, State, StepMap
 from dualform.torch_modes import without_gradients
 
 
@@ -40,7 +40,7 @@ class OptimizerReplay:
         self.parameter.grad = gradient
         before = _cloned_state(self._optimizer.state[self.parameter])
         self._optimizer.step()
-        return self.kind.read(TakenStep(settings, gradient, before, self.state))
+        return self.kind.read(ReplayedStep(settings, gradient, before, self.state))
 
     @property
     def state(self) -> State:

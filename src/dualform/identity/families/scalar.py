@@ -22,8 +22,15 @@ import torch
 
 from dualform.errors import RefusedError
 from dualform.identity.families.elementwise import ElementwiseBackward, ElementwiseStep
-from dualform.identity.families.facts import Coefficients, CoefficientsOf, Facts, Series, UpdateRates
-from dualform.identity.families.kind import OptimizerKind, Setting, Settings, State, TakenStep, register_optimizer
+from dualform.identity.families.optimizer_facts import Coefficients, CoefficientsOf, Facts, Series, UpdateRates
+from dualform.identity.families.optimizer_kind import (
+    OptimizerKind,
+    ReplayedStep,
+    Setting,
+    Settings,
+    State,
+    register_optimizer,
+)
 from dualform.identity.families.rounding import near
 
 _SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
@@ -106,7 +113,7 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
         if not settings[_BUFFER]:
             state.pop("momentum_buffer", None)
 
-    def read(self, taken: TakenStep) -> ElementwiseStep:
+    def read(self, taken: ReplayedStep) -> ElementwiseStep:
         """Return a step, with its settings as the step itself rounded them."""
         settings, rounded = taken.settings, near(taken.gradient.dtype)
         lr, momentum = rounded(settings["lr"]), rounded(settings["momentum"])

@@ -17,7 +17,7 @@ from dualform.recording.layers.composite import (
     find_composite,
     sums_in_own_order,
 )
-from dualform.recording.layers.kind import (
+from dualform.recording.layers.layer_kind import (
     LayerKind,
     find_kind,
     kind_by_type,

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dualform.identity.parameter_use import ParameterUse, Span
 from dualform.recording.layers.composite import Composite, Report, Tracer, composes
-from dualform.recording.layers.kind import LayerKind, present
+from dualform.recording.layers.layer_kind import LayerKind, present
 
 
 class Projection(LayerKind):

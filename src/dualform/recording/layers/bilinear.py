@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.layers.kind import LayerKind, present, records
+from dualform.recording.layers.layer_kind import LayerKind, present, records
 
 
 @records(nn.Bilinear)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dualform.recording.layers.kind import LayerKind, kind_by_type, module_types, registered
+from dualform.recording.layers.layer_kind import LayerKind, kind_by_type, module_types, registered
 
 Report = Callable[[str, Callable[[], Any], Sequence[Tensor]], None]
 """Takes a part's name, a function that makes its input as the part's kind takes it, and its outputs, whose errors the

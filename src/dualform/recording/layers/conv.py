@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.layers.kind import LayerKind, present, records
+from dualform.recording.layers.layer_kind import LayerKind, present, records
 
 
 class Convolution(LayerKind):

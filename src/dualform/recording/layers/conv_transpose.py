@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers.conv import Convolution
-from dualform.recording.layers.kind import LayerKind, present, records
+from dualform.recording.layers.layer_kind import LayerKind, present, records
 
 
 class TransposedConvolution(Convolution):

@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.layers.kind import LayerKind, records
+from dualform.recording.layers.layer_kind import LayerKind, records
 
 
 @records(nn.Embedding)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.recording.layers.embedding import Embedding
-from dualform.recording.layers.kind import records
+from dualform.recording.layers.layer_kind import records
 
 
 @records(nn.EmbeddingBag)

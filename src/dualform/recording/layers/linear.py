@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.layers.kind import LayerKind, present, records, records_elsewhere
+from dualform.recording.layers.layer_kind import LayerKind, present, records, records_elsewhere
 
 
 @records(nn.Linear)

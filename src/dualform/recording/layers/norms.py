@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualform.identity.parameter_use import ParameterUse
-from dualform.recording.layers.kind import LayerKind, present, records
+from dualform.recording.layers.layer_kind import LayerKind, present, records
 from dualform.torch_modes import without_gradients
 
 

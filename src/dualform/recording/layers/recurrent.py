@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers.composite import Composite, Report, Tracer, composes
 from dualform.recording.layers.gates import GRU, LSTM, Cell, Outer, Plain, Ran, Weights
-from dualform.recording.layers.kind import LayerKind, present
+from dualform.recording.layers.layer_kind import LayerKind, present
 from dualform.torch_modes import without_gradients
 
 

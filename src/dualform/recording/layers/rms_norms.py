@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dualform.recording.generators import untouched_generators
-from dualform.recording.layers.kind import recognises, takes_one_input
+from dualform.recording.layers.layer_kind import recognises, takes_one_input
 from dualform.recording.layers.norms import Norm
 from dualform.torch_modes import without_gradients
 

@@ -19,10 +19,10 @@ from dualform.show.job import Cancelled, job_progress
 from dualform.show.png import png
 from dualform.show.session import Session
 from dualform.show.terminal_tables import plain
-from dualform.show.viewer.jobs import Jobs
 from dualform.show.viewer.opened import Opened
 from dualform.show.viewer.parameters import BadQuestion, RequestParameters
 from dualform.show.viewer.routes import RouteAnswer, questions
+from dualform.show.viewer.running_jobs import Jobs
 
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 IMAGE_CACHING = "private, max-age=86400"  # Cache-Control of images, whose content never changes

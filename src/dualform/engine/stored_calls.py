@@ -17,7 +17,7 @@ from dualform.recording.layouts import bias_gradient, laid_out
 
 
 @dataclass(frozen=True, slots=True)
-class StepCall:
+class StoredCall:
     """The patterns of one call of a layer, decoded.
 
     Attributes:
@@ -107,7 +107,7 @@ class StepReader:
         self._part: PatternPart | None = None
         self._opened: dict[str, tuple[Calls, Rows, Rows]] = {}
 
-    def calls(self, step: int) -> list[StepCall]:
+    def calls(self, step: int) -> list[StoredCall]:
         """Return a step's calls, in the order of layers and forward calls."""
         part = self._part
         if part is None or not part.start <= step < part.stop:
@@ -119,13 +119,13 @@ class StepReader:
             }
         return [call for layer in self._opened for call in self._read(part, layer, step)]
 
-    def _read(self, part: PatternPart, layer: str, step: int) -> Iterator[StepCall]:
+    def _read(self, part: PatternPart, layer: str, step: int) -> Iterator[StoredCall]:
         table, keys, values = self._opened[layer]
         entry = self._source.layer(layer)
         dtype: torch.dtype = getattr(torch, self._source.description.parameters[entry.uses[0].parameter].dtype)
         for i in range(*np.searchsorted(table["step"], [step, step + 1]).tolist()):
             rows = slice(int(table["offset"][i]), int(table["offset"][i] + table["rows"][i] * table["positions"][i]))
-            yield StepCall(
+            yield StoredCall(
                 part=part,
                 layer=layer,
                 entry=entry,

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.generators import untouched_generators
-from dualform.recording.layers.kind import LayerKind, recognises, takes_one_input
+from dualform.recording.layers.layer_kind import LayerKind, recognises, takes_one_input
 from dualform.torch_modes import without_gradients
 
 MAX_ELEMENTS = 1 << 21  # of a parameter whose module is tried: a trial of that many takes about a second

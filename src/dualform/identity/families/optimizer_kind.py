@@ -8,8 +8,9 @@ SGD's maps are made of numbers that are settings, so that a pattern has a coeffi
 on the gradients themselves: their steps are taken again by torch's own optimizer, and each is read off its state.
 
 An optimizer is one `OptimizerKind`, registered with `register_optimizer` under its type. A family of them has a file
-beside this one: a `StepMap` (a step), a `Backward` (the same steps from the last to the first) and a `Multiplier` (what
-the gradient of a step is multiplied with in the end). Nothing outside these files knows which families there are.
+beside this one: a `StepMap` (a step), a `BackwardRecursion` (the same steps from the last to the first) and a
+`Multiplier` (what the gradient of a step is multiplied with in the end). Nothing outside these files knows which
+families there are.
 """
 
 import math
@@ -23,8 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import FormatError
-from dualform.identity.families.facts import Coefficients, CoefficientsOf, Facts, MeasuredRate, UpdateRates
 from dualform.identity.families.naming import class_name, full_name, optimizer_name
+from dualform.identity.families.optimizer_facts import Coefficients, CoefficientsOf, Facts, MeasuredRate, UpdateRates
 from dualform.identity.parameter_maps import ParameterMap
 
 State = Mapping[str, Any]
@@ -97,7 +98,7 @@ class Multiplier(ABC):
 M = TypeVar("M", bound=StepMap)
 
 
-class Backward(ABC, Generic[M]):
+class BackwardRecursion(ABC, Generic[M]):
     """What multiplies a step's gradient in the final parameter, carried from the last step to the first."""
 
     @abstractmethod
@@ -106,7 +107,7 @@ class Backward(ABC, Generic[M]):
 
 
 @dataclass(frozen=True, slots=True)
-class TakenStep:
+class ReplayedStep:
     """One step that torch's own optimizer has taken: its settings, its gradient, and the state before and after."""
 
     settings: Settings
@@ -186,7 +187,7 @@ class OptimizerKind(ABC, Generic[M]):
         """Clear the state of a replay before a step whose settings say that it was cleared in training."""
 
     @abstractmethod
-    def read(self, taken: TakenStep) -> M:
+    def read(self, taken: ReplayedStep) -> M:
         """Return a step as a linear map."""
 
     def coefficients(self, facts: Facts, horizon: int, of: CoefficientsOf) -> Coefficients:
@@ -198,7 +199,7 @@ class OptimizerKind(ABC, Generic[M]):
         return None
 
     @abstractmethod
-    def backward(self, shape: Sequence[int]) -> Backward[M]:
+    def backward(self, shape: Sequence[int]) -> BackwardRecursion[M]:
         """Return where the way back starts for a parameter of this shape."""
 
     def spread(self, shape: Sequence[int]) -> Spread[M] | None:
