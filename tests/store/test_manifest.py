@@ -95,8 +95,10 @@ def test_any_changed_byte_is_noticed(pooled: Path) -> None:
 
 def test_a_manifest_without_its_checksum_is_refused(plain: Path) -> None:
     raw = {name: entry for name, entry in document(plain).items() if name != "xxh3"}
-    with pytest.raises(FormatError, match="its checksum does not fit"):
+    with pytest.raises(FormatError, match="does not end with its checksum"):
         Manifest.from_json(json.dumps(raw), path=plain)
+    with pytest.raises(FormatError, match="its checksum does not fit"):
+        Manifest.from_json(sealed(raw).replace('"dualform"', '"dualform" ', 1), path=plain)
 
 
 def test_uncovered_state_that_was_kept_must_be_listed(pooled: Path) -> None:
