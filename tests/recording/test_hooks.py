@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import dualform
+from dualform.recording import module_hooks
 from dualform.recording.hooks import Arrival
 from helpers.loops import assert_exact, batches, counts, loss_of, mlp, record, sgd, state, train
 
@@ -631,3 +632,17 @@ def test_a_scripted_child_and_a_forward_that_is_not_written_in_python_are_let_be
                 loss_of(model[1](model[0](x))).backward()
                 optimizer.step()
     assert "1" in dualform.open(run).layers
+
+
+def test_an_interrupt_while_a_hook_is_hidden_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module_hooks, "_hide", interrupted)
+    layer = nn.Linear(2, 2)
+    for put_on in (module_hooks.hook_forward, module_hooks.hook_before_forward):
+        with pytest.raises(KeyboardInterrupt):
+            put_on(layer, lambda *_: None)
+    assert not layer._forward_hooks
+    assert not layer._forward_pre_hooks
+    assert not layer._forward_hooks_with_kwargs

@@ -47,7 +47,14 @@ class ModuleHandle:
 
     def __init__(self, module: nn.Module, handle: RemovableHandle, dictionaries: tuple[str, ...]) -> None:
         self._handle = handle
-        self._hidden_in = [hiding for name in dictionaries if (hiding := _hide(getattr(module, name), handle.id))]
+        self._hidden_in: list[_Hiding] = []
+        try:
+            for name in dictionaries:
+                if (hiding := _hide(getattr(module, name), handle.id)) is not None:
+                    self._hidden_in.append(hiding)
+        except BaseException:  # an interrupt: nobody will have this handle to remove the hook by
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Remove the hook, and what left it out of copies."""
