@@ -212,9 +212,9 @@ class _FastPath:
         """Put the fast path back, if nobody else wants it off; does nothing where that is done."""
         with self._lock:
             if asking in self._asking:
-                self._asking.discard(asking)
-                if not self._asking:
+                if len(self._asking) == 1:
                     torch.backends.mha.set_fastpath_enabled(self._before)
+                self._asking.discard(asking)  # last: an interrupt before this lets the next call do it all
 
 
 _fast_path = _FastPath()
