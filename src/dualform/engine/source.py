@@ -20,6 +20,7 @@ from dualform.corpus import Corpus
 from dualform.engine.addresses import Calls, addresses
 from dualform.engine.beside_patterns import KnownState, Media, Tests
 from dualform.engine.description import LayerEntry, RunDescription
+from dualform.engine.share_source import ShareSource
 from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
 from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
 from dualform.identity.families.optimizer_facts import CoefficientsOf
@@ -196,6 +197,11 @@ class PatternSource(ABC):
         if found is None:
             raise QueryError(f"{self.name} keeps patterns alone: no texts, pictures or tests. Open a run folder.")
         return found
+
+    @property
+    def kept_shares(self) -> ShareSource | None:
+        """Exact sums by group that the run keeps itself; None where it keeps none."""
+        return None
 
     @property
     def steps_table(self) -> pa.Table:
