@@ -1,4 +1,4 @@
-"""What a recording keeps of a training: its patterns, shares of its weights by group, or the facts of its steps alone."""
+"""What a recording keeps of a training: patterns, shares of the weights by group, or facts of the steps alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
