@@ -38,7 +38,7 @@ from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, resume_at
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
-from dualform.store.taken_steps import AccumulatedCalls, TakenStep
+from dualform.store.taken_steps import AccumulatedCalls, PooledLayers, TakenRows, TakenStep
 from dualform.store.tensors import publish_tensors
 from dualform.threads import start_alone
 
@@ -122,7 +122,7 @@ class DiskWriter:
         self._checked = False
         self._hole: BaseException | None = None  # the error that kept a step from being taken; none can follow it
         self._columns: dict[str, str] = {}
-        self._accumulated = AccumulatedCalls()
+        self._accumulated = AccumulatedCalls({}, PooledLayers())
         self._taken: list[TakenStep] = []
         self._shards = ShardWriter(blobs, Manifest({}, {}, (), {}))
         self._keeper = StateKeeper(None)
@@ -133,6 +133,7 @@ class DiskWriter:
     def open(self, start: Start) -> int:
         """Begin a run, or continue one; return the number of the first step to come."""
         self._shards = ShardWriter(self.blobs, self._describe(start))
+        self._accumulated = AccumulatedCalls(self._dtypes(), PooledLayers())
         self._keeper = StateKeeper(start.state)
         try:
             self.blobs.make_ready()
@@ -197,6 +198,7 @@ class DiskWriter:
         """Queue a step; every `shard_bytes` a shard is sealed."""
         self._check_whole()
         try:
+            self._queue.wait_for_room(self._accumulated.nbytes())  # before memory is taken for the copies
             taken = self._accumulated.join(facts)
             if not self._checked:
                 self._check_space(taken)
@@ -374,10 +376,15 @@ class DiskWriter:
                 "checkpoint, or choose another folder."
             )
         step = None if self._resume is True else int(self._resume)
-        self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
+        pooled = self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled)
         self._columns = dict(self._shards.manifest.columns)
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype that each layer is stored in."""
+        return {name: getattr(torch, layer.dtype) for name, layer in self._shards.manifest.layers.items()}
 
     def _check_space(self, record: TakenStep) -> None:
         self._checked = True
@@ -391,11 +398,11 @@ class DiskWriter:
             )
 
     def _stored_bytes(self, record: TakenStep) -> int:
-        def size(tensor: Tensor | None, layer: str) -> int:
-            if tensor is None:
+        def size(taken: TakenRows | None, layer: str) -> int:
+            if taken is None:
                 return 0
-            half = tensor.is_floating_point() and stored_dtype(self.dtype, layer) == "float16"
-            return 2 * tensor.numel() if half else tensor.nbytes
+            half = taken.rows.is_floating_point() and stored_dtype(self.dtype, layer) == "float16"
+            return 2 * taken.rows.numel() if half else taken.rows.nbytes
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
