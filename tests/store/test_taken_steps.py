@@ -30,7 +30,7 @@ def recorded_files(path: Path, dtype: str | None) -> tuple[dict[str, bytes], dic
     return shards, {str(shard.entry.index): shard.entry.key_range for shard in Run(path).shards}
 
 
-@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("dtype", [None, "float16", "int8"])
 def test_rows_encoded_on_their_device_make_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None
 ) -> None:

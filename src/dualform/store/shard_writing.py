@@ -20,15 +20,15 @@ from dualform.recording.media import Files
 from dualform.recording.rowcheck import SEVERITY
 from dualform.store.attach import publish_files, remove_replaced
 from dualform.store.blobs import Blobs, FileEntry, Tag, changed_error
-from dualform.store.encoding import SCALE, encode
 from dualform.store.format import MANIFEST, shard_files
 from dualform.store.kept_state import ShardState
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES, Pool
 from dualform.store.reader import Run
 from dualform.store.resume import read_pools
+from dualform.store.row_encoding import SCALE, address_seed, encode, stored_dtypes
 from dualform.store.tables import call_tables, merge_columns, steps_table
-from dualform.store.taken_steps import PooledLayers, TakenRows, TakenStep
+from dualform.store.taken_steps import PooledLayers, TakenCall, TakenRows, TakenStep
 from dualform.store.tensors import publish_tensors, write_parts
 from dualform.threads import Background
 
@@ -145,17 +145,29 @@ class ShardWriter:
                     tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(key_ids)
                     tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
                     keys = keys if len(new) == len(keys.rows) else TakenRows(keys.rows[new])
-                self._add(tensors, call.layer, "keys", keys)
+                stored: torch.dtype = getattr(torch, self.manifest.layers[call.layer].dtype)
+                key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
+                self._add(tensors, record.step, call, "keys", keys, key_dtype)
                 if call.values is not None:
-                    self._add(tensors, call.layer, "values", call.values)
+                    self._add(tensors, record.step, call, "values", call.values, value_dtype)
         pools = {layer: (base, self._pools[layer].size - base) for layer, base in bases.items()}
         return tensors, key_range, pools
 
-    def _add(self, tensors: dict[str, list[Tensor]], layer: str, what: str, rows: TakenRows) -> None:
-        """Add rows to the parts of a tensor, and their scales where they have some; rows that are not are encoded."""
+    def _add(
+        self,
+        tensors: dict[str, list[Tensor]],
+        step: int,
+        call: TakenCall,
+        what: str,
+        rows: TakenRows,
+        dtype: torch.dtype,
+    ) -> None:
+        """Add keys or values of a call to the parts of a tensor, encoded if they are not, and their scales if any."""
         stored, scales = rows.rows, rows.scales
         if not rows.encoded:
-            stored, scales = encode(rows.rows, getattr(torch, self.manifest.layers[layer].dtype))
+            seed = address_seed(call.layer, what, step, call.micro, call.call)
+            stored, scales = encode(rows.rows, dtype, seed=seed)
+        layer = call.layer
         tensors.setdefault(f"{layer}/{what}", []).append(stored.contiguous())
         if scales is not None:
             tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)

@@ -4,8 +4,9 @@ Patterns that are on a GPU are encoded there, as they will be stored, before the
 come over, and the writer's thread has nothing to compute. Patterns in the CPU's memory are encoded by that thread.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from torch import Tensor
 from dualform.recording.annotations import Binding
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
-from dualform.store.encoding import encode
 from dualform.store.host_copy import HostCopier, HostCopy, is_elsewhere
 from dualform.store.pool import MIN_POOLED_WIDTH
+from dualform.store.row_encoding import address_seed, encode, stored_dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +158,12 @@ class AccumulatedCalls:
         pooled = [self._pooled.has(record, call) for record, call in zip(records, facts.calls, strict=True)]
         found: list[TakenRows] = []
         for call, record, in_pool in zip(facts.calls, records, pooled, strict=True):
-            found.append(self._keys(call.keys_of(record), record.layer, in_pool))
+            of_keys, of_values = stored_dtypes(self._dtypes[record.layer], pooled=in_pool)
+            seed = partial(_seed, record.layer, facts.step, call)
+            # Keys of a pool are known by the bytes that were trained with.
+            found.append(_taken(call.keys_of(record), None if in_pool else of_keys, seed, "keys"))
             if record.values is not None:
-                found.append(self._rows(record.values, record.layer))
+                found.append(_taken(record.values, of_values, seed, "values"))
         copy = self._copier.copy([*(tensor for rows in found for tensor in rows.tensors()), *facts.samples.values()])
         here = iter(copy.tensors)
         copied = iter([_with_tensors(rows, here) for rows in found])
@@ -182,20 +186,27 @@ class AccumulatedCalls:
         samples = dict(zip(facts.samples, here, strict=True))
         return TakenStep(facts.step, calls, facts.facts, samples, facts.rows, copy)
 
-    def _keys(self, keys: Tensor, layer: str, pooled: bool) -> TakenRows:
-        """Return keys as they go to the CPU's memory: with their range, and encoded unless they go to a pool."""
-        if not is_elsewhere(keys):
-            return TakenRows(keys)
-        ends = torch.stack(torch.aminmax(keys)).double() if keys.numel() else None
-        if pooled:  # known by the bytes that were trained with
-            return TakenRows(keys, range=ends)
-        return TakenRows(*encode(keys, self._dtypes[layer]), encoded=True, range=ends)
 
-    def _rows(self, values: Tensor, layer: str) -> TakenRows:
-        """Return values as they go to the CPU's memory, encoded if they are elsewhere."""
-        if not is_elsewhere(values):
-            return TakenRows(values)
-        return TakenRows(*encode(values, self._dtypes[layer]), encoded=True)
+def _seed(layer: str, step: int, call: StepCall, what: str) -> int:
+    """Return the seed of the noise that keys or values of a call are rounded with."""
+    return address_seed(layer, what, step, call.micro, call.call)
+
+
+def _taken(rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int], what: str) -> TakenRows:
+    """Return rows as they go to the CPU's memory: from another one with the range of keys, and encoded.
+
+    Args:
+        rows: keys or values.
+        dtype: what to store them in; None where they are to be encoded later.
+        seed: returns the seed of the noise that keys or values are rounded with.
+        what: "keys" or "values".
+    """
+    if not is_elsewhere(rows):
+        return TakenRows(rows)
+    ends = torch.stack(torch.aminmax(rows)).double() if what == "keys" and rows.numel() else None
+    if dtype is None:
+        return TakenRows(rows, range=ends)
+    return TakenRows(*encode(rows, dtype, seed=seed(what)), encoded=True, range=ends)
 
 
 def _with_tensors(rows: TakenRows, tensors: Iterator[Tensor]) -> TakenRows:

@@ -411,15 +411,18 @@ class DiskWriter:
             per = "one shard" if self._planned is None else f"{self._planned} steps"
             raise StoreError(
                 f"{self.path} has {size_text(free)} free, but {per} will take {size_text(need)}. "
-                'Choose another disk, fewer layers, keys only, or dtype="float16".'
+                'Choose another disk, fewer layers, keys only, dtype="float16" or dtype="int8".'
             )
 
     def _stored_bytes(self, record: TakenStep) -> int:
         def size(taken: TakenRows | None, layer: str) -> int:
             if taken is None:
                 return 0
-            half = taken.rows.is_floating_point() and stored_dtype(self.dtype, layer) == "float16"
-            return 2 * taken.rows.numel() if half else taken.rows.nbytes
+            dtype = stored_dtype(self.dtype, layer)
+            if taken.encoded or dtype is None or not taken.rows.is_floating_point():
+                return taken.nbytes
+            itemsize: int = getattr(torch, dtype).itemsize
+            return itemsize * taken.rows.numel() + 4 * len(taken.rows)  # and a scale for each row
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
