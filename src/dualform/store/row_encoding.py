@@ -85,7 +85,8 @@ def _encode_int8(rows: Tensor, largest: Tensor, seed: int) -> tuple[Tensor, Tens
 
     The scale of a row that is not finite is not finite either, and then no element of the row is when it is read.
     """
-    scales = (largest / LARGEST_INT8).float().clamp(min=MIN_SCALE)  # (T,)
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32  # quotients of bfloat16 would be rounded
+    scales = (largest.to(wide) / LARGEST_INT8).float().clamp(min=MIN_SCALE)  # (T,)
     stored = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     width = rows.shape[1]
     columns = _column_numbers(width, rows.device)
@@ -95,7 +96,7 @@ def _encode_int8(rows: Tensor, largest: Tensor, seed: int) -> tuple[Tensor, Tens
     for start in range(0, len(rows), max(size, 1)):
         part = slice(start, start + size)
         noise = _mixed(numbers[part, None] ^ columns).view(torch.int16)[:, :width]  # (n, d), -32768 to 32767
-        quotients = (rows[part] / scales[part, None].to(rows.dtype)).float()
+        quotients = (rows[part].to(wide) / scales[part, None]).float()
         # floor(x + u), u in the middle of one of 65,536 equal parts of (0, 1): whole numbers stay what they are.
         quotients += noise.to(torch.float32).add_(32768.5).mul_(2.0**-16)
         stored[part] = quotients.floor_().clamp_(-LARGEST_INT8, LARGEST_INT8)
