@@ -45,6 +45,9 @@ MAX_FLOAT16_LOSS = 2.0**-10
 MAX_INT8_DEVIATIONS = 4
 """How many standard deviations of its patterns' random rounding a parameter may be off."""
 
+MAX_INT8_ERROR = 0.25
+"""How much the random rounding of int8 patterns may excuse under an optimizer with second moments, of the change."""
+
 MAX_ROUNDING = 5e-2
 """How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
 
@@ -293,7 +296,8 @@ def _excused(
     replay, of those parameters alone. Where the rest of the error is outside the bound, so is the error afterwards.
 
     The parameters `by_norm` have patterns in int8. What their rounding may do is known on average, and not for an
-    element whose small keys or values were all stored as zeros; so their error is compared as a whole.
+    element whose small keys or values were all stored as zeros; so their error is compared as a whole, and no more of
+    it is excused than leaves the patterns a proof.
     """
     found = dict(checks)
     outside = [name for name, check in checks.items() if not check.error <= check.bound]
@@ -303,6 +307,8 @@ def _excused(
         excuse = apart if name in by_norm else apart.minimum(MAX_DOUBTS * doubt.spread)
         # Rounding at random leaves about its spread all together: an edit of every element is more than that.
         most = MAX_DOUBT_NORMS * float(doubt.spread.norm())
+        if name in by_norm:
+            most = min(most, MAX_INT8_ERROR * check.change)
         excuse = excuse * min(1.0, most / max(float(excuse.norm()), 1e-300))
         unexplained = float((apart - excuse).norm())
         if unexplained <= check.bound:
