@@ -74,7 +74,7 @@ class KeysOnlyError(DualformError, RuntimeError):
 
 
 class SharesOnlyError(DualformError, RuntimeError):
-    """The answer needs patterns, and the layer was recorded with shares by group only."""
+    """The answer needs patterns, or groups of them, of which the run keeps no shares."""
 
 
 class DataError(DualformError, RuntimeError):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import dualform
 from dualform.attend.memory import Memory
-from dualform.errors import DualformError, SelectionError, SharesOnlyError
+from dualform.errors import DualformError, SharesOnlyError
 from helpers.paired import Pair
 from helpers.shares_only import planted, shares_only
 
@@ -95,9 +95,9 @@ def test_bins_are_groups_and_their_unions_are_masks(pair: Pair, kept: Memory) ->
     for condition in ("step < 5", "step >= 5 and step <= 9", "not step between 5 and 9", "step >= 10 and step < 11"):
         for name, weight in pair.memory.where(condition).weights().items():
             close(kept.where(condition).weights()[name], weight)
-    with pytest.raises(SelectionError, match=r"cuts through the group 0 of step:5"):
+    with pytest.raises(SharesOnlyError, match=r"cuts through the group 0 of step:5"):
         kept.where("step < 3")
-    with pytest.raises(SelectionError, match=r"needs groups by 'step:3'"):
+    with pytest.raises(SharesOnlyError, match=r"needs groups by 'step:3'"):
         kept.attend(queries={"0": pair.queries("0")})["0"].totals(dualform.bins("step", width=3))
 
 
@@ -141,7 +141,7 @@ def test_a_run_may_keep_shares_of_one_layer_and_patterns_of_another(pair: Pair) 
         close(mixed.without(label=1).unwarned().weights()[name], weight)
     only_patterns = mixed.where("sample < 3").unwarned()  # a mask of the layer that has patterns
     assert only_patterns.attend(queries={"2": queries["2"]})["2"].count()
-    with pytest.raises(SelectionError, match="needs groups by 'sample'"):
+    with pytest.raises(SharesOnlyError, match="needs groups by 'sample'"):
         only_patterns.weights()
     assert mixed.verify(pair.model).passed
 

@@ -21,7 +21,7 @@ from dualform.attend.sql import named_columns
 from dualform.binning import Bins, bin_edges, label_order
 from dualform.engine.share_source import KeySums, ParameterShares, ShareSource
 from dualform.engine.source import ADDRESS, PatternSource, groupings_text
-from dualform.errors import SelectionError
+from dualform.errors import SelectionError, SharesOnlyError
 
 MAX_BIN_ROWS = 4_000_000
 """Rows of a table in which every whole number of every bin stands, on which a condition about bins is evaluated."""
@@ -123,7 +123,7 @@ def find_kept_groups(
     kept = [_LabelColumns(run, source, one) for one in source.groupings]
     fitting = [one for one in kept if all(map(one.gives, wanted)) and all(map(one.decides, names))]
     if not fitting:
-        raise SelectionError(_refusal(run, conditions, wanted, names))
+        raise SharesOnlyError(_refusal(run, conditions, wanted, names))
     chosen = min(fitting, key=lambda one: len(one.labels))
     kept_mask, unknown = chosen.evaluate(conditions, names, horizon)
     if by is None:
@@ -214,7 +214,7 @@ class _LabelColumns:
         hits = np.bincount(groups, weights=found, minlength=len(self.labels))
         cut = np.flatnonzero((hits > 0) & (hits < sizes))
         if len(cut):
-            raise SelectionError(
+            raise SharesOnlyError(
                 f"The mask {'; '.join(map(str, conditions))} cuts through the group {self.labels[int(cut[0])]!r} of "
                 f"{groupings_text([self.by])}. {self.run.name} keeps shares of whole groups: mask unions of them."
             )

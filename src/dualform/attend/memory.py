@@ -99,6 +99,11 @@ class Memory:
         return self._table.names
 
     @property
+    def kept_groupings(self) -> tuple[tuple[str, ...], ...]:
+        """The groupings by which the run keeps shares; none where it keeps patterns alone."""
+        return () if self._run.kept_shares is None else self._run.kept_shares.groupings
+
+    @property
     def rows(self) -> Mapping[str, RowsEntry]:
         """Whether each layer's rows are those of the annotated batches, as a trial found it, for layers tried."""
         return MappingProxyType(self._run.description.rows)
