@@ -106,12 +106,15 @@ REFUSED: dict[str, tuple[Callable[[Memory, Pair], Any], str]] = {
     "two groupings": (lambda m, p: m.where("task = 'früh' and step < 5"), "needs groups by 'step', 'task'"),
     "an unknown column": (lambda m, p: m.where("kind = 3"), "no column 'kind'"),
     "another step": (lambda m, p: m.at(step=4), r"keeps shares after steps 3, 6, 11, and not after step 4"),
-    "a table": (lambda m, p: m.patterns("0"), "the table of patterns needs patterns"),
+    "a table": (lambda m, p: m.patterns("0"), "a table of patterns needs patterns"),
     "groups": (lambda m, p: m.count_groups("0", "sample"), "needs groups by 'sample'"),
-    "top": (lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].top(3), "attention of single patterns needs"),
+    "top": (lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].top(3), "a ranking of patterns needs patterns"),
     "all attention": (lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].attention(), "needs patterns"),
     "contributions": (lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].contributions(), "needs patterns"),
-    "samples": (lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].top(3, per="sample"), "'sample'"),
+    "samples": (
+        lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].top(3, per="sample"),
+        "a ranking of patterns needs",
+    ),
     "effects": (
         lambda m, p: m.attend(p.model, p.queries("0"), quantity="margin")["0"].effects(by="label"),
         "has no effects: its patterns are not kept; record them too",
