@@ -101,6 +101,7 @@ class DiskWriter:
         steps: int | None,
         factory: str | None,
         factory_arguments: Mapping[str, Any],
+        publish_seconds: float = PUBLISH_SECONDS,
     ) -> None:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
@@ -108,6 +109,7 @@ class DiskWriter:
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
+        self._publish_seconds = publish_seconds
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
         self._queue: ByteQueue[TakenStep | _Seal | _Attachment] = ByteQueue(queue_bytes)
@@ -206,12 +208,38 @@ class DiskWriter:
             self._hole = error
             raise
         self._unsealed += size
-        if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= PUBLISH_SECONDS:
+        if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= self._publish_seconds:
             self._seal(facts.snapshot, wait=False)
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards; what was queued stays queued."""
         self._accumulated.discard(backwards)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing: a resumed recording finds all that it needs in the run."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Do nothing, as there is nothing to take."""
+
+    def publish_beside(
+        self, publish: Callable[[Blobs, Manifest], Mapping[str, Any]], snapshot: Callable[[], Snapshot]
+    ) -> Manifest:
+        """Publish everything taken so far, and then files of another sink beside it.
+
+        Args:
+            publish: publishes files, given the place and the manifest, and returns what changes in the manifest.
+            snapshot: copies the parameters as the last step left them.
+        """
+        self.flush(snapshot)
+        try:
+            self._shards.check_alone()
+            self._shards.publish_manifest(**publish(self.blobs, self._shards.manifest))
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{self.path} cannot be written: {error}.") from error
+        return self._shards.manifest
 
     def attach(self, files: Files) -> None:
         """Queue files; they are published before anything that is handed over later."""
@@ -337,7 +365,7 @@ class DiskWriter:
                     d_in=layer.d_in,
                     d_out=layer.d_out,
                     uses=layer.uses,
-                    store="keys" if layer.keys_only else "keys+values",
+                    store="keys" if layer.keys_only else "shares" if layer.shares_only else "keys+values",
                     dtype=stored_dtype(self.dtype, name) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
                 )
