@@ -139,7 +139,7 @@ def mixed(number: int) -> int:
 def round_plainly(row: list[float], place: int, seed: int) -> list[int]:
     """Round one row of float32 numbers to int8 as the format says, one element after the other."""
     largest = torch.tensor(max(map(abs, row)))
-    scale = largest / 127
+    scale = largest * torch.tensor(1 / 127)
     found = []
     for column, element in enumerate(row):
         of_row = mixed(place ^ seed & 0xFFFFFFFF) ^ seed >> 32
