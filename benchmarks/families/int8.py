@@ -53,7 +53,7 @@ def _train_classifier(bench: Bench, dtype: StoredDtype | None, folder: str) -> t
     """Record the MNIST network of the other rows; return it, tests, and the name of the data."""
     inputs, labels, source = images(bench)
     model, optimizer = classifier(MNIST, CPU)
-    order = batches(len(inputs), bench.size(200, 4))
+    order = batches(len(inputs), bench.size(60, 4))
     with dualform.record(model, optimizer, folder, dtype=dtype) as recorder:
         train(model, optimizer, inputs, labels, order, recorder=recorder)
     return model, inputs[-64:], source
@@ -81,7 +81,7 @@ def _train_lstm(adam: bool) -> Training:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3) if adam else optimizer
         with dualform.record(model, optimizer, folder, dtype=dtype) as recorder:
-            for start in range(0, bench.size(100, 3) * UNROLL, UNROLL):
+            for start in range(0, bench.size(60, 3) * UNROLL, UNROLL):
                 tokens, targets = (streams[:, start + i : start + i + UNROLL] for i in (0, 1))
                 recorder.annotate(label=tokens)
                 loss = functional.cross_entropy(model(tokens)[0].flatten(0, 1), targets.flatten())
