@@ -293,7 +293,7 @@ def test_patterns_in_int8_are_held_to_a_quarter_of_the_change(run: Path) -> None
     assert max(layer.error or 0 for layer in found.layers) > 2e-3, "or this shows nothing"
     with torch.no_grad():
         weight = model.get_parameter("2.weight")
-        weight += 0.5 * (weight - dualform.open(run)._run.initial["2.weight"])
+        weight.add_(0.5 * (weight - dualform.open(run)._run.initial["2.weight"]))
     assert not dualform.open(run).verify(model).passed
 
 
