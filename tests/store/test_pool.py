@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
-from dualform.store import shard_writing
+from dualform.store import taken_steps
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 from dualform.store.stored_rows import MemoryRows, PooledRows
@@ -58,7 +58,7 @@ def fit(path: Path, steps: int = 20, *, noise: bool = False, **options: object) 
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_the_same_answers_from_fewer_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None) -> None:
     model, memory = fit(tmp_path / "pooled", dtype=dtype)
-    monkeypatch.setattr(shard_writing, "MIN_POOLED_WIDTH", 10**9)
+    monkeypatch.setattr(taken_steps, "MIN_POOLED_WIDTH", 10**9)
     _, plain = fit(tmp_path / "plain", dtype=dtype)
     pooled, every = Run(tmp_path / "pooled"), Run(tmp_path / "plain")
     assert len(pooled.shards) > 3
