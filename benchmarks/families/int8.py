@@ -162,6 +162,7 @@ def int8_rebuild(bench: Bench, training: str) -> Measured:
     "largest error of a total of attention by label",
     "the largest total of its query, in float32",
     goal=at_most(5e-3),
+    adam=True,
 )
 def int8_totals(bench: Bench, training: str) -> Measured:
     found = _recordings(bench, training)
