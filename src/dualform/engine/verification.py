@@ -52,7 +52,7 @@ MAX_INT8_DEVIATIONS = 4
 """How many standard deviations of its patterns' random rounding a parameter may be off."""
 
 MAX_INT8_ERROR = 0.25
-"""How much the random rounding of int8 patterns may excuse under an optimizer with second moments, of the change."""
+"""How much the random rounding of int8 patterns may excuse under an optimizer without coefficients, of the change."""
 
 MAX_ROUNDING = 5e-2
 """How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
@@ -371,6 +371,8 @@ def compare(
         if rounding is None:
             checks[name] = ParameterCheck(name, error, change, bound, noise=found.noise)
             continue
+        if coarse.get(name) == "int8":  # its orthogonalisation makes as much of small directions as of large ones
+            bound += MAX_INT8_ERROR * change
         chance = 4 * rounding.expected
         check = RoundingCheck(
             size=float(rounding.term.norm()),
