@@ -110,9 +110,10 @@ class StepPreparation:
         context = StepContext(self._exact, step.graph_of, len(step.backwards), 1.0, False)
         step.graph_of = None
         seen = [self._seen(step.history(name, parameter), name, parameter, False) for name, parameter in mine.items()]
-        gradients = [parameter.grad.detach() for parameter in mine.values() if parameter.grad is not None]
-        norms = iter(norms_of(gradients))
-        seen = [(history, None if final is None else final.with_norm(next(norms))) for history, final in seen]
+        finals = [final for _, final in seen if final is not None]
+        gradients = [final.gradient for final in finals if final.gradient is not None]
+        for final, norm in zip(finals, norms_of(gradients), strict=True):
+            final.norm, final.gradient = norm, None  # the gradient itself may be overwritten
         # What happened to the gradients of this step is not known yet; a change is noticed one step later.
         kind = (owned.name, len(step.backwards), self._last_factors, frozenset(_with_gradient(mine)))
         full = self._schedule.is_full(number, kind)
