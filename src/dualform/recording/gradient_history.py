@@ -121,6 +121,17 @@ def follow_all(seen: Sequence[Seen]) -> list[Factors]:
     return [found.get(i) or follow(*one) for i, one in enumerate(seen)]
 
 
+def are_usual(seen: Sequence[Seen]) -> bool:
+    """Say whether all gradients were accumulated once, are there at the step with norms, and are of one dtype.
+
+    The dtype is one that numpy knows, too.
+    """
+    dtypes = {final.elements.dtype for _, final in seen if final is not None}
+    return dtypes in ({torch.float32}, {torch.float64}) and all(
+        _is_usual(history, final) and final is not None and final.norm is not None for history, final in seen
+    )
+
+
 def _is_usual(history: GradientHistory, final: GradientSample | None) -> bool:
     """Say whether a gradient was cleared, accumulated once, and is there at the step, seen in the same way."""
     if final is None or len(history.accumulations) != 1 or history.accumulations[0].before is not None:

@@ -112,8 +112,8 @@ class StepPreparation:
         seen = [self._seen(step.history(name, parameter), name, parameter, False) for name, parameter in mine.items()]
         finals = [final for _, final in seen if final is not None]
         gradients = [final.gradient for final in finals if final.gradient is not None]
-        for final, norm in zip(finals, norms_of(gradients), strict=True):
-            final.norm, final.gradient = norm, None  # the gradient itself may be overwritten
+        for one, norm in zip(finals, norms_of(gradients), strict=True):
+            one.norm, one.gradient = norm, None  # the gradient itself may be overwritten
         # What happened to the gradients of this step is not known yet; a change is noticed one step later.
         kind = (owned.name, len(step.backwards), self._last_factors, frozenset(_with_gradient(mine)))
         full = self._schedule.is_full(number, kind)
@@ -128,10 +128,10 @@ class StepPreparation:
 
     def finish(self, late: LateStep, changes: Changes) -> PreparedStep:
         """Read the numbers of a step that was made, and return what it did, or refuse it."""
-        numbers = late.read()
-        changes.refuse(numbers.changed, late.number)
         with one_thread():  # samples are small
-            followed = follow_all(numbers.seen)
+            numbers = late.read()
+        changes.refuse(numbers.changed, late.number)
+        followed = numbers.followed
         self._last_factors = _kind_of_factors(followed)
         facts = []
         for (name, before), factors in zip(late.before.items(), followed, strict=True):
