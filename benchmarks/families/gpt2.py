@@ -213,10 +213,14 @@ class DroppingSink:
     def find_step(self, parameters: Mapping[str, Tensor]) -> None:
         """Know no step."""
 
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
     def _nothing(self, *_: Any) -> None:
         """Do nothing."""
 
-    check = before_step = stepped = attach = flush = close = close_without_final = abandon = _nothing
+    check = before_step = stepped = load_state = attach = flush = close = close_without_final = abandon = _nothing
 
 
 class HostSink(DroppingSink):

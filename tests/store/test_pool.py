@@ -83,6 +83,17 @@ def test_the_same_answers_from_fewer_bytes(tmp_path: Path, monkeypatch: pytest.M
     assert memory.verify(model).passed
 
 
+def test_pooled_keys_of_an_int8_layer_are_float16(tmp_path: Path) -> None:
+    """A key that is stored once and used in every epoch has one rounding, which no sum over epochs averages out."""
+    model, memory = fit(tmp_path / "run", dtype="int8")
+    run = Run(tmp_path / "run")
+    shard = run.shards[0]
+    assert "0" in shard.entry.pools
+    assert shard.rows("0", "keys").dtype == torch.float16
+    assert shard.rows("0", "values").dtype == shard.rows("2", "keys").dtype == torch.int8
+    assert memory.verify(model).passed
+
+
 def test_adam_replays_over_a_pool(tmp_path: Path) -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -101,6 +101,7 @@ class StepRecorder:
         self._parameters = covered(layers)
         self._held = held([owned.optimizer for owned in optimizers])  # ids of parameters
         exact = {name for layer in layers if not layer.keys_only for name, _ in layer.parameters.values()}
+        measured = {name for layer in layers if layer.shares_only for name, _ in layer.parameters.values()}
         self._changes = Changes(model, layers, self._parameters, exact)
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._unclaimed: UnclaimedParameters | None = None
@@ -111,6 +112,7 @@ class StepRecorder:
         self._accumulations = Accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         self._preparation = StepPreparation(
             exact,
+            measured,
             alignment,
             gradient_check,
             schedule,
@@ -220,6 +222,12 @@ class StepRecorder:
             self._end_step()
             self._settle()
             self._sink.flush(self._snapshot)
+
+    def sink_state(self) -> Mapping[str, Any]:
+        """Return what the sink needs to go on from the last step; a step that some optimizers took part in ends."""
+        with self._guarding():
+            self._end_step()
+        return self._sink.state()
 
     def check_columns(self, binding: Binding) -> None:
         """Let the sink check a batch's columns, while anything is recorded."""

@@ -103,6 +103,7 @@ class DiskWriter:
         steps: int | None,
         factory: str | None,
         factory_arguments: Mapping[str, Any],
+        publish_seconds: float = PUBLISH_SECONDS,
     ) -> None:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
@@ -110,6 +111,7 @@ class DiskWriter:
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
+        self._publish_seconds = publish_seconds
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
         self._queue: ByteQueue[TakenStep | _Seal | _Attachment] = ByteQueue(queue_bytes)
@@ -204,7 +206,7 @@ class DiskWriter:
 
     def _is_full(self, more_bytes: int = 0) -> bool:
         """Say whether a shard ends here, with some more bytes."""
-        late = time.monotonic() - self._sealed_at >= PUBLISH_SECONDS
+        late = time.monotonic() - self._sealed_at >= self._publish_seconds
         return self._unsealed + more_bytes >= self._shard_bytes or late
 
     def step(self, facts: StepFacts) -> None:
@@ -231,6 +233,32 @@ class DiskWriter:
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards; what was queued stays queued."""
         self._accumulated.discard(backwards)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing: a resumed recording finds all that it needs in the run."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Do nothing, as there is nothing to take."""
+
+    def publish_beside(
+        self, publish: Callable[[Blobs, Manifest], Mapping[str, Any]], snapshot: Callable[[], Snapshot]
+    ) -> Manifest:
+        """Publish everything taken so far, and then files of another sink beside it.
+
+        Args:
+            publish: publishes files, given the place and the manifest, and returns what changes in the manifest.
+            snapshot: copies the parameters as the last step left them.
+        """
+        self.flush(snapshot)
+        try:
+            self._shards.check_alone()
+            self._shards.publish_manifest(**publish(self.blobs, self._shards.manifest))
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{self.path} cannot be written: {error}.") from error
+        return self._shards.manifest
 
     def attach(self, files: Files) -> None:
         """Queue files; they are published before anything that is handed over later."""
@@ -356,7 +384,7 @@ class DiskWriter:
                     d_in=layer.d_in,
                     d_out=layer.d_out,
                     uses=layer.uses,
-                    store="keys" if layer.keys_only else "keys+values",
+                    store="keys" if layer.keys_only else "shares" if layer.shares_only else "keys+values",
                     dtype=stored_dtype(self.dtype, name) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
                 )
