@@ -102,7 +102,16 @@ def _last(training: Training) -> int:
     precision="bfloat16",
     dtype="float16",
 )
-def keys_of_one_layer(bench: Bench, precision: Precision, dtype: Literal["float16"]) -> Measured:
+@row(
+    "gpt2-keys-int8",
+    what="the same under bfloat16 autocast, in int8",
+    against="the same steps without recording",
+    unit="percent",
+    cuda=at_most(0.30),
+    precision="bfloat16",
+    dtype="int8",
+)
+def keys_of_one_layer(bench: Bench, precision: Precision, dtype: Literal["float16", "int8"]) -> Measured:
     training = _training(bench, precision)
 
     @contextlib.contextmanager

@@ -124,9 +124,10 @@ class StepPreparation:
         context = StepContext(self._exact, step.graph_of, len(step.backwards), 1.0, False)
         step.graph_of = None
         seen = [self._seen(step.history(name, parameter), name, parameter, False) for name, parameter in mine.items()]
-        gradients = [parameter.grad.detach() for parameter in mine.values() if parameter.grad is not None]
-        norms = iter(norms_of(gradients))
-        seen = [(history, None if final is None else final.with_norm(next(norms))) for history, final in seen]
+        finals = [final for _, final in seen if final is not None]
+        gradients = [final.gradient for final in finals if final.gradient is not None]
+        for one, norm in zip(finals, norms_of(gradients), strict=True):
+            one.norm, one.gradient = norm, None  # the gradient itself may be overwritten
         # What happened to the gradients of this step is not known yet; a change is noticed one step later.
         kind = (owned.name, len(step.backwards), self._last_factors, frozenset(_with_gradient(mine)))
         full = self._schedule.is_full(number, kind)
@@ -141,10 +142,10 @@ class StepPreparation:
 
     def finish(self, late: LateStep, changes: Changes) -> PreparedStep:
         """Read the numbers of a step that was made, and return what it did, or refuse it."""
-        numbers = late.read()
-        changes.refuse(numbers.changed, late.number)
         with one_thread():  # samples are small
-            followed = follow_all(numbers.seen)
+            numbers = late.read()
+        changes.refuse(numbers.changed, late.number)
+        followed = numbers.followed
         self._last_factors = _kind_of_factors(followed)
         facts = []
         for (name, before), factors in zip(late.before.items(), followed, strict=True):
