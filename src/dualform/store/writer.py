@@ -33,7 +33,7 @@ from dualform.store.blobs import Blobs
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
 from dualform.store.host_copy import HostCopier, HostCopy
 from dualform.store.kept_state import ShardState, StateKeeper
-from dualform.store.manifest import Manifest
+from dualform.store.manifest import Manifest, SharesEntry
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, resume_at
@@ -103,15 +103,14 @@ class DiskWriter:
         steps: int | None,
         factory: str | None,
         factory_arguments: Mapping[str, Any],
-        publish_seconds: float = PUBLISH_SECONDS,
     ) -> None:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
         self.dtype = dtype
+        self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
-        self._publish_seconds = publish_seconds
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
         self._queue: ByteQueue[TakenStep | _Seal | _Attachment] = ByteQueue(queue_bytes)
@@ -206,7 +205,7 @@ class DiskWriter:
 
     def _is_full(self, more_bytes: int = 0) -> bool:
         """Say whether a shard ends here, with some more bytes."""
-        late = time.monotonic() - self._sealed_at >= self._publish_seconds
+        late = time.monotonic() - self._sealed_at >= PUBLISH_SECONDS
         return self._unsealed + more_bytes >= self._shard_bytes or late
 
     def step(self, facts: StepFacts) -> None:
@@ -401,6 +400,7 @@ class DiskWriter:
             versions={"dualform": __version__, "torch": torch.__version__},
             factory=self._factory,
             factory_arguments=self._factory_arguments,
+            shares=self.shares,
         )
 
     def _begin(self, start: Start) -> None:
