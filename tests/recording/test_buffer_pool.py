@@ -13,6 +13,22 @@ from dualform.recording import buffer_pool
 from dualform.recording.buffer_pool import BufferPool
 
 
+@pytest.fixture(autouse=True)
+def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let copies of any size come from the pool."""
+    monkeypatch.setattr(buffer_pool, "MIN_POOLED_BYTES", 1)
+
+
+def test_a_small_copy_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_pool, "MIN_POOLED_BYTES", 64)
+    pool = BufferPool()
+    small, large = torch.randn(15), torch.randn(16)
+    copies = [pool.copy(small), pool.copy(large)]
+    assert torch.equal(copies[0], small)
+    assert copies[0].data_ptr() != small.data_ptr()
+    assert [kind[0] for kind in pool._allocated] == [large.shape]
+
+
 def test_memory_is_used_again_only_when_no_tensor_refers_to_it() -> None:
     pool = BufferPool()
     rows = torch.randn(4, 5)

@@ -21,6 +21,10 @@ MAX_FREE_BYTES = 512 << 20
 BLOCK_BYTES = 4 << 20
 """At most how much memory is allocated at once."""
 
+MIN_POOLED_BYTES = 1 << 16
+"""Bytes of a copy below which it gets memory of its own: the allocator has such memory at hand, and lending it from the
+pool takes longer than copying into it."""
+
 Kind = tuple[torch.Size, torch.dtype]
 
 
@@ -44,8 +48,8 @@ class BufferPool:
         self._allocated: dict[Kind, int] = {}  # number of buffers
 
     def copy(self, rows: Tensor) -> Tensor:
-        """Return a contiguous copy of a tensor on its own device; only memory of the CPU is pooled."""
-        if rows.device.type != "cpu" or not rows.numel():
+        """Return a contiguous copy of a tensor on its own device; only large copies in the CPU's memory are pooled."""
+        if rows.nbytes < MIN_POOLED_BYTES or rows.device.type != "cpu":
             return rows.clone(memory_format=torch.contiguous_format)
         if self._returned:
             self._sort_returned()

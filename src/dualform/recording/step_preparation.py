@@ -20,7 +20,7 @@ from dualform.recording.parameter_facts import StepContext, gather_facts
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
 from dualform.recording.step_calls import UnfittingColumn, gather_calls
-from dualform.recording.step_in_progress import StepInProgress
+from dualform.recording.step_in_progress import Backward, StepInProgress
 from dualform.recording.user_warnings import WarnOnce, warn_user
 from dualform.recording.watch import Watched
 from dualform.threads import one_thread
@@ -100,11 +100,10 @@ class StepPreparation:
         mine = owned.parameters
         kind = (owned.name, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
+        coarse = any(one.arrival.call.coarse is not None for backward in step.backwards for one in backward.calls)
         arrivals: dict[str, list[tuple[int, Arrival]]] = {}
-        for micro, backward in enumerate(step.backwards):
-            for accumulated in backward.calls:
-                for name in dict.fromkeys(name for name, _ in accumulated.arrival.call.layer.parameters.values()):
-                    arrivals.setdefault(name, []).append((micro, accumulated.arrival))
+        if full or coarse or any(factors.blind for factors in followed):
+            arrivals = _arrivals_of(step.backwards)
         found = []
         for (name, parameter), factors in zip(mine.items(), followed, strict=True):
             calls = arrivals.get(name, [])
@@ -165,6 +164,16 @@ class StepPreparation:
 
     def _axis(self, layer: Watched) -> int:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
+
+
+def _arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arrival]]]:
+    """Return the accumulated calls of each parameter's layers, each with its micro."""
+    arrivals: dict[str, list[tuple[int, Arrival]]] = {}
+    for micro, backward in enumerate(backwards):
+        for accumulated in backward.calls:
+            for name in dict.fromkeys(name for name, _ in accumulated.arrival.call.layer.parameters.values()):
+                arrivals.setdefault(name, []).append((micro, accumulated.arrival))
+    return arrivals
 
 
 def _with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
