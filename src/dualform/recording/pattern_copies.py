@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dualform.recording.buffer_pool import BufferPool
+from dualform.recording.buffer_pool import BufferPool, as_rows, lending
 from dualform.threads import one_thread
 from dualform.torch_modes import without_gradients
 
@@ -32,18 +32,17 @@ def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool) -> None:
         arrivals: calls of the layers that use one parameter, none of them copied yet.
         pool: gives the memory for large copies.
     """
-    if len(arrivals) < 2:
-        for arrival in arrivals:
-            _copy_one(arrival, pool)
+    if not arrivals:
         return
     by_layer: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
         by_layer.setdefault(id(arrival.call.layer), []).append(arrival)
-    for mine in by_layer.values():
-        if len(mine) == 1:
-            _copy_one(mine[0], pool)
-        else:
-            _copy_several(mine, pool)
+    with lending(pool):
+        for mine in by_layer.values():
+            if len(mine) == 1:
+                _copy_one(mine[0], pool)
+            else:
+                _copy_several(mine, pool)
 
 
 def _copy_one(arrival: "Arrival", pool: BufferPool) -> None:
@@ -81,11 +80,11 @@ def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
         if call.coarse is not None:
             keys = keys.to(call.coarse)  # as the layer saw them
         keys = keys if keys.dtype is dtype else keys.to(dtype)
-    keys = keys if keys.dim() == 2 else keys.reshape(-1, layer.d_in)
+    keys = as_rows(keys, layer.d_in)
     if layer.keys_only:
         return keys, None
     values = layer.kind.errors(layer.module, call.inputs, arrival.errors)
-    values = values if values.dim() == 2 else values.reshape(-1, layer.d_out)
+    values = as_rows(values, layer.d_out)
     return keys, values if values.dtype is dtype else values.to(dtype)
 
 

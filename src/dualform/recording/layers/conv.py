@@ -4,6 +4,7 @@ A convolution is a linear layer that is applied to every patch of its input: `z[
 as a (d_out, channels × kernel) matrix. A pattern's position is its output location.
 """
 
+import itertools
 from typing import cast
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.buffer_pool import new_rows
 from dualform.recording.layers.layer_kind import LayerKind, present, records
 
 
@@ -40,7 +42,11 @@ class Convolution(LayerKind):
         if inputs.dim() == axes + 1:  # one image
             inputs = inputs[None]
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        patches = functional.pad(inputs, conv._reversed_padding_repeated_twice, mode=mode)
+        padding = conv._reversed_padding_repeated_twice
+        padded = functional.pad(inputs, padding, mode=mode) if any(padding) else inputs
+        if padded.device.type == "cpu":
+            return _patches_by_offset(conv, padded)
+        patches = padded
         for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
             patches = patches.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
         # (B, channels, *locations, *kernel) -> (B, *locations, channels, *kernel)
@@ -50,6 +56,28 @@ class Convolution(LayerKind):
         """Return the errors, (B, *output locations, out_channels)."""
         axes = len(cast("_ConvNd", module).kernel_size)
         return (error[None] if error.dim() == axes + 1 else error).movedim(1, -1)
+
+
+def _patches_by_offset(conv: _ConvNd, padded: Tensor) -> Tensor:
+    """Return the patches of a padded input, (B, *output locations, channels × kernel), on the CPU.
+
+    For each offset in the kernel one copy of all locations: about three times as fast as a copy patch by patch, whose
+    runs of memory are as short as a row of the kernel.
+    """
+    axes, channels = len(conv.kernel_size), padded.shape[1]
+    spans = [dilation * (size - 1) for size, dilation in zip(conv.kernel_size, conv.dilation, strict=True)]
+    locations = [
+        (length - span - 1) // s + 1 for length, span, s in zip(padded.shape[2:], spans, conv.stride, strict=True)
+    ]
+    patches = new_rows((padded.shape[0], *locations, channels, *conv.kernel_size), padded)
+    for offset in itertools.product(*(range(size) for size in conv.kernel_size)):
+        begins = [at * dilation for at, dilation in zip(offset, conv.dilation, strict=True)]
+        places = [
+            slice(begin, begin + stride * (count - 1) + 1, stride)
+            for begin, stride, count in zip(begins, conv.stride, locations, strict=True)
+        ]
+        patches[(..., *offset)] = padded[(slice(None), slice(None), *places)].movedim(1, axes + 1)
+    return patches.flatten(axes + 1)
 
 
 @records(nn.Conv1d)
