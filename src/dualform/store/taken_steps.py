@@ -1,12 +1,16 @@
 """Steps as the disk writer takes them: each call's patterns joined with its place in the step, in the CPU's memory.
 
+Patterns that are on a GPU are encoded there, as they will be stored, before they are copied: fewer bytes have to
+come over, and the writer's thread has nothing to compute. Patterns in the CPU's memory are encoded by that thread.
+
 A step may wait for its shard for half a minute. What the training thread hands over is many small objects, one for each
 call and batch; the writer's thread compacts them to a few, because Python's garbage collector looks through every
 object that lives long, again and again, on whichever thread it happens to run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,26 +21,59 @@ from torch import Tensor
 from dualform.recording.annotations import Binding
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
-from dualform.store.host_copy import HostCopier, HostCopy
+from dualform.store.host_copy import HostCopier, HostCopy, is_elsewhere
+from dualform.store.pool import MIN_POOLED_WIDTH
+from dualform.store.row_encoding import address_seed, encode, stored_dtypes
 
 MAX_JOINED_BYTES = 1 << 16
 """Bytes of a call's patterns up to which they are put together with those of other calls of the same layer."""
 
 
+class TakenRows(NamedTuple):
+    """Keys or values of a call.
+
+    Attributes:
+        rows: (T, d), as they were trained with or as they are stored.
+        scales: of stored rows that have some, (T,) float32.
+        encoded: whether the rows are as they are stored.
+        range: the least and the greatest element of keys, (2,) float64, where a GPU has found them.
+    """
+
+    rows: Tensor
+    scales: Tensor | None = None
+    encoded: bool = False
+    range: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.rows.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are there, in a fixed order."""
+        return [tensor for tensor in (self.rows, self.scales, self.range) if tensor is not None]
+
+
 class TakenCall(NamedTuple):
     """The patterns of one call, or of several small calls of one layer one after the other.
 
-    The fields are those of `CallRecord` and `StepCall`; of several calls `micro` and `call` are the first one's, and
-    `positions` is the largest.
+    Attributes:
+        layer: the layer's name.
+        micro: which backward of the step accumulated them; of several calls the first one's.
+        call: which call of its layer in that backward; of several calls the first one's.
+        keys: (T, d_in)
+        values: (T, d_out), or None where only keys are kept.
+        pooled: whether the layer's identical keys are stored once.
+        joinable: whether the rows are encoded without regard to their address, so that those of calls may be joined.
     """
 
     layer: str
     micro: int
     call: int
-    positions: int
-    keys: Tensor  # (T, d_in)
-    values: Tensor | None  # (T, d_out)
-    raw: bool
+    keys: TakenRows
+    values: TakenRows | None
+    pooled: bool
+    joinable: bool
 
     @property
     def nbytes(self) -> int:
@@ -96,26 +133,25 @@ class TakenStep:
         by_layer: dict[str, list[TakenCall]] = {}
         for call in self.calls:
             by_layer.setdefault(call.layer, []).append(call)
-        if len(by_layer) < len(self.calls) and all(call.nbytes <= MAX_JOINED_BYTES for call in self.calls):
-            copy, self.copy = self.copy, None
+        if len(by_layer) < len(self.calls) and all(
+            call.joinable and call.nbytes <= MAX_JOINED_BYTES for call in self.calls
+        ):
             self.calls = [_joined(calls) for calls in by_layer.values()]
-            if copy is not None:
-                copy.release()
+            self.copy = None
 
     def release(self) -> None:
         """Let go of the patterns, so that their memory can be used again."""
-        copy, self.copy, self.calls = self.copy, None, ()
-        if copy is not None:
-            copy.release()
+        self.copy, self.calls = None, ()
 
 
 def _joined(calls: Sequence[TakenCall]) -> TakenCall:
     """Return the patterns of several calls of one layer as one, in memory of their own."""
-    values = [call.values for call in calls if call.values is not None]
+    if len(calls) == 1:
+        return calls[0]
+    values = [call.values.rows for call in calls if call.values is not None]
     return calls[0]._replace(
-        positions=max(call.positions for call in calls),
-        keys=torch.cat([call.keys for call in calls]),
-        values=torch.cat(values) if values else None,
+        keys=TakenRows(torch.cat([call.keys.rows for call in calls])),
+        values=TakenRows(torch.cat(values)) if values else None,
     )
 
 
@@ -161,46 +197,125 @@ def join_columns(rows: Sequence[ColumnRows]) -> list[ColumnRows]:
     ]
 
 
+class PooledLayers:
+    """Says which layers' identical keys are stored once: those whose first patterns are worth it, for good."""
+
+    def __init__(self, seen: Collection[str] = (), pooled: Collection[str] = ()) -> None:
+        """Begin with the layers that a resumed run has patterns of, and those among them that have a pool."""
+        self._decided = {name: name in pooled for name in seen}
+
+    def has(self, record: CallRecord, call: StepCall) -> bool:
+        """Say whether a call's layer has a pool; the layer's first call decides."""
+        decided = self._decided.get(record.layer)
+        if decided is None:
+            wide = record.keys.is_floating_point() and record.keys.shape[1] >= MIN_POOLED_WIDTH
+            decided = self._decided[record.layer] = record.raw and wide and call.positions == 1
+        return decided
+
+
 class AccumulatedCalls:
     """The calls that were accumulated and may reach a step to come."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Mapping[str, torch.dtype], pooled: PooledLayers) -> None:
+        """Take calls.
+
+        Args:
+            dtypes: layer -> the dtype that it is stored in.
+            pooled: says which layers' identical keys are stored once.
+        """
+        self._dtypes = dtypes
+        self._pooled = pooled
         self._copier = HostCopier()
         self._records: dict[int, CallRecord] = {}  # by number
+        self._bytes = 0  # of all of them, as they will be in the CPU's memory
 
     def add(self, record: CallRecord) -> None:
         """Take a call that was just accumulated."""
         self._records[record.number] = record
+        self._bytes += self._nbytes(record)
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the calls of some backwards."""
         gone = set(backwards)
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
+        self._bytes = sum(self._nbytes(record) for record in self._records.values())
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._records = {}
+        self._records, self._bytes = {}, 0
+
+    def nbytes(self) -> int:
+        """Return the bytes of all patterns, as they will be in the CPU's memory."""
+        return self._bytes
+
+    def _nbytes(self, record: CallRecord) -> int:
+        if not is_elsewhere(record.keys):
+            return record.nbytes
+        size = self._dtypes[record.layer].itemsize
+        both = [record.keys] if record.values is None else [record.keys, record.values]
+        return sum(size * rows.numel() if rows.is_floating_point() else rows.nbytes for rows in both)
 
     def join(self, facts: StepFacts) -> TakenStep:
         """Return a step with its patterns, on their way to the CPU's memory where they are not there."""
         records = [self._records[call.number] for call in facts.calls]
-        keys = [call.keys_of(record) for call, record in zip(facts.calls, records, strict=True)]
-        values = [record.values for record in records if record.values is not None]
-        copy = self._copier.copy([*keys, *values, *facts.samples.values()])
-        host_keys, rest = copy.tensors[: len(keys)], copy.tensors[len(keys) :]
-        host_values = iter(rest[: len(values)])
+        pooled = [self._pooled.has(record, call) for record, call in zip(records, facts.calls, strict=True)]
+        found: list[TakenRows] = []
+        for call, record, in_pool in zip(facts.calls, records, pooled, strict=True):
+            keys, values = call.keys_of(record), record.values
+            if not is_elsewhere(keys):
+                found.extend([TakenRows(keys)] if values is None else [TakenRows(keys), TakenRows(values)])
+                continue
+            of_keys, of_values = stored_dtypes(self._dtypes[record.layer], pooled=in_pool)
+            seed = partial(_seed, record.layer, facts.step, call)
+            # Keys of a pool are known by the bytes that were trained with.
+            found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys"))
+            if values is not None:
+                found.append(_encoded(values, of_values, seed, "values"))
+        copy = self._copier.copy([*(tensor for rows in found for tensor in rows.tensors()), *facts.samples.values()])
+        here = iter(copy.tensors)
+        copied = iter([_with_tensors(rows, here) for rows in found])
         calls = [
             TakenCall(
                 record.layer,
                 call.micro,
                 call.call,
-                call.positions,
-                host_key,
-                None if record.values is None else next(host_values),
-                record.raw,
+                next(copied),
+                None if record.values is None else next(copied),
+                in_pool,
+                self._dtypes[record.layer] != torch.int8 and not is_elsewhere(record.keys),
             )
-            for call, record, host_key in zip(facts.calls, records, host_keys, strict=True)
+            for call, record, in_pool in zip(facts.calls, records, pooled, strict=True)
         ]
         places = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
-        samples = dict(zip(facts.samples, rest[len(values) :], strict=True))
+        samples = dict(zip(facts.samples, here, strict=True))
         return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy)
+
+
+def _seed(layer: str, step: int, call: StepCall, what: str) -> int:
+    """Return the seed of the noise that keys or values of a call are rounded with."""
+    return address_seed(layer, what, step, call.micro, call.call)
+
+
+def _encoded(rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int], what: str) -> TakenRows:
+    """Return rows as they go to the CPU's memory from another one: keys with their range, and encoded.
+
+    Args:
+        rows: keys or values, on a GPU.
+        dtype: what to store them in; None where they are to be encoded later.
+        seed: returns the seed of the noise that keys or values are rounded with.
+        what: "keys" or "values".
+    """
+    ends = torch.stack(torch.aminmax(rows)).double() if what == "keys" and rows.numel() else None
+    if dtype is None:
+        return TakenRows(rows, range=ends)
+    return TakenRows(*encode(rows, dtype, seed=seed(what)), encoded=True, range=ends)
+
+
+def _with_tensors(rows: TakenRows, tensors: Iterator[Tensor]) -> TakenRows:
+    """Return rows with their next tensors, in the order of `TakenRows.tensors`."""
+    return TakenRows(
+        next(tensors),
+        None if rows.scales is None else next(tensors),
+        rows.encoded,
+        None if rows.range is None else next(tensors),
+    )

@@ -5,7 +5,7 @@ as a (d_out, channels × kernel) matrix. A pattern's position is its output loca
 """
 
 import itertools
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -44,13 +44,7 @@ class Convolution(LayerKind):
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         padding = conv._reversed_padding_repeated_twice
         padded = functional.pad(inputs, padding, mode=mode) if any(padding) else inputs
-        if padded.device.type == "cpu":
-            return _patches_by_offset(conv, padded)
-        patches = padded
-        for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
-            patches = patches.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
-        # (B, channels, *locations, *kernel) -> (B, *locations, channels, *kernel)
-        return patches.movedim(1, axes + 1).flatten(axes + 1)
+        return patches_by_offset(conv, padded) if padded.device.type == "cpu" else unfolded_patches(conv, padded)
 
     def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
         """Return the errors, (B, *output locations, out_channels)."""
@@ -58,11 +52,20 @@ class Convolution(LayerKind):
         return (error[None] if error.dim() == axes + 1 else error).movedim(1, -1)
 
 
-def _patches_by_offset(conv: _ConvNd, padded: Tensor) -> Tensor:
-    """Return the patches of a padded input, (B, *output locations, channels × kernel), on the CPU.
+def unfolded_patches(conv: _ConvNd, padded: Tensor) -> Tensor:
+    """Return the patches of a padded input, (B, *output locations, channels × kernel)."""
+    axes, patches = len(conv.kernel_size), padded
+    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
+        patches = patches.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    # (B, channels, *locations, *kernel) -> (B, *locations, channels, *kernel)
+    return patches.movedim(1, axes + 1).flatten(axes + 1)
 
-    For each offset in the kernel one copy of all locations: about three times as fast as a copy patch by patch, whose
-    runs of memory are as short as a row of the kernel.
+
+def patches_by_offset(conv: _ConvNd, padded: Tensor) -> Tensor:
+    """Return what `unfolded_patches` returns, on the CPU about three times as fast.
+
+    For each offset in the kernel one copy of all locations; a copy patch by patch has runs of memory that are only as
+    long as a row of the kernel.
     """
     axes, channels = len(conv.kernel_size), padded.shape[1]
     spans = [dilation * (size - 1) for size, dilation in zip(conv.kernel_size, conv.dilation, strict=True)]
@@ -76,7 +79,8 @@ def _patches_by_offset(conv: _ConvNd, padded: Tensor) -> Tensor:
             slice(begin, begin + stride * (count - 1) + 1, stride)
             for begin, stride, count in zip(begins, conv.stride, locations, strict=True)
         ]
-        patches[(..., *offset)] = padded[(slice(None), slice(None), *places)].movedim(1, axes + 1)
+        there: tuple[Any, ...] = (..., *offset)
+        patches[there] = padded[(slice(None), slice(None), *places)].movedim(1, axes + 1)
     return patches.flatten(axes + 1)
 
 
