@@ -488,6 +488,7 @@ class DiskWriter:
             for item in self._queue:
                 if isinstance(item, TakenStep):
                     item.wait()
+                    item.compact()
                     self._taken.append(item)
                 elif isinstance(item, _Attachment):
                     self._shards.attach(item.files)
