@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dualform.attend.spotlight import Spotlight
     from dualform.corpus import Corpus
     from dualform.errors import DualformError
+    from dualform.indexing import indexed
     from dualform.opening import open
     from dualform.recording.estimate import estimate
     from dualform.recording.layers import register_layer
@@ -28,6 +29,7 @@ _HOME = {
     "Totals": "dualform.attend.questions",
     "bins": "dualform.attend.groups",
     "estimate": "dualform.recording.estimate",
+    "indexed": "dualform.indexing",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
     "register_layer": "dualform.recording.layers",
@@ -44,6 +46,7 @@ __all__ = [
     "__version__",
     "bins",
     "estimate",
+    "indexed",
     "open",
     "record",
     "register_layer",

@@ -82,6 +82,16 @@ class Recorder:
         return self._steps.steps
 
     @property
+    def closed(self) -> bool:
+        """Whether the recording has ended: it was closed, or a failure ended it."""
+        return self._steps.state not in ("new", "recording")
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of keys and values of all steps recorded since the start, before they are encoded for storing."""
+        return int(getattr(self._sink, "taken_bytes", 0))
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """The names of the recorded layers."""
         return tuple(layer.name for layer in self._layers)

@@ -105,6 +105,7 @@ class DiskWriter:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
         self.dtype = dtype
+        self.taken_bytes = 0  # of the keys and values of all steps handed over
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
@@ -206,6 +207,7 @@ class DiskWriter:
             self._hole = error
             raise
         self._unsealed += size
+        self.taken_bytes += size
         if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= PUBLISH_SECONDS:
             self._seal(facts.snapshot, wait=False)
 
