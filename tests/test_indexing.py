@@ -43,7 +43,8 @@ def test_items_are_read_at_once_where_the_data_set_can() -> None:
 
 def test_ids_may_be_a_column() -> None:
     items: list[Any] = [{"x": 1.0, "key": "a7"}, {"x": 2.0, "key": "b1"}]
-    assert [identity for _, identity in dualform.indexed(items, column="key")] == ["a7", "b1"]
+    data = dualform.indexed(items, column="key")
+    assert [data[place][1] for place in range(2)] == ["a7", "b1"]
     with pytest.raises(AnnotationError, match="Sample 0 has no column 'id': it is a mapping with 'x', 'key'"):
         dualform.indexed(items, column="id")[0]
     with pytest.raises(AnnotationError, match="Sample 1 has no column 'id': it is float"):

@@ -1,14 +1,16 @@
 """Numbers about a recording go to whatever the user watches a training with."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import dualform
 from dualform.integrations.trackers import as_trackers, track_end, track_step
-from helpers.loops import batches, mlp, sgd, train
+from helpers.loops import batches, loss_of, mlp, sgd, train
 
 
 class Writer:
@@ -60,14 +62,32 @@ def test_each_kind_of_tracker_hears_of_steps_and_of_the_end(run: Path) -> None:
     checked = dualform.open(run).verify(model)
     ratio = max((layer.error or 0) / (layer.bound or 1) for layer in checked.layers)
     assert [step for step, _ in told] == [1, 2, 2]
-    assert told[0][1] == {"dualform/bytes": 4 * 4 * (5 + 7 + 7 + 3)}  # 4 patterns of float32 in each layer
-    assert told[1][1] == {"dualform/bytes": 2 * 4 * 4 * (5 + 7 + 7 + 3)}
+    size = 4 * 4 * (5 + 7 + 7 + 3)  # 4 patterns of float32 in each layer
+    assert [numbers for _, numbers in told[:2]] == [
+        {"dualform/bytes": size, "dualform/unexplained": 0.0},
+        {"dualform/bytes": 2 * size, "dualform/unexplained": 0.0},
+    ]
     end = told[2][1]
     assert end["dualform/passed"] == 1
     assert end["dualform/error"] / end["dualform/error_bound"] == pytest.approx(ratio)
     assert end["dualform/bytes_on_disk"] == dualform.open(run).info().bytes
     assert wandb.told == logger.told == [(dict(numbers), step) for step, numbers in told]
-    assert [(name, step) for name, _, step in writer.told][:2] == [("dualform/bytes", 1), ("dualform/bytes", 2)]
+    assert writer.told[:2] == [("dualform/bytes", size, 1), ("dualform/unexplained", 0.0, 1)]
+
+
+def test_what_autocast_leaves_unexplained_is_told(run: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run) as recorder:
+        assert recorder.unexplained == 0
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model(batches(1)[0]))
+        loss.backward()
+        optimizer.step()
+        residual = recorder.unexplained
+    steps = dualform.open(run).steps()
+    assert residual == pytest.approx(math.hypot(*filter(None, steps["residual"].to_pylist())))
+    assert residual > 0
 
 
 def test_without_trackers_nothing_is_verified(tmp_path: Path) -> None:

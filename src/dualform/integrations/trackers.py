@@ -41,9 +41,11 @@ def _as_tracker(given: Any) -> Track:
 
 
 def track_step(trackers: Sequence[Track], recorder: dualform.Recorder) -> None:
-    """Tell trackers how much was recorded by now."""
-    for track in trackers:
-        track(recorder.step, {"dualform/bytes": float(recorder.taken_bytes)})
+    """Tell trackers how much was recorded by now, and what the patterns leave unexplained of the last step."""
+    if trackers:
+        numbers = {"dualform/bytes": float(recorder.taken_bytes), "dualform/unexplained": recorder.unexplained}
+        for track in trackers:
+            track(recorder.step, numbers)
 
 
 def track_end(trackers: Sequence[Track], path: Any) -> None:
