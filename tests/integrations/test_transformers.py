@@ -2,13 +2,14 @@
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import dualform
 from dualform.errors import AnnotationError, RefusedError
@@ -244,7 +245,26 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path) -> None:
     whole = make_trainer("llama", tmp_path, change=lambda model: model.bfloat16())
     with pytest.raises(RefusedError, match="bfloat16"):
         recorded(whole, tmp_path / "run")
+    copied = make_trainer("llama", tmp_path)
+    copied._wrap_model = lambda model, **options: nn.DataParallel(model)
+    with pytest.raises(RefusedError, match="DataParallel is not supported"):
+        recorded(copied, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_has_columns_and_no_places(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(texts("llama"))
+
+    trainer = make_trainer("llama", tmp_path, train_dataset=Stream())
+    recorded(trainer, tmp_path / "run", columns=["source"], annotate=lambda batch: {"first": batch["input_ids"][:, 0]})
+    memory = dualform.open(tmp_path / "run")
+    assert memory.verify(trainer.model).passed
+    assert "sample" not in memory.columns
+    table = memory.patterns("lm_head").to_pandas()
+    expected = {(item["input_ids"][0], item["source"]) for item in texts("llama")}
+    assert {(row["first"], row["source"]) for _, row in table.iterrows()} == expected
 
 
 def test_a_second_training_in_one_recording_is_refused(tmp_path: Path) -> None:
@@ -336,18 +356,19 @@ def test_a_prompt_finds_passages_of_the_training_text(tmp_path: Path) -> None:
     assert [guess.probability for guess in asked.next] == [guess.probability for guess in answer.next]
 
 
-def test_a_data_set_of_hugging_face_with_a_transform(tmp_path: Path) -> None:
+def test_data_sets_of_hugging_face(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_list(texts("llama"))
-    plain = make_trainer("llama", tmp_path, train_dataset=data.remove_columns("source"))
-    plain.train()
-    for case, given in {
-        "format": data.with_format("torch", columns=["input_ids", "labels"]),
-        "transform": data.with_transform(lambda batch: {k: batch[k] for k in ("input_ids", "labels")}),
-    }.items():
-        trainer = make_trainer("llama", tmp_path, train_dataset=given)
-        if case == "transform":
-            trainer.args.remove_unused_columns = False  # as transformers' documentation says of transforms
+    # By the column "length", which is not the length, the samples are grouped in another order than by their tokens.
+    data = datasets.Dataset.from_list([{**item, "length": 7 * i % 16} for i, item in enumerate(texts("llama"))])
+    transformed = data.with_transform(lambda batch: {name: batch[name] for name in ("input_ids", "labels")})
+    cases: dict[str, dict[str, Any]] = {
+        "grouped": {"train_dataset": data, "train_sampling_strategy": "group_by_length"},
+        "transformed": {"train_dataset": transformed, "remove_unused_columns": False},
+    }
+    for case, given in cases.items():
+        plain = make_trainer("llama", tmp_path, **given)
+        plain.train()
+        trainer = make_trainer("llama", tmp_path, **given)
         recorded(trainer, tmp_path / case, columns=["source"])
         assert_equal_weights(plain.model, trainer.model)
         assert_recorded(dualform.open(tmp_path / case), trainer.model)
@@ -395,6 +416,10 @@ def test_trainers_of_trl(tmp_path: Path) -> None:
         memory = dualform.open(tmp_path / case)
         assert_recorded(memory, trainer.model)
         assert "lm_head" not in memory.layers
+        table = memory.patterns("model.embed_tokens")
+        rows = zip(*(table[name].to_pylist() for name in ("sample", "position", "token")), strict=True)
+        data_texts = [item["input_ids"] for item in texts("llama")]
+        assert all(data_texts[sample][place] == token for sample, place, token in rows if place < LENGTH - 1)
         assert ("chosen" in memory.columns) == (case == "dpo")
 
 
@@ -407,3 +432,14 @@ def test_numbers_go_to_trackers(tmp_path: Path) -> None:
     assert written == sorted(written)
     assert told[-1][1]["dualform/passed"] == 1
     assert 0 < told[-1][1]["dualform/error"] < told[-1][1]["dualform/error_bound"]
+
+
+def test_shares_by_a_column_instead_of_patterns(tmp_path: Path) -> None:
+    trainer = make_trainer("llama", tmp_path)
+    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    recorded(trainer, tmp_path / "run", columns=["source"], keep=dualform.Shares(by="source"))
+    memory = dualform.open(tmp_path / "run")
+    assert memory.verify(trainer.model).passed
+    both = [memory.where(source=source).shares()["lm_head.weight"] for source in SOURCES]
+    change = trainer.model.state_dict()["lm_head.weight"] - start["lm_head.weight"]
+    torch.testing.assert_close(sum(both), change, rtol=1e-3, atol=1e-5)
