@@ -140,14 +140,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def strip_source(items: list[dict[str, Any]]) -> dict[str, Any]:
+def inputs_alone(items: list[dict[str, Any]]) -> dict[str, Any]:
     """Make a batch of the model's inputs alone, as a user must who keeps all columns."""
-    return transformers.default_data_collator([{k: v for k, v in item.items() if k != "source"} for item in items])
+    return transformers.default_data_collator(
+        [{name: item[name] for name in ("input_ids", "labels")} for item in items]
+    )
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_way_of_training(option: str, tmp_path: Path) -> None:
-    given = {**OPTIONS[option], **({"data_collator": strip_source} if option == "all columns, a worker" else {})}
+    given = {**OPTIONS[option], **({"data_collator": inputs_alone} if option == "all columns, a worker" else {})}
     plain = make_trainer("llama", tmp_path, **given)
     plain.train()
     trainer = make_trainer("llama", tmp_path, **given)
@@ -362,7 +364,13 @@ def test_data_sets_of_hugging_face(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list([{**item, "length": 7 * i % 16} for i, item in enumerate(texts("llama"))])
     transformed = data.with_transform(lambda batch: {name: batch[name] for name in ("input_ids", "labels")})
     cases: dict[str, dict[str, Any]] = {
-        "grouped": {"train_dataset": data, "train_sampling_strategy": "group_by_length"},
+        "grouped by tokens": {"train_dataset": data, "train_sampling_strategy": "group_by_length"},
+        "grouped by a column": {
+            "train_dataset": data,
+            "train_sampling_strategy": "group_by_length",
+            "remove_unused_columns": False,
+            "data_collator": inputs_alone,
+        },
         "transformed": {"train_dataset": transformed, "remove_unused_columns": False},
     }
     for case, given in cases.items():

@@ -180,9 +180,9 @@ class TrainerRecording:
                     trainer._set_signature_columns_if_needed()  # the inputs that are not removed as unused
                     known = [*trainer._signature_columns, CARRIED]
                     stack.enter_context(_replaced(trainer, "_signature_columns", known))
-                if hasattr(trainer, "_get_train_sampler"):  # may look at the data set's type and columns
-                    sampler = trainer._get_train_sampler
-                    stack.enter_context(_replaced(trainer, "_get_train_sampler", lambda *args, **kwargs: sampler(data)))
+                if hasattr(trainer, "_get_train_sampler"):
+                    sampler = _sampler_of(trainer, data)
+                    stack.enter_context(_replaced(trainer, "_get_train_sampler", sampler))
             yield
 
     def _training_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,6 +362,21 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+def _sampler_of(trainer: Any, data: Any) -> Callable[..., Any]:
+    """Return a function that makes the trainer's sampler for its own data set, whatever data set it is given.
+
+    A sampler may look at the type and the columns of a data set. It gets those that it would have without a recording:
+    a trainer removes unused columns from a data set of Hugging Face before it makes the sampler.
+    """
+    make = trainer._get_train_sampler
+
+    def make_sampler(*args: Any, **kwargs: Any) -> Any:
+        removes = hasattr(data, "remove_columns") and not isinstance(data, IterableDataset)
+        return make(trainer._remove_unused_columns(data) if removes else data)
+
+    return make_sampler
 
 
 def _has_decoder_beside(model: Any) -> bool:
