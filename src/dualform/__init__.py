@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dualform.binning import bins
     from dualform.corpus import Corpus
     from dualform.errors import DualformError
+    from dualform.indexing import indexed
     from dualform.opening import open
     from dualform.recording.estimate import estimate
     from dualform.recording.keep import Patterns, Shares
@@ -31,6 +32,7 @@ _HOME = {
     "Totals": "dualform.attend.questions",
     "bins": "dualform.binning",
     "estimate": "dualform.recording.estimate",
+    "indexed": "dualform.indexing",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
     "register_layer": "dualform.recording.layers",
@@ -49,6 +51,7 @@ __all__ = [
     "__version__",
     "bins",
     "estimate",
+    "indexed",
     "open",
     "record",
     "register_layer",

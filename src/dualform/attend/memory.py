@@ -6,7 +6,7 @@ as it was; it does not retrain.
 
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from dualform.attend.conditions import Condition, condition
 from dualform.attend.groups import Table
 from dualform.attend.info import Info, describe_run
 from dualform.attend.layer import LayerSpotlight
+from dualform.attend.prompts import PromptLike
 from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
 from dualform.attend.spotlight import Spotlight
@@ -467,7 +468,7 @@ class Memory:
     def attend_text(
         self,
         model: nn.Module,
-        prompt: str | Sequence[int] | Tensor,
+        prompt: PromptLike,
         *,
         layers: str | Collection[str] | None = None,
         top: int = 5,
@@ -482,7 +483,8 @@ class Memory:
         Args:
             model: the trained language model: tokens (B, L) in; logits (B, L, V) out, or those of the last position
                 only. They may come alone, first of a tuple, or as the entry or attribute `logits`.
-            prompt: what to ask about: a text, or the numbers of its tokens (L,).
+            prompt: what to ask about: a text, the numbers of its tokens (L,), or the messages of a chat, as the
+                tokenizer's `apply_chat_template` takes them.
             layers: the layers to look at. By default all that can be asked, and a note says which were left out: those
                 whose patterns have no place in the text, and those in which the last token's row cannot be told.
             top: how many passages, documents, tokens and guesses.

@@ -107,6 +107,7 @@ class DiskWriter:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
         self.dtype = dtype
+        self.taken_bytes = 0  # of the keys and values of all steps handed over
         self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
         self._shard_bytes = shard_bytes
         self._resume = resume
@@ -223,6 +224,7 @@ class DiskWriter:
             self._hole = error
             raise
         self._unsealed += size
+        self.taken_bytes += size
         if moments:  # the model may have gone on since
             if moments[0] is not None:
                 self._put_seal(moments[0])
