@@ -36,13 +36,13 @@ class TakenRows(NamedTuple):
         rows: (T, d), as they were trained with or as they are stored.
         scales: of stored rows that have some, (T,) float32.
         encoded: whether the rows are as they are stored.
-        range: the least and the greatest element of keys, (2,) float64, where a GPU has found them.
+        range: the least and the greatest element of keys, () each, where a GPU has found them.
     """
 
     rows: Tensor
     scales: Tensor | None = None
     encoded: bool = False
-    range: Tensor | None = None
+    range: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class TakenRows(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are there, in a fixed order."""
-        return [tensor for tensor in (self.rows, self.scales, self.range) if tensor is not None]
+        return [self.rows, *(() if self.scales is None else (self.scales,)), *self.range]
 
 
 class TakenCall(NamedTuple):
@@ -305,7 +305,7 @@ def _encoded(rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int]
         seed: returns the seed of the noise that keys or values are rounded with.
         what: "keys" or "values".
     """
-    ends = torch.stack(torch.aminmax(rows)).double() if what == "keys" and rows.numel() else None
+    ends = tuple(torch.aminmax(rows)) if what == "keys" and rows.numel() else ()
     if dtype is None:
         return TakenRows(rows, range=ends)
     return TakenRows(*encode(rows, dtype, seed=seed(what)), encoded=True, range=ends)
@@ -317,5 +317,5 @@ def _with_tensors(rows: TakenRows, tensors: Iterator[Tensor]) -> TakenRows:
         next(tensors),
         None if rows.scales is None else next(tensors),
         rows.encoded,
-        None if rows.range is None else next(tensors),
+        tuple(next(tensors) for _ in rows.range),
     )
