@@ -11,7 +11,7 @@ import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import DualformError, SharesOnlyError
 from helpers.paired import Pair
-from helpers.shares_only import planted, shares_only
+from helpers.shares_only import DictionaryShares, SharesOnly, planted, shares_only
 
 View = Callable[[Memory], Memory]
 AT = (3, 6)
@@ -183,3 +183,17 @@ def test_verify_fails_where_the_sum_is_not_the_weight(pair: Pair, kept: Memory) 
     outcome = kept.verify(other)
     assert outcome.verdict == "FAILED"
     assert outcome.explained is None
+
+
+def test_a_run_that_was_cut_off_is_looked_at_after_its_last_shares(pair: Pair) -> None:
+    run = pair.memory._run
+    cut = Memory(SharesOnly(run, DictionaryShares(pair.memory, ["label"], [3, 6])))
+    assert cut.step == 6
+    assert "at step 6" in repr(cut)
+    for name, weight in pair.memory.at(step=6).weights().items():
+        close(cut.weights()[name], weight)
+    assert cut.info().layers["0"]["patterns"] == pair.memory.at(step=6).patterns("0").num_rows
+    none = Memory(SharesOnly(run, DictionaryShares(pair.memory, ["label"], [])))
+    assert none.info().layers["0"]["patterns"] == 0
+    with pytest.raises(DualformError, match="keeps shares not after step 11"):
+        none.weights()

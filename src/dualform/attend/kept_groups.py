@@ -114,9 +114,10 @@ def find_kept_groups(
     """
     source = run.require_shares()
     if horizon not in source.horizons:
+        known = f"after steps {', '.join(map(str, source.horizons))}, and not" if source.horizons else "not"
         raise SelectionError(
-            f"{run.name} keeps shares after steps {', '.join(map(str, source.horizons))}, and not after step "
-            f"{horizon}. Record them there: keep=dualform.Shares(..., at=[{horizon}])."
+            f"{run.name} keeps shares {known} after step {horizon}. They are kept at the end, with flush(), and where "
+            f"they are asked for: keep=dualform.Shares(..., at=[{horizon}])."
         )
     wanted = [] if by is None else list(by)
     names = _columns_of(run, conditions)

@@ -72,7 +72,7 @@ class Memory:
         self._shared = shared or _Shared(AnswerCache(source), executor or LocalExecutor())
         self._cache = self._shared.cache
         self._conditions = conditions
-        self._horizon = source.steps if horizon is None else horizon
+        self._horizon = source.last_step if horizon is None else horizon
         self._table = Table(source, conditions, self._horizon, self._shared.executor)
         self._parts: dict[str, rebuild.ParameterParts] | None = None
 

@@ -488,16 +488,8 @@ def by_layer(run: PatternSource, checks: Mapping[str, ParameterCheck]) -> dict[s
     layers = {}
     for name, entry in run.layers.items():
         mine = tuple(checks[p] for p in entry.parameters.values() if p in checks)
-        layers[name] = LayerCheck(name, seen_patterns(run, name), stored_bytes(run, name), mine)
+        layers[name] = LayerCheck(name, run.seen(name), stored_bytes(run, name), mine)
     return layers
-
-
-def seen_patterns(run: PatternSource, layer: str) -> int:
-    """Return how many patterns of a layer are kept, or how many its shares sum."""
-    if run.layer(layer).store != "shares":
-        return run.count(layer)
-    kept = run.require_shares()
-    return int(kept.key_sums(layer, kept.groupings[0]).counts.sum())
 
 
 def stored_bytes(run: PatternSource, layer: str) -> int:
