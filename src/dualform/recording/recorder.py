@@ -127,6 +127,7 @@ class Recorder:
             uncovered=self._uncovered,
             batch_axis=self._batch_axis,
             state=self._uncovered_state.parts,
+            devices={name: parameter.device for name, parameter in self._parameters.items()},
         )
         self._steps.start(start)
         return self

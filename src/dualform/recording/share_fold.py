@@ -68,12 +68,12 @@ class _KeySum:
 
 @dataclass(frozen=True, slots=True)
 class FoldState:
-    """Shares after a step, as tensors by name (`share_names` says which) and labels.
+    """Shares after a step, as tensors by name (docs/format.md says which) and labels.
 
     Attributes:
         step: how many steps were folded.
         labels: the groups of each grouping.
-        shares: what a reader needs: shares, unexplained, rounding, start, sums of keys. Empty without live parameters.
+        shares: what a reader needs: shares, unexplained, rounding, start, sums of keys.
         resume: what the fold needs beyond the shares to go on.
     """
 
@@ -157,8 +157,10 @@ class ShareFold:
         )
         self._layers: dict[str, tuple[int, LayerStart]] = {}
         self._folds: dict[str, ParameterFold] = {}
+        self._places: dict[str, int] = {}  # of each parameter with shares, among all covered ones
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._devices: dict[str, torch.device] = {}
         self._sums: dict[tuple[int, str], _KeySum] = {}
         self._lowest: dict[str, Tensor] = {}
         self._captured: dict[str, _Captured] = {}
@@ -192,12 +194,18 @@ class ShareFold:
                     tensor = start.parameters[use.parameter]
                     self._shapes[use.parameter] = tuple(tensor.shape)
                     self._dtypes[use.parameter] = fold_dtype(tensor.dtype)
+                    there = start.devices.get(use.parameter, tensor.device)
+                    self._devices[use.parameter] = (
+                        there if self._shares.device is None else torch.device(self._shares.device)
+                    )
+        self._places = {name: place for place, name in enumerate(start.parameters) if name in self._shapes}
         self._batch_last = start.batch_axis > 0
         self._several = len(start.optimizers) > 1
         self._initial, self._warm = initial, states
 
-    def require_memory(self, averages: Mapping[str, int], device: torch.device) -> None:
-        """Raise `RefusedError` where the device has too little memory for the groups that may come."""
+    def require_memory(self, averages: Mapping[str, int]) -> None:
+        """Raise `RefusedError` where the parameters' device has too little memory for the groups that may come."""
+        device = next(iter(self._devices.values()), torch.device("cpu"))
         groups = self._shares.groups * len(self.groupings)
         need, free = self.bytes(averages, groups=groups), free_bytes(device)
         if free is not None and need.device > free:
@@ -245,7 +253,7 @@ class ShareFold:
     def _capture(self, fact: ParameterFacts, live: LiveParameter) -> _Captured:
         kind = require_optimizer_kind(fact.optimizer)
         settings, state = kind.decode(fact.settings), live.state
-        fold = self._fold(fact.parameter, kind, live)
+        fold = self._fold(fact.parameter, kind)
         if fold.start.warm is not None or kind.decays_gradient(settings):
             fold.keep_average(state.get(kind.average) if kind.average else None)
         gradient = live.parameter.grad
@@ -258,24 +266,21 @@ class ShareFold:
         before = {name: state[name].clone() for name in kind.overwrites_state if name in state}
         return _Captured(live, gradient, before)
 
-    def _fold(self, name: str, kind: OptimizerKind[Any], live: LiveParameter) -> ParameterFold:
+    def _fold(self, name: str, kind: OptimizerKind[Any]) -> ParameterFold:
         """Return the fold of a parameter, which begins with its first step."""
         if name not in self._folds:
             warm = self._warm.get(name, {}).get(kind.average or "")
-            self._folds[name] = self._new_fold(name, self._device(live.parameter), warm)
+            self._folds[name] = self._new_fold(name, warm)
         return self._folds[name]
 
-    def _new_fold(self, name: str, device: torch.device, warm: Tensor | None) -> ParameterFold:
+    def _new_fold(self, name: str, warm: Tensor | None) -> ParameterFold:
         return ParameterFold(
             self._shapes[name],
             dtype=self._dtypes[name],
-            device=device,
+            device=self._devices[name],
             initial=lambda: self._initial(name),
             warm=warm,
         )
-
-    def _device(self, parameter: Tensor) -> torch.device:
-        return parameter.device if self._shares.device is None else torch.device(self._shares.device)
 
     def _codes_of(self, step: int, call: StepCall, grouping: int) -> Tensor:
         """Return the group of each pattern of a call, found once for all calls of the same rows and columns."""
@@ -309,12 +314,12 @@ class ShareFold:
         rows = self._rows(facts, calls)
         for fact in updated:
             captured, kind = self._captured[fact.parameter], require_optimizer_kind(fact.optimizer)
-            fold, state = self._folds[fact.parameter], after[fact.parameter]
-            settings = kind.decode(fact.settings)
-            taken = ReplayedStep(settings, captured.gradient, captured.before, state, self._dtypes[fact.parameter])
+            fold, device = self._folds[fact.parameter], self._devices[fact.parameter]
+            before, state = (_moved(one, device) for one in (captured.before, after[fact.parameter]))
+            gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
+            linear = kind.read(ReplayedStep(settings, gradient, before, state, self._dtypes[fact.parameter]))
             live_average = state.get(kind.average) if kind.average else None
-            linear = kind.read(taken)
-            fold.step(linear, rows.get(fact.parameter, ()), gradient=captured.gradient, live_average=live_average)
+            fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
@@ -357,6 +362,8 @@ class ShareFold:
             self._sums[at] = _KeySum(zeros, torch.zeros(0, dtype=torch.int64))
         total = self._sums[at]
         total.grow(len(self.groupings[grouping].labels))
+        if total.sums.device != keys.device:  # a resumed recording begins on the CPU
+            total.sums = total.sums.to(keys.device)
         wide = keys if keys.is_floating_point() else keys.double()
         found = sum_by_group(wide, groups, torch.float64 if wide.dtype == torch.float64 else torch.float32)
         places = torch.tensor(groups.present)
@@ -365,7 +372,7 @@ class ShareFold:
         if not grouping:
             lowest = wide.min().double()
             earlier = self._lowest.get(name)
-            self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier)
+            self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
 
     # The result ---------------------------------------------------------------------------------------------------
 
@@ -374,17 +381,20 @@ class ShareFold:
         """The groups of each grouping so far."""
         return tuple(tuple(grouping.labels) for grouping in self.groupings)
 
-    def result(self, live: Mapping[str, Tensor]) -> FoldState:
-        """Return the shares as they are now, on the CPU, given the live parameters.
+    def result(self, live: Mapping[str, Tensor] | None) -> FoldState:
+        """Return the shares as they are now, on the CPU; without live parameters only what is needed to go on.
 
         The tensors may share memory with the fold: they are to be written or copied before the next step.
         """
         self.fold_waiting()
         shares: dict[str, Tensor] = {}
-        for place, name in enumerate(self._shapes):
+        for name, place in self._places.items():
             fold = self._folds.get(name)
             if fold is None:
                 continue  # no step has touched it
+            shares[f"noise.{place}"] = torch.tensor(fold.noise, dtype=torch.float64)
+            if live is None:
+                continue
             start, unexplained, rounding = fold.rest(live[name])
             if fold.start.moved is None and fold.start.warm is None:
                 shares[f"start_number.{place}"] = torch.tensor(fold.start.matrix.weight[0], dtype=torch.float64)
@@ -392,7 +402,6 @@ class ShareFold:
                 shares[f"start.{place}"] = start.to(self._dtypes[name])
             shares[f"unexplained.{place}"] = unexplained.to(self._dtypes[name])
             shares[f"rounding.{place}"] = rounding.to(self._dtypes[name])
-            shares[f"noise.{place}"] = torch.tensor(fold.noise, dtype=torch.float64)
         for use, group, share in self._all_shares():
             shares[_numbered("share", *use, group)] = share.weight
         for (grouping, layer), total in self._sums.items():
@@ -412,7 +421,7 @@ class ShareFold:
         for use, group, share in self._all_shares():
             if share.average is not None:
                 found[_numbered("average", *use, group)] = share.average
-        for place, name in enumerate(self._shapes):
+        for name, place in self._places.items():
             fold = self._folds.get(name)
             if fold is None:
                 continue
@@ -427,33 +436,27 @@ class ShareFold:
         return found
 
     @without_gradients
-    def load(self, state: FoldState, parameters: Mapping[str, Tensor]) -> None:
-        """Go on from an earlier state.
-
-        Args:
-            state: what `result` gave.
-            parameters: the live parameters, which say where the fold goes on.
-        """
+    def load(self, state: FoldState) -> None:
+        """Go on from an earlier state, which `result` gave."""
         self.steps = state.step
         for labels, known in zip(self.groupings, state.labels, strict=True):
             labels.load(known)
-        for place, name in enumerate(self._shapes):
+        for name, place in self._places.items():
             if f"whole.{place}" in state.resume:
-                self._folds[name] = self._loaded_fold(name, place, state, self._device(parameters[name]))
-        for name, (place, layer) in self._layers.items():
-            device = self._device(parameters[layer.uses[0].parameter])
+                self._folds[name] = self._loaded_fold(name, place, state)
+        for name, (place, _) in self._layers.items():
             for grouping in range(len(self.groupings)):
                 if f"keys.{grouping}.{place}" in state.shares:
-                    sums = state.shares[f"keys.{grouping}.{place}"].to(device, copy=True)
-                    self._sums[grouping, name] = _KeySum(sums, state.shares[f"counts.{grouping}.{place}"].clone())
+                    sums, counts = (state.shares[f"{what}.{grouping}.{place}"].clone() for what in ("keys", "counts"))
+                    self._sums[grouping, name] = _KeySum(sums, counts)
             if f"lowest.{place}" in state.shares:
-                self._lowest[name] = state.shares[f"lowest.{place}"].to(device, copy=True)
+                self._lowest[name] = state.shares[f"lowest.{place}"].clone()
 
-    def _loaded_fold(self, name: str, place: int, state: FoldState, device: torch.device) -> ParameterFold:
+    def _loaded_fold(self, name: str, place: int, state: FoldState) -> ParameterFold:
         """Return the fold of a parameter as it was."""
         warm = self._warm.get(name, {})
         average = next((entry for entry in warm if entry in AVERAGES), None)
-        fold = self._new_fold(name, device, None if average is None else warm[average])
+        fold = self._new_fold(name, None if average is None else warm[average])
 
         def part(tensor: str, of_average: str) -> GroupShare:
             weight = state.shares[tensor] if tensor in state.shares else state.resume[tensor]
@@ -488,6 +491,13 @@ def _numbered(what: str, *places: int) -> str:
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a state on a device; numbers stay on the CPU."""
+    return {
+        name: entry.to(device) if isinstance(entry, Tensor) and entry.dim() else entry for name, entry in state.items()
+    }
 
 
 def _states_after(live: Mapping[str, LiveParameter]) -> dict[str, dict[str, Any]]:

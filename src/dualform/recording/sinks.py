@@ -48,6 +48,7 @@ class Start:
     batch_axis: int
     state: Callable[..., Mapping[str, StatePart] | None] | None = None
     """`UncoveredState.parts`: the model's uncovered state as it is when called, on the training thread only."""
+    devices: Mapping[str, torch.device] = field(default_factory=dict)  # where the covered parameters are; the CPU
 
 
 @dataclass(frozen=True, slots=True)

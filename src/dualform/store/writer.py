@@ -32,7 +32,7 @@ from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.blobs import Blobs
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
 from dualform.store.kept_state import ShardState, StateKeeper
-from dualform.store.manifest import Manifest
+from dualform.store.manifest import Manifest, SharesEntry
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, resume_at
@@ -101,15 +101,14 @@ class DiskWriter:
         steps: int | None,
         factory: str | None,
         factory_arguments: Mapping[str, Any],
-        publish_seconds: float = PUBLISH_SECONDS,
     ) -> None:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
         self.dtype = dtype
+        self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
-        self._publish_seconds = publish_seconds
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
         self._queue: ByteQueue[TakenStep | _Seal | _Attachment] = ByteQueue(queue_bytes)
@@ -208,7 +207,7 @@ class DiskWriter:
             self._hole = error
             raise
         self._unsealed += size
-        if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= self._publish_seconds:
+        if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= PUBLISH_SECONDS:
             self._seal(facts.snapshot, wait=False)
 
     def discard(self, backwards: Sequence[int]) -> None:
@@ -382,6 +381,7 @@ class DiskWriter:
             versions={"dualform": __version__, "torch": torch.__version__},
             factory=self._factory,
             factory_arguments=self._factory_arguments,
+            shares=self.shares,
         )
 
     def _begin(self, start: Start) -> None:

@@ -218,11 +218,12 @@ class MuonKind(OptimizerKind[OneSidedStep]):
         settings, buffer = taken.settings, taken.after["momentum_buffer"]
         momentum, lr = settings["momentum"], settings["lr"]
         rounded = near(buffer.dtype)
-        update = (taken.gradient.lerp(buffer, momentum) if settings["nesterov"] else buffer).to(taken.precision)
+        update = (taken.gradient.lerp(buffer, momentum) if settings["nesterov"] else buffer).double()
         rows, cols = update.shape
         tall = rows > cols
         chosen = (settings["ns_coefficients"], settings["ns_steps"], settings["eps"])
-        # A live step is read in the parameter's dtype, where the products are faster than eigenvectors and as exact.
+        # Products are faster than eigenvectors where training waits for them. They too need float64: an error in a
+        # small eigenvalue of u uᵀ grows by 3.4² with each iteration.
         find = polynomial if taken.precision == torch.float64 else iterated_polynomial
         side = find(update.T if tall else update, *chosen)
         beta = rounded(1 - momentum)
@@ -235,7 +236,7 @@ class MuonKind(OptimizerKind[OneSidedStep]):
             kappa=rounded(1 - lr * settings["weight_decay"]),
             gamma=rate,
             ahead=rounded(momentum) if settings["nesterov"] else 1.0,
-            side=side,
+            side=side.to(taken.precision),
             tall=tall,
             noise=noise,
         )

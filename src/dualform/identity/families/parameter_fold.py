@@ -353,13 +353,13 @@ def _multiply_and_add(
 ) -> None:
     """Multiply a share by a 2×2 matrix and add the gradients of scaled values, of the weight's and of the average's."""
     tensors = [share.weight, share.average]
-    plain = type(parameter_map) is OuterMap and not by.average[0]
+    plain = type(parameter_map) is OuterMap and not by.average[0] and keys.device == share.weight.device
     if not plain:
         _multiply(share, by)
         tensors = [share.weight, share.average]
         for tensor, scaled in zip(tensors, values, strict=False):
             assert tensor is not None
-            tensor.add_(parameter_map.gradient(scaled, keys, shape).reshape(tensor.shape))
+            tensor.add_(parameter_map.gradient(scaled, keys, shape).reshape(tensor.shape).to(tensor.device))
         return
     if share.average is not None and by.weight[1]:
         share.weight.mul_(by.weight[0]).add_(share.average, alpha=by.weight[1])
