@@ -35,7 +35,7 @@ def reproduce_from_shares(study: ImageStudy, folder: Path, *, seed: int, device:
     clock = Clock({})
     tasks = clock("data", lambda: make_tasks(load_sets(study.tasks)))
     run = folder / "run"
-    shares = Shares(by=["task", "coin"], at=[study.phases[0].steps])
+    shares = Shares(by=["task", "coin"], at=[study.phases[0].steps], resumable=False)
     model = clock(
         "training",
         lambda: train_classifier(tasks, study.phases, study.recipe, run, seed=seed, device=device, keep=shares),
