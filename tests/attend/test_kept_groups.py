@@ -1,17 +1,21 @@
 """A memory that keeps shares alone answers by group what a memory of patterns does, and refuses the rest by name."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 import dualform
 from dualform.attend.memory import Memory
 from dualform.errors import DualformError, SharesOnlyError
+from dualform.recording.keep import Shares
 from helpers.paired import Pair
 from helpers.shares_only import DictionaryShares, SharesOnly, planted, shares_only
+from helpers.small import batch, network, sgd
 
 View = Callable[[Memory], Memory]
 AT = (3, 6)
@@ -197,3 +201,34 @@ def test_a_run_that_was_cut_off_is_looked_at_after_its_last_shares(pair: Pair) -
     assert none.info().layers["0"]["patterns"] == 0
     with pytest.raises(DualformError, match="keeps shares not after step 11"):
         none.weights()
+
+
+@pytest.mark.parametrize("column", ["sample", "site"])  # numbers and texts
+def test_a_rest_of_groups_is_a_group_that_no_condition_can_look_into(tmp_path: Path, column: str) -> None:
+    def recorded(name: str, keep: Shares | None) -> tuple[Memory, nn.Module]:
+        model = network()
+        optimizer = sgd(model)
+        with dualform.record(model, optimizer, tmp_path / name, keep=keep) as recorder:
+            for step in range(6):
+                inputs, labels = batch(step)
+                recorder.annotate(sample=labels * 10, site=[f"site {label}" for label in labels.tolist()])
+                optimizer.zero_grad()
+                functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        return dualform.open(tmp_path / name), model
+
+    whole, _ = recorded("patterns", None)
+    kept, model = recorded("shares", Shares(by=column, groups=2, rest=True))
+    assert kept.verify(model).passed
+    found = kept.shares(by=column)["0.weight"]
+    first, second = [label for label in found.labels if label != "rest"]
+    assert len(found.labels) == 3
+    views: list[View] = [lambda m: m.without(**{column: first}), lambda m: m.where(**{column: [second]})]
+    for view in views:
+        for name, weight in view(whole).weights().items():
+            torch.testing.assert_close(view(kept).weights()[name], weight, rtol=0, atol=1e-5)
+    other = next(label for label in whole.shares(by=column)["0.weight"].labels if label not in found.labels)
+    refused: list[View] = [lambda m: m.without(**{column: other}), lambda m: m.where(f"{column} is null")]
+    for view in refused:
+        with pytest.raises(SharesOnlyError, match="cannot be decided for the group 'rest'"):
+            view(kept)

@@ -64,6 +64,10 @@ class ShareSource(ABC):
     def labels(self, by: tuple[str, ...]) -> tuple[Any, ...]:
         """Return the groups of a grouping."""
 
+    def rest_place(self, by: tuple[str, ...]) -> int | None:
+        """Return the place of the group of all patterns whose own groups are not kept; None where all are."""
+        return None
+
     @abstractmethod
     def shares(
         self, parameter: str, by: tuple[str, ...], *, layer: str | None = None, horizon: int | None = None

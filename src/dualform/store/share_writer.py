@@ -214,5 +214,6 @@ class ShareWriter:
                 for part in grouping.columns
             )
             labels = [label if len(columns) > 1 else (label,) for label in grouping.labels]
-            found.append(GroupingEntry(columns, tuple(tuple(label_text(part) for part in label) for label in labels)))
+            written = tuple(tuple(label_text(part) for part in label) for label in labels)
+            found.append(GroupingEntry(columns, written, grouping.has_rest))
         return tuple(found)

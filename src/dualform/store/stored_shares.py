@@ -55,6 +55,11 @@ class StoredShares(ShareSource):
         self._grouping(by)
         return tuple(self._stored_labels[by][group] for group in self._order[by])
 
+    def rest_place(self, by: tuple[str, ...]) -> int | None:
+        """Return the place of the group of all patterns whose own groups are not kept; None where all are."""
+        kept = self._kept.groupings[self._grouping(by)]
+        return self._order[by].index(len(kept.labels) - 1) if kept.rest else None
+
     def shares(
         self, parameter: str, by: tuple[str, ...], *, layer: str | None = None, horizon: int | None = None
     ) -> ParameterShares:
