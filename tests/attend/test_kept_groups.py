@@ -182,6 +182,34 @@ def test_verify_says_how_much_is_explained(pair: Pair, rounding: bool) -> None:
     assert "'0.weight'" in repr(outcome)
 
 
+def test_what_is_recorded_says_how_much_it_explains(tmp_path: Path) -> None:
+    """A regulariser is unexplained, and Muon's own rounding is within its bound."""
+    for name in ("muon", "regulariser"):
+        model = network()
+        matrices, biases = ([p for p in model.parameters() if p.dim() == n] for n in (2, 1))
+        optimizers: list[torch.optim.Optimizer] = (
+            [torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD(biases, lr=0.1)] if name == "muon" else [sgd(model)]
+        )
+        with dualform.record(model, optimizers, tmp_path / name, keep=Shares(by="label")) as recorder:
+            for step in range(8):
+                inputs, labels = batch(step)
+                recorder.annotate(label=labels)
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss = functional.cross_entropy(model(inputs), labels)
+                (loss if name == "muon" else loss + 1e-3 * matrices[0].square().sum()).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        outcome = dualform.open(tmp_path / name).verify(model)
+        if name == "muon":
+            assert outcome.passed, outcome
+            assert (outcome.layers[0].rounding or 0.0) > 1e-5
+        else:
+            assert [layer.passed for layer in outcome.layers] == [False, True]
+            assert outcome.layers[0].result.startswith("explains 9")
+            assert outcome.hint == ""
+
+
 def test_verify_fails_where_the_sum_is_not_the_weight(pair: Pair, kept: Memory) -> None:
     other = {name: tensor + 0.1 for name, tensor in pair.model.state_dict().items()}
     outcome = kept.verify(other)

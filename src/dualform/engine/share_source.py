@@ -78,6 +78,10 @@ class ShareSource(ABC):
     def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> KeySums:
         """Return a layer's key sums by group."""
 
+    def expected_noise(self, parameter: str, *, horizon: int | None = None) -> float:
+        """Return the size that the optimizer's own coarse rounding is expected to have in a parameter; 0 if unknown."""
+        return 0.0
+
     def stored_bytes(self, layer: str) -> int:
         """Return how many bytes the sums of a layer take where they are stored; 0 where they are not."""
         return 0
