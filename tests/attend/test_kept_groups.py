@@ -11,6 +11,11 @@ from torch.nn import functional
 
 import dualform
 from dualform.attend.memory import Memory
+from dualform.engine.jobs import Executor, Fold, Job, Pass, WholeView
+from dualform.engine.local import LocalExecutor
+from dualform.engine.plain import PlainExecutor
+from dualform.engine.reducers import KeySums
+from dualform.engine.shares import SharesOf
 from dualform.errors import DualformError, SharesOnlyError
 from dualform.recording.keep import Shares
 from helpers.paired import Pair
@@ -260,3 +265,18 @@ def test_a_rest_of_groups_is_a_group_that_no_condition_can_look_into(tmp_path: P
     for view in refused:
         with pytest.raises(SharesOnlyError, match="cannot be decided for the group 'rest'"):
             view(kept)
+
+
+@pytest.mark.parametrize("executor", [PlainExecutor(), LocalExecutor()], ids=["plain", "local"])
+def test_executors_refuse_a_layer_without_patterns(kept: Memory, executor: Executor) -> None:
+    source = kept._run
+    like = torch.empty(0, dtype=torch.float64)
+    jobs: list[Job] = [
+        Pass("0", WholeView(source, source.steps), KeySums(1, 5), like),
+        Fold(("0.weight",), source.steps, SharesOf(1)),
+    ]
+    for job in jobs:
+        with pytest.raises(SharesOnlyError, match="Layer '0' keeps shares"):
+            executor.run(source, [job])
+    with pytest.raises(SharesOnlyError, match="Layer '0' keeps shares"):
+        WholeView(source, source.steps).count("0")
