@@ -52,7 +52,7 @@ def summarise_shares(findings: Sequence[Row]) -> list[Grid]:
 def _given_back_lines(findings: Sequence[Row]) -> Grid:
     first, second = findings[0]["study"]["tasks"]
     rows = tuple(
-        (name, mean_and_deviation([f["given_back"][name] for f in findings], scale=1.0))
+        (name, mean_and_deviation([f["given_back"][name] for f in findings], scale=1.0, digits=0))
         for name in findings[0]["given_back"]
     )
     return Grid(f"{first} tests before {second}, after it, and without it", ("tests", "how many"), rows)
@@ -71,12 +71,15 @@ def _sizes_lines(findings: Sequence[Row]) -> Grid:
 def _shares_exactness_lines(findings: Sequence[Row]) -> Grid:
     rows = []
     for i, entry in enumerate(findings[0]["layers"]):
-        names = ("relative_error", "unexplained", "rounding")
+        names = ("unexplained", "rounding")
         worst = (f"{max(f['layers'][i][name] for f in findings):.1e}" for name in names)
         rows.append((entry["layer"], f"{entry['patterns']:,}", *worst))
-    columns = ("layer", "patterns", "rebuild error", "unexplained", "rounding")
-    title = "Is it exact? Weights rebuilt from the shares, relative to their change, the worst seed"
-    return Grid(title, columns, tuple(rows), _verdict(findings))
+    columns = ("layer", "patterns", "unexplained", "rounding")
+    title = "Is it exact? What the groups' shares leave of the weights, relative to their change, the worst seed"
+    note = (
+        "Rounding is the difference of the final weights and all other parts, so that all of them sum to the weights."
+    )
+    return Grid(title, columns, tuple(rows), f"{note} {_verdict(findings)}")
 
 
 def _verdict(findings: Sequence[Row]) -> str:
