@@ -235,7 +235,7 @@ class Table:
         """Return the kept patterns' rows with these columns, or with all."""
         wanted = self.names if names is None else tuple(names)
         self.require(wanted)
-        self.run.require_patterns(layer, "the table of patterns")
+        self.run.require_patterns(layer, "a table of patterns")
         parts = []
         for part in self.run.parts():
             kept = kept_rows(part, layer, self.horizon, self.mask)

@@ -94,6 +94,7 @@ class LayerPlans:
         if k < 1:
             raise QueryError(f"top({k}) asks for no patterns. Ask for at least one.")
         check_per(question.per)
+        self.table.run.require_patterns(self.name, "a ranking of patterns")
         self.require_patterns()
         measure = PatternMeasure(of)
         if of == "contribution":

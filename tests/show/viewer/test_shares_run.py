@@ -21,7 +21,8 @@ NEEDED = "keeps shares by label"
 @pytest.fixture(scope="module")
 def shares_run(digits: SimpleNamespace) -> Iterator[Running]:
     """A server on the run of digits, of which shares by label alone are kept."""
-    kept = shares_only(open_patterns(digits.folder), "label", at=[40])
+    steps = dualform.bins("step", width=5)
+    kept = shares_only(open_patterns(digits.folder), "label", ["label", steps], at=[40])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dualform, "open", lambda path: kept, raising=False)
         server = Running(digits.folder)
@@ -43,10 +44,10 @@ def get(client: httpx.Client, path: str, **parameters: Any) -> Any:
 
 def test_what_shares_answer_is_what_patterns_answer(asked: httpx.Client, client: httpx.Client) -> None:
     run = get(asked, "/api/run")
-    assert run["shares"] == ["label"]
+    assert run["shares"] == ["label", "label, step:5"]
     assert run["exact"]
     assert run["patterns"] == get(client, "/api/run")["patterns"]
-    assert [one["by"] for one in run["groupings"]] == ["label"]
+    assert [one["by"] for one in run["groupings"]] == ["label", "label,step:5"]
     for of in ("attention", "contribution"):
         found, wanted = (get(one, "/api/layers", of=of) for one in (asked, client))
         assert found["groups"] == wanted["groups"]
@@ -59,10 +60,13 @@ def test_what_shares_answer_is_what_patterns_answer(asked: httpx.Client, client:
 
 
 def test_panels_that_need_patterns_say_so(asked: httpx.Client) -> None:
-    for path in ("/api/top", "/api/curves", "/api/time"):
+    for path in ("/api/top", "/api/curves"):
         assert NEEDED in get(asked, path, layer="layers.2")["needs_patterns"]
     assert "needs groups by 'sample'" in get(asked, "/api/mask", p="3")["needs_patterns"]
     assert "sample" in get(asked, "/api/sample", sample=3)["needs_patterns"]
+    time = get(asked, "/api/time", layer="layers.2")
+    assert time["width"] == 5
+    assert sum(time["grid"][3]) == pytest.approx(get(asked, "/api/layers")["layers"][2]["totals"][3])
     reasons = [layer["reason"] for layer in get(asked, "/api/layers", of="effect")["layers"]]
     assert all("its patterns are not kept" in reason for reason in reasons)
     magnitude = get(asked, "/api/layers", of="magnitude")["layers"]
@@ -126,7 +130,7 @@ def test_the_page_shows_notes_and_no_failures(chromium: Any, shares_run: Running
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(shares_run.address + "&test=5")
     page.wait_for_selector("body[data-ready=all]")
-    for panel in ("curves", "time", "top"):
+    for panel in ("curves", "top"):
         assert NEEDED in page.inner_text(f"#{panel} .needs-patterns")
     assert "unexplained" in page.wait_for_selector(".badge.good").inner_text()
     assert page.query_selector(".failure") is None
