@@ -73,7 +73,7 @@ class Memory:
         self._shared = shared or _Shared(AnswerCache(source), executor or LocalExecutor())
         self._cache = self._shared.cache
         self._conditions = conditions
-        self._horizon = source.steps if horizon is None else horizon
+        self._horizon = source.last_step if horizon is None else horizon
         self._table = Table(source, conditions, self._horizon, self._shared.executor)
         self._parts: dict[str, rebuild.ParameterParts] | None = None
 
@@ -393,7 +393,7 @@ class Memory:
                     f"Parameter {name!r} is {entry.shape} in the memory, but {tuple(live[name].shape)} in this model."
                 )
         outcome = verify(self._run, live, self._shared.executor, horizon=self._horizon)
-        if outcome.passed or model is None:
+        if outcome.passed or model is None or outcome.explained is not None:
             return outcome
         recorded = {name: live[name] for name in self._run.description.parameters}
         return dataclasses.replace(outcome, hint=_other_step(matching_steps(self._run, recorded) - {self._horizon}))

@@ -74,6 +74,8 @@ def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
     call = arrival.call
     layer = call.layer
     dtype = next(iter(layer.parameters.values()))[1].dtype
+    if call.coarse is not None and layer.shares_only:
+        dtype = call.coarse  # sums of such rows are computed in autocast's own dtype
     keys = layer.kind.keys(layer.module, call.inputs)
     arrival.leading = keys.shape[:-1]
     if keys.is_floating_point():
