@@ -77,7 +77,9 @@ class Arrival:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters' dtype, which keys and values are kept in."""
+        """The dtype that keys and values are kept in: the parameters', or autocast's where only sums are kept."""
+        if self.call.coarse is not None and self.call.layer.shares_only:
+            return self.call.coarse
         return next(iter(self.call.layer.parameters.values()))[1].dtype
 
 

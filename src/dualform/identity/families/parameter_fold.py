@@ -67,7 +67,7 @@ class UseRows:
         keys: (T, d_in) as the call has them.
         codes: (T,) the group of each pattern, on the CPU.
         factor: what the gradient was multiplied with between backward and step.
-        sorted: the groups, and values and keys sorted by them, once they were asked for; shared by all uses of a call.
+        sorted: the groups, and values and keys sorted by them; shared by all uses of a call.
     """
 
     use: UseKey
@@ -83,16 +83,15 @@ class UseRows:
 class SortedRows:
     """Values and keys of one call sorted by group, found when they are first asked for."""
 
-    codes: Tensor
+    groups: RowGroups
     values: Tensor
     keys: Tensor
-    _found: tuple[RowGroups, Tensor, Tensor] | None = None
+    _found: tuple[Tensor, Tensor] | None = None
 
-    def get(self) -> tuple[RowGroups, Tensor, Tensor]:
-        """Return the groups, the sorted values and the sorted keys."""
+    def get(self) -> tuple[Tensor, Tensor]:
+        """Return the sorted values and the sorted keys."""
         if self._found is None:
-            groups = RowGroups.of_codes(self.codes)
-            self._found = groups, groups.sort(self.values), groups.sort(self.keys)
+            self._found = self.groups.sort(self.values), self.groups.sort(self.keys)
         return self._found
 
 
@@ -237,15 +236,16 @@ class ParameterFold:
     def _gradients(self, rows: Sequence[UseRows]) -> dict[tuple[UseKey, int], Tensor]:
         """Return the gradient of each use and group that the patterns of a step are in."""
         found: dict[tuple[UseKey, int], Tensor] = {}
-        dtype = self.whole.weight.dtype
+        like = self.whole.weight
+        dtype = like.dtype
         for one in rows:
-            groups, values, keys = one.sorted.get()
+            groups, (values, keys) = one.sorted.groups, one.sorted.get()
             parts = gradients_by_group(one.parameter_map, values, keys, groups, self.shape, dtype)
             if one.factor != 1.0:
                 torch._foreach_mul_(parts, one.factor)
             for group, part in zip(groups.present, parts, strict=True):
                 self._share(one.use, group)
-                there = part.to(self.whole.weight)
+                there = part if part.device == like.device else part.to(like.device)
                 earlier = found.get((one.use, group))
                 found[one.use, group] = there if earlier is None else earlier.add_(there)
         return found
@@ -276,7 +276,7 @@ class ParameterFold:
         for use, parts in by_use.items():
             self._fold_use(use, parts, behind, moves_average=moves_average)
         for use, groups in self.shares.items():
-            present = {int(code) for rows, _ in by_use.get(use, ()) for code in rows.sorted.get()[0].present}
+            present = {int(code) for rows, _ in by_use.get(use, ()) for code in rows.sorted.groups.present}
             for group, share in groups.items():
                 if group not in present:
                     share.behind = behind.after(share.behind)
