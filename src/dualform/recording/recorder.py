@@ -4,7 +4,7 @@ It chooses the layers, describes the start of the recording to its sink, and lea
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -45,6 +45,7 @@ class Recorder:
         check_rows: bool = True,
         on_failure: OnFailure = "raise",
         check: Check = "sampled",
+        stored_loosely: Callable[[str], bool] = lambda layer: False,
         world: World | None = None,
         patterns: Layers | Literal[False] = None,
     ) -> None:
@@ -60,6 +61,7 @@ class Recorder:
             check_rows: find out by a trial which layers have the rows of the batch.
             on_failure: `"raise"` or `"detach"`.
             check: how often every gradient is compared with the sum of its patterns.
+            stored_loosely: says of a layer whether its patterns are stored so coarsely that every step is checked.
             world: the processes that train together; by default this one alone.
             patterns: the layers whose patterns the sink keeps, nothing for all and False for none. Of the others it
                 keeps sums, and a gradient that patterns do not explain is measured there, and not refused.
@@ -75,6 +77,8 @@ class Recorder:
         self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
+        if any(stored_loosely(layer.name) for layer in self._layers if not layer.keys_only):
+            check = "every"  # `verify` cannot find a small edit of a gradient afterwards
         self._owned = divide_parameters(optimizers, self._parameters, keys_only=keys_only)
         missing = uncovered(model, optimizers, self._layers)
         self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}
