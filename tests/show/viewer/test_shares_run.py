@@ -52,7 +52,7 @@ def get(client: httpx.Client, path: str, **parameters: Any) -> Any:
 
 def test_what_shares_answer_is_what_patterns_answer(asked: httpx.Client, client: httpx.Client) -> None:
     run = get(asked, "/api/run")
-    assert run["shares"] == ["label", "label, step:5"]
+    assert run["shares"] == ["label", "(label, step:5)"]
     assert run["exact"]
     assert run["patterns"] == get(client, "/api/run")["patterns"]
     assert [one["by"] for one in run["groupings"]] == ["label", "label,step:5"]
