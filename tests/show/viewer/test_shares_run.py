@@ -107,7 +107,7 @@ def test_commands(shares_folder: Path) -> None:
 
     code, text = run("info", folder)
     assert code == 0
-    assert "shares" in text
+    assert "shares: by label, or (label, step:5); after steps 40, 80" in text
     code, text = run("verify", folder, "--json")
     assert code == 0
     assert [layer["explained"] for layer in json.loads(text)["layers"]] == pytest.approx([1.0] * 3)
