@@ -58,6 +58,10 @@ def test_groups_beyond_the_last_are_refused_or_the_rest() -> None:
     assert found.codes(0, call(label=[1, 2, 3]), batch_last=False).tolist() == [0, 1, 2]
     assert found.codes(0, call(label=[4, 2, 1]), batch_last=False).tolist() == [2, 1, 0]
     assert found.labels == [1, 2, REST]
+    again = labels("label", most=2, rest=True)
+    again.load(found.labels)
+    assert again.codes(0, call(label=[5, 2, 6]), batch_last=False).tolist() == [2, 1, 2]
+    assert again.labels == [1, 2, REST]
 
 
 def test_one_and_true_are_two_groups_and_a_whole_number_is_its_float() -> None:

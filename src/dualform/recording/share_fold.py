@@ -15,9 +15,11 @@ from dualform.binning import Bins
 from dualform.errors import RefusedError
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_kind import (
+    Move,
     OptimizerKind,
     ReplayedStep,
     StepMatrix,
+    follow_together,
     require_optimizer_kind,
 )
 from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows
@@ -39,6 +41,8 @@ from dualform.torch_modes import call_without_autocast, without_gradients
 
 MAX_WAITING_STEPS = 16
 """Steps of SGD that wait to be folded at once: a share is read and written once in so many steps."""
+MAX_MOVED_BYTES = 1 << 30
+"""Bytes of groups' gradients that the same kernels move on a GPU; on a CPU each parameter's are moved by themselves."""
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of patterns that may wait for it."""
 
@@ -320,6 +324,7 @@ class ShareFold:
         updated = [fact for fact in facts.facts if fact.updated and fact.parameter in self._captured]
         after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
         rows = self._rows(facts, calls)
+        moves: list[Move[Any]] = []
         for fact in updated:
             captured, kind = self._captured[fact.parameter], require_optimizer_kind(fact.optimizer)
             fold, device = self._folds[fact.parameter], self._devices[fact.parameter]
@@ -327,7 +332,12 @@ class ShareFold:
             gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
             linear = kind.read(ReplayedStep(settings, gradient, before, state, self._dtypes[fact.parameter]))
             live_average = state.get(kind.average) if kind.average else None
-            fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+            moves += fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+            most = MAX_MOVED_BYTES if device.type == "cuda" else 0
+            if sum(one.nbytes for move in moves for one in move.gradients if one is not None) > most:
+                follow_together(moves)
+                moves = []
+        follow_together(moves)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)

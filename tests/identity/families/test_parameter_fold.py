@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.identity.families import optimizer_kinds
-from dualform.identity.families.optimizer_kind import ReplayedStep, StepMatrix
+from dualform.identity.families.optimizer_kind import ReplayedStep, StepMatrix, follow_together
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 from dualform.identity.families.parameter_fold import ParameterFold, SortedRows, UseRows
 from dualform.identity.grouped_products import RowGroups
@@ -69,7 +69,7 @@ def test_the_live_fold_is_the_dense_one(name: str, warm: bool) -> None:
             (0, 0, 0), OuterMap(), values, keys, codes, 1.0, SortedRows(RowGroups.of_codes(codes), values, keys)
         )
         live = after.get(kind.average) if kind.average else None
-        fold.step(linear, [rows], gradient=gradient, live_average=live)
+        follow_together(fold.step(linear, [rows], gradient=gradient, live_average=live))
         dense_linear = replay.step(settings, gradient)
         start.step(dense_linear, None)
         for group, share in enumerate(dense):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.identity.families.optimizer_kind import StepMap, StepMatrix
+from dualform.identity.families.optimizer_kind import Move, StepMap, StepMatrix
 from dualform.identity.grouped_products import RowGroups, gradients_by_group
 from dualform.identity.parameter_maps import OuterMap, ParameterMap
 
@@ -136,7 +136,7 @@ class StartPart:
             weight, average = self.parts()
             self.moved = GroupShare(weight.to(like), average.to(like))
         assert self.moved.average is not None
-        linear.follow([self.moved.weight], [self.moved.average], [None])
+        linear.follow_all([Move(linear, [self.moved.weight], [self.moved.average], [None])])
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Return what is left of the start, and its part of the average, in float64."""
@@ -189,8 +189,10 @@ class ParameterFold:
             zero = torch.zeros_like(self.whole.weight)
             self.whole.average = zero if live is None or self.start.warm is not None else zero.copy_(live)
 
-    def step(self, linear: StepMap, rows: Sequence[UseRows], *, gradient: Tensor, live_average: Tensor | None) -> None:
-        """Follow one step.
+    def step(
+        self, linear: StepMap, rows: Sequence[UseRows], *, gradient: Tensor, live_average: Tensor | None
+    ) -> list[Move[StepMap]]:
+        """Begin to follow one step, and return the moves that are left to do before the next one.
 
         Args:
             linear: the step's map.
@@ -198,28 +200,27 @@ class ParameterFold:
             gradient: the gradient that the optimizer took.
             live_average: the optimizer's average after the step, where it keeps one.
         """
-        self._move_whole(linear, gradient, live_average)
+        whole = self._move_of_whole(linear, gradient, live_average)
         self.start.step(linear, self.whole.weight)
         self.noise = ((linear.kappa * self.noise) ** 2 + linear.noise**2) ** 0.5
         numbers = linear.matrix
         if numbers is not None:
             self._waiting.append(_WaitingStep(numbers, rows))
-            return
+            return [whole]
         self.fold_waiting()
-        self._move_shares(linear, rows)
+        return [whole, *self._moves_of_shares(linear, rows)]
 
-    def _move_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> None:
+    def _move_of_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> Move[StepMap]:
         whole = self.whole
         taken = gradient.to(whole.weight)
         if whole.average is not None:
-            linear.follow([whole.weight], [whole.average], [taken])
-        elif live_average is not None:
-            linear.follow([whole.weight], [live_average.to(whole.weight)], [taken], averages_moved=True)
-        else:  # the optimizer keeps no average, and its map uses none
-            linear.follow([whole.weight], [whole.weight], [taken], averages_moved=True)
+            return Move(linear, [whole.weight], [whole.average], [taken])
+        # Without an average of the optimizer's, the step's map uses none.
+        average = whole.weight if live_average is None else live_average.to(whole.weight)
+        return Move(linear, [whole.weight], [average], [taken], averages_moved=True)
 
-    def _move_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> None:
-        """Let every share follow a step whose map is made of matrices."""
+    def _moves_of_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> list[Move[StepMap]]:
+        """Return the moves of every share in a step whose map is made of matrices."""
         gradients = self._gradients(rows)
         shares, parts = [], []
         for use, groups in self.shares.items():
@@ -229,9 +230,8 @@ class ParameterFold:
                     share.average = torch.zeros_like(share.weight)
                 shares.append(share)
                 parts.append(gradients.get((use, group)))
-        if shares:
-            averages = [share.weight if share.average is None else share.average for share in shares]
-            linear.follow([share.weight for share in shares], averages, parts)
+        averages = [share.weight if share.average is None else share.average for share in shares]
+        return [Move(linear, [share.weight for share in shares], averages, parts)] if shares else []
 
     def _gradients(self, rows: Sequence[UseRows]) -> dict[tuple[UseKey, int], Tensor]:
         """Return the gradient of each use and group that the patterns of a step are in."""
