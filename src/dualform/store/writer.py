@@ -387,15 +387,18 @@ class DiskWriter:
             per = "one shard" if self._planned is None else f"{self._planned} steps"
             raise StoreError(
                 f"{self.path} has {size_text(free)} free, but {per} will take {size_text(need)}. "
-                'Choose another disk, fewer layers, keys only, or dtype="float16".'
+                'Choose another disk, fewer layers, keys only, dtype="float16" or dtype="int8".'
             )
 
     def _stored_bytes(self, record: TakenStep) -> int:
         def size(tensor: Tensor | None, layer: str) -> int:
             if tensor is None:
                 return 0
-            half = tensor.is_floating_point() and stored_dtype(self.dtype, layer) == "float16"
-            return 2 * tensor.numel() if half else tensor.nbytes
+            dtype = stored_dtype(self.dtype, layer)
+            if dtype is None or not tensor.is_floating_point():
+                return tensor.nbytes
+            itemsize: int = getattr(torch, dtype).itemsize
+            return itemsize * tensor.numel() + 4 * len(tensor)  # and a scale for each row
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
