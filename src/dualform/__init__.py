@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dualform.attend.spotlight import Spotlight
     from dualform.binning import bins
     from dualform.corpus import Corpus
+    from dualform.effects.output_gradients import contrast
     from dualform.errors import DualformError
     from dualform.opening import open
     from dualform.recording.estimate import estimate
@@ -27,6 +28,7 @@ _HOME = {
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
     "bins": "dualform.binning",
+    "contrast": "dualform.effects.output_gradients",
     "estimate": "dualform.recording.estimate",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
@@ -43,6 +45,7 @@ __all__ = [
     "Totals",
     "__version__",
     "bins",
+    "contrast",
     "estimate",
     "open",
     "record",

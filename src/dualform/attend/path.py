@@ -1,9 +1,8 @@
 """The question where an answer comes from: path contributions by group, and the answer to it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend.answers import Answer, GroupTotals, grid_lines, label_text
-from dualform.attend.groups import Bins, By, Table, label_order
+from dualform.attend.groups import Table
+from dualform.binning import Bins, By, label_order
 from dualform.drawing import picture_of
 from dualform.effects.output_gradients import Quantity, measure_quantity
 from dualform.effects.path_contributions import PathParts, PathProbe, PathSettings, path_fold, step_bins
@@ -20,13 +20,13 @@ from dualform.engine.model_layers import move
 from dualform.engine.reading import kept_rows
 from dualform.engine.source import PatternPart
 from dualform.errors import QueryError, SelectionError
+from dualform.logits import logits_of
 from dualform.modes import evaluating
 
 PATH_NOTE = (
     "A path contribution is an account of this training: start, parts and the rest add up to the output. It is no "
     "prediction of what another training would give; effects are."
 )
-PathPer = Literal["group", "layer"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,8 +235,6 @@ def _fixed_targets(asked: Asked, axis: int) -> Tensor | None:
     """Return the targets, or what the trained model says, since along the path it says other things."""
     if asked.targets is not None or callable(asked.quantity):
         return asked.targets
-    from dualform.logits import logits_of
-
     device = next((p.device for p in asked.model.parameters()), torch.device("cpu"))
     said = []
     with torch.no_grad(), evaluating(asked.model):
@@ -278,15 +276,5 @@ class _Reference:
     def less_mean(self, rows: Tensor) -> Tensor:
         """Return each input's numbers less the mean of those of the reference inputs with the same target."""
         means = rows[self._count :].unflatten(0, (-1, self._size)).mean(1)
-        return rows[: self._count] - means[self._of]
-
-
-def check_path_per(per: str) -> None:
-    """Raise unless parts can be had per this."""
-    if per not in get_args(PathPer):
-        raise QueryError(f"per is {per!r}; expected one of {', '.join(map(repr, get_args(PathPer)))}.")
-
-
-def finite(values: Tensor) -> bool:
-    """Say whether all numbers are finite."""
-    return bool(torch.isfinite(values).all()) and not math.isnan(float(values.sum()))
+        less: Tensor = rows[: self._count] - means[self._of]
+        return less

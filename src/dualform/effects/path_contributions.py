@@ -47,13 +47,14 @@ class PathSettings:
 
     Attributes:
         tolerance: how much parts may change when segments are halved, and the residual be, both relative.
-        points: where on a segment the gradient is taken at first.
+        points: at how many points of a segment the gradient is taken at first; by default more where the tolerance is
+            small.
         halves: the steps of half a segment at first.
         longest: the most steps of half a segment; with 1 every step is a segment.
     """
 
     tolerance: float = 0.02
-    points: int = 2
+    points: int | None = None
     halves: int = 1
     longest: int = 1 << 20
 
@@ -67,7 +68,8 @@ class PathParts:
         after: (M,) the quantity after the last.
         parts: (M, G + 3, L) the part of each group through each layer; then those of the start, of rounding, and of the
             state that no layer covers, which stands in the first layer's column.
-        changes: (M, G + 3) how much the parts change when every segment is taken whole instead of in halves.
+        changes: (M, G + 3) how much the parts change when every segment is taken whole instead of in halves; segments
+            whose halves are single steps do not count, since the path is straight there.
         bins: (M, G + 3, B) the parts of each bin of steps, where they were asked for.
         evaluations: how many times the gradient of all inputs was found.
         segments: how many segments there were, and the steps of the longest.
@@ -166,9 +168,7 @@ class PathProbe:
         taken, products = 0, []
         kinds = len(next(iter(changes.values())))
         for batch in self._batches:
-            backward = run_backward(
-                self._model, batch, self._targets, taken, self._quantity, self._watched, self._axis
-            )
+            backward = run_backward(self._model, batch, self._targets, taken, self._quantity, self._watched, self._axis)
             count = len(backward.quantity)
             taken += count
             total = torch.zeros(kinds, count, len(self.names), dtype=torch.float64)
@@ -227,7 +227,8 @@ class _Path(Onlooker):
         self._state_at = state_at
         self._horizon = horizon
         self._bins = bins
-        self._points = settings.points
+        by_tolerance = 2 if settings.tolerance >= 1e-3 else 4 if settings.tolerance >= 1e-6 else MOST_POINTS
+        self._points = settings.points or by_tolerance
         self._half = max(SHORTEST, settings.halves)
         self._first = self._here = self._look(0)
         self._middle: _Point | None = None
@@ -242,9 +243,7 @@ class _Path(Onlooker):
         weights = {name: now.parameter for name, now in found.items()}
         state = self._state_at(steps)
         self._probe.put(weights, state)
-        return _Point(
-            steps, weights, {name: now.parts for name, now in found.items()}, state, self._probe.quantity()
-        )
+        return _Point(steps, weights, {name: now.parts for name, now in found.items()}, state, self._probe.quantity())
 
     def after_step(self, step: int) -> None:
         """Integrate where a segment or its first half is complete."""
@@ -271,7 +270,9 @@ class _Path(Onlooker):
         halves = first + second
         whole = self._integral(here, end)
         difference = (halves - whole).sum(2)
-        self._changes = difference if self._changes is None else self._changes + difference
+        exact = end.step - here.step == 2  # the path is straight within a step: halves of one step are no chords
+        counted = torch.zeros_like(difference) if exact else difference
+        self._changes = counted if self._changes is None else self._changes + counted
         self._here = end
         self._steer(halves.sum(2), difference, end.quantity - here.quantity)
 

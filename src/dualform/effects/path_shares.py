@@ -57,7 +57,7 @@ class PathFollowing(Following[SharesNow]):
 
     def result(self) -> SharesNow:
         """Return where the parameter and its shares have come to; may be asked after any step."""
-        parameter = self._replay.parameter.detach().double()
+        parameter = self._replay.parameter.detach().to(torch.float64, copy=True)
         known = self.shares()
         return SharesNow(parameter, torch.cat([known, (parameter - known.sum(0))[None]]))
 

@@ -13,7 +13,7 @@ import torch
 from dualform.identity.parameter_maps import PARAMETER_MAPS
 from dualform.recording.annotations import RESERVED
 from dualform.store.blobs import FileEntry
-from dualform.store.format import FINAL, FROZEN, INITIAL, STORABLE_DTYPES, UNCOVERED, shard_files
+from dualform.store.format import FINAL, FROZEN, INITIAL, STARTING, STORABLE_DTYPES, UNCOVERED, shard_files
 from dualform.store.use_check import use_problem
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ EXACT_DTYPES = ("float32", "float64")
 """The dtypes of parameters that are rebuilt; others are recorded with keys only."""
 MAX_INDEX = 999_999
 """The largest number of a shard: file names have six digits."""
-_OWN_FILES = (INITIAL, FINAL, FROZEN, UNCOVERED)
+_OWN_FILES = (INITIAL, FINAL, FROZEN, UNCOVERED, STARTING)
 _ATTACHED = re.compile(r"media/([a-z]+)\.(safetensors|json)")
 
 
