@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dualform.errors import DualformError
     from dualform.opening import open
     from dualform.recording.estimate import estimate
+    from dualform.recording.keep import Patterns, Shares
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
     from dualform.store.record_to_folder import record
@@ -23,7 +24,9 @@ _HOME = {
     "Corpus": "dualform.corpus",
     "DualformError": "dualform.errors",
     "Memory": "dualform.attend.memory",
+    "Patterns": "dualform.recording.keep",
     "Recorder": "dualform.recording.recorder",
+    "Shares": "dualform.recording.keep",
     "Spotlight": "dualform.attend.spotlight",
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
@@ -39,7 +42,9 @@ __all__ = [
     "Corpus",
     "DualformError",
     "Memory",
+    "Patterns",
     "Recorder",
+    "Shares",
     "Spotlight",
     "Top",
     "Totals",

@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 
 from dualform.errors import RunFactoryError
 from dualform.recording.check_schedule import Check
+from dualform.recording.keep import Keep, divided
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers, StoredDtype, stored_dtype
 from dualform.store.blobs import Blobs
 from dualform.store.folder_blobs import as_blobs
+from dualform.store.share_writer import ShareWriter
 from dualform.store.writer import DiskWriter
 
 _STORED_DTYPES = (None, *get_args(StoredDtype))
@@ -25,6 +27,7 @@ def record(
     optimizer: Optimizer | Sequence[Optimizer],
     path: str | os.PathLike[str] | Blobs,
     *,
+    keep: Keep | Sequence[Keep] | None = None,
     layers: Layers = None,
     dtype: Dtype = None,
     strict: bool = False,
@@ -53,6 +56,9 @@ def record(
         model: the model that is trained.
         optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
         path: the run folder to make, or the `Blobs` to keep the run in.
+        keep: what is kept of the training: `dualform.Patterns()`, every key and value, the default;
+            `dualform.Shares(by="source")`, what each group of patterns made of every weight, in constant size; or a
+            list of both.
         layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
             pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
             `"keys"` (attention only), of which the first match decides.
@@ -75,6 +81,11 @@ def record(
         factory: `"package.module:function"` that makes the model, so that the command line can.
         factory_arguments: its keyword arguments, of JSON types.
     """
+    patterns, shares = divided(keep)
+    if patterns is not None and shares is None:
+        layers = patterns.layers if layers is None else layers
+    if patterns is not None and patterns.dtype is not None:
+        dtype = patterns.dtype
     unknown = [
         found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _STORED_DTYPES
     ]
@@ -90,7 +101,7 @@ def record(
         json.dumps(dict(factory_arguments or {}))
     except TypeError as error:
         raise RunFactoryError(f"factory_arguments are no JSON: {error}. Give numbers, strings, lists.") from error
-    sink = DiskWriter(
+    writer = DiskWriter(
         as_blobs(path),
         dtype=dtype,
         shard_bytes=shard_bytes,
@@ -103,7 +114,8 @@ def record(
     return Recorder(
         model,
         optimizer,
-        sink,
+        writer if shares is None else ShareWriter(writer, shares),
+        patterns=None if shares is None else False if patterns is None else patterns.layers,
         layers=layers,
         strict=strict,
         batch_axis=batch_axis,
