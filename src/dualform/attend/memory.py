@@ -6,7 +6,7 @@ as it was; it does not retrain.
 
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
