@@ -29,7 +29,7 @@ LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128,
         "twice, after its backward and before the step, about 1.0, copies of keys and values 0.5, and the hooks' own "
         "Python about 1. The writer's threads, which share the two cores, add 1.2 to 1.6.",
         "cuda": "Python: a step takes 1.0 ms, nearly all of it launching kernels, and recording adds 3.1 ms of it "
-        "without a disk. Of an earlier state that added 3.4 ms, a profile gave about 1.9 before the step, half of it to "
+        "without a disk. Of an earlier state that added 3.4, a profile gave about 1.9 before the step, half of it to "
         "read the step before, 0.9 in the hooks of the backward, 0.4 in those of the forward, 0.2 after the step. The "
         "writer's Python waits for the same interpreter, which adds another 1.2 ms.",
     },
