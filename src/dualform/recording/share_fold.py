@@ -326,6 +326,7 @@ class ShareFold:
         after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
         rows = self._rows(facts, calls)
         moves: list[Move[Any]] = []
+        size = 0  # bytes of their gradients
         for fact in updated:
             captured, kind = self._captured[fact.parameter], require_optimizer_kind(fact.optimizer)
             fold, device = self._folds[fact.parameter], self._devices[fact.parameter]
@@ -333,11 +334,12 @@ class ShareFold:
             gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
             linear = kind.read(ReplayedStep(settings, gradient, before, state, self._dtypes[fact.parameter]))
             live_average = state.get(kind.average) if kind.average else None
-            moves += fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
-            most = MAX_MOVED_BYTES if device.type == "cuda" else 0
-            if sum(one.nbytes for move in moves for one in move.gradients if one is not None) > most:
+            more = fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+            moves += more
+            size += sum(one.nbytes for move in more for one in move.gradients if one is not None)
+            if size > (MAX_MOVED_BYTES if device.type == "cuda" else 0):
                 follow_together(moves)
-                moves = []
+                moves, size = [], 0
         follow_together(moves)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
