@@ -80,6 +80,26 @@ def test_shares_are_those_of_the_patterns_in_a_training_with_everything(body: st
     assert memory.verify(model).passed
 
 
+@pytest.mark.parametrize("optimizer", ["Nesterov, foreach", "Adadelta"])
+def test_what_a_step_overwrites_is_taken_before_it(optimizer: str) -> None:
+    """Nesterov's fast step writes the update into the gradient; Adadelta's moves what its own map is made of."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    made = BODY[optimizer](list(model.parameters())) if optimizer in BODY else make.Adadelta(model.parameters(), lr=0.3)
+    blobs = MemoryBlobs()
+    with dualform.record(model, made, blobs, keep=dualform.Shares(by="label")) as recorder:
+        for _ in range(4):
+            recorder.annotate(label=[0, 1, 1, 0])
+            made.zero_grad()
+            model(torch.randn(4, 3, dtype=torch.float64)).square().mean().backward()
+            made.step()
+    kept = Run(blobs).kept_shares
+    assert kept is not None
+    found = kept.shares("weight", ("label",))
+    assert float(found.unexplained.norm()) <= 1e-12 * float(found.shares.norm())
+    assert float(found.rounding.norm()) <= 1e-12 * float(found.shares.norm())
+
+
 def test_a_skipped_step_leaves_shares_as_they_are() -> None:
     """A gradient scaler that found an infinity makes the optimizer skip; 0 · inf would be NaN."""
     found = []
