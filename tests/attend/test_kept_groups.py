@@ -1,5 +1,6 @@
 """A memory that keeps shares alone answers by group what a memory of patterns does, and refuses the rest by name."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dualform.recording.keep import Shares
 from helpers.paired import Pair
 from helpers.shares_only import DictionaryShares, SharesOnly, planted, shares_only
 from helpers.small import batch, network, sgd
+from helpers.small_models import record_letters
 
 View = Callable[[Memory], Memory]
 AT = (3, 6)
@@ -265,6 +267,24 @@ def test_a_rest_of_groups_is_a_group_that_no_condition_can_look_into(tmp_path: P
     for view in refused:
         with pytest.raises(SharesOnlyError, match="cannot be decided for the group 'rest'"):
             view(kept)
+
+
+def test_a_text_needs_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = Shares(by="token")
+    monkeypatch.setattr(dualform, "record", functools.partial(dualform.record, keep=keep), raising=False)
+    model = record_letters(tmp_path / "run", steps=4)
+    memory = dualform.open(tmp_path / "run")
+    assert memory.verify(model).passed
+    assert memory.attend(model, memory.tests()[0])["table"].totals("token", of="contribution").values.dim() == 3
+    questions: list[Callable[[], Any]] = [
+        lambda: memory.attend_text(model, "the "),
+        lambda: memory.place_counts("out"),
+        lambda: memory.place_totals("out", torch.zeros(1, 8)),
+        lambda: memory.attend(model, memory.tests()[0])["table"].totals("token"),
+    ]
+    for ask in questions:
+        with pytest.raises(SharesOnlyError, match="keeps shares by token and no patterns"):
+            ask()
 
 
 @pytest.mark.parametrize("executor", [PlainExecutor(), LocalExecutor()], ids=["plain", "local"])

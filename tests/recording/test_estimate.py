@@ -27,7 +27,7 @@ def stored(run: Path) -> dict[str, int]:
 
 @pytest.mark.mostly_slow(fast=7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("stored_dtype", [None, "float16", {"2": "float16"}, {"0": None, "*": "float16"}], ids=str)
+@pytest.mark.parametrize("stored_dtype", [None, "float16", {"2": "int8"}, {"0": None, "*": "float16"}], ids=str)
 @pytest.mark.parametrize("layers", [None, {"0": "keys", "2": "keys+values"}, {"*": "keys"}, "2"], ids=str)
 @pytest.mark.filterwarnings("ignore:.*are not recorded")
 def test_estimate_is_what_is_stored(run: Path, dtype: torch.dtype, stored_dtype: Any, layers: Any) -> None:
@@ -54,7 +54,7 @@ def test_estimate_counts_every_call_and_position(run: Path) -> None:
     assert estimated.total == 6 * 2 * 12 * (5 + 5) * 4
 
 
-@pytest.mark.parametrize("stored_dtype", [None, "float16"])
+@pytest.mark.parametrize("stored_dtype", [None, "float16", "int8"])
 def test_a_recorders_estimate_knows_its_options(run: Path, stored_dtype: Any) -> None:
     model = mlp()
     optimizer = sgd(model)
@@ -119,6 +119,8 @@ def test_shares_are_estimated_in_memory_and_on_disk() -> None:
     assert "of memory for shares while training, where" in repr(found)
     earlier = dualform.estimate(model, inputs, steps=9, keep=Shares(by="label", groups=10, at=[3, 6]))
     assert earlier.total - found.total == 2 * 4 * sum(elements.values()) * 12
+    reading = dualform.estimate(model, inputs, steps=9, keep=Shares(by="label", groups=10, resumable=False))
+    assert reading.total == 4 * sum(elements.values()) * 11
     several = dualform.estimate(model, inputs, steps=9, keep=Shares(by=[["label"], ["label", "task"]], groups=5))
     assert several.device == found.device
     both = dualform.estimate(model, inputs, steps=6, keep=[shares, Patterns(layers="2")])

@@ -3,7 +3,8 @@
 A parameter passes when `‖rebuilt − live‖ <= tolerance · ‖change‖ + 4 · eps · sqrt(S) · ‖live‖`: the first term is the
 rounding of the patterns' products, the second that of S additions to the live weight itself, which dominates where the
 change is tiny. Patterns stored as float16 carry a third, their own rounding, 2⁻¹⁰ · sqrt(sum_t (c_t ‖e_t‖ ‖x_t‖)²),
-which dominates where large contributions cancel.
+which dominates where large contributions cancel. Of patterns stored as int8 that term is four times the standard
+deviation that their random rounding gives the parameter, measured from the patterns themselves.
 
 A parameter that does not pass is replayed once more, to see what of its error is rounding that this bound leaves out
 (docs/math.md, "What rounding may do"): gradients that are nothing but rounding, and steps that are all rounded to the
@@ -21,7 +22,7 @@ of a pattern memory must keep; otherwise the verdict is how much of the change t
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,18 +30,29 @@ from torch import Tensor
 
 from dualform.engine.block import Block
 from dualform.engine.coverage import Coverage, coverage
+from dualform.engine.description import LayerEntry
 from dualform.engine.doubt import fold_doubts
 from dualform.engine.jobs import Executor, Pass, WholeView
 from dualform.engine.rebuild import ParameterParts, coefficient_noise, parts
 from dualform.engine.reducers import Sums
 from dualform.engine.source import PatternSource
+from dualform.engine.stored_calls import storage_variance
 from dualform.identity.families import find_optimizer_kind
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.estimate import size_text
 
-REBUILD_TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+REBUILD_TOLERANCE = {"int8": 2e-3, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """What may be lost relative to the change, by the dtype that the patterns are stored in."""
 
+
+MAX_FLOAT16_LOSS = 2.0**-10
+"""What float16 loses of a pattern at most, relative to it: its key and its value are rounded by 2⁻¹¹ each."""
+
+MAX_INT8_DEVIATIONS = 4
+"""How many standard deviations of its patterns' random rounding a parameter may be off."""
+
+MAX_INT8_ERROR = 0.25
+"""How much the random rounding of int8 patterns may excuse under an optimizer without coefficients, of the change."""
 
 MAX_ROUNDING = 5e-2
 """How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
@@ -351,13 +363,14 @@ def compare(
 ) -> dict[str, ParameterCheck]:
     """Compare rebuilt parameters with live ones, by the bound above."""
     checks = {}
-    noise = _float16_noise(run, executor, horizon=horizon)
+    noise = _storage_noise(run, executor, horizon=horizon)
+    coarse = {name: entry.dtype for entry in _coarse_layers(run).values() for name in entry.parameters.values()}
     for name, found in rebuilt.items():
         now = live[name].detach().cpu().double()
         change = float((now - run.initial[name].double()).norm())
         dtype = run.description.parameters[name].dtype
         eps = torch.finfo(getattr(torch, dtype)).eps / 2
-        tolerance = REBUILD_TOLERANCE["float16" if name in noise else dtype]
+        tolerance = REBUILD_TOLERANCE[coarse.get(name, dtype)]
         bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm()) + noise.get(name, 0.0)
         error = float((found.whole - now).norm())
         bound += 4 * found.noise
@@ -365,6 +378,8 @@ def compare(
         if rounding is None:
             checks[name] = ParameterCheck(name, error, change, bound, noise=found.noise)
             continue
+        if coarse.get(name) == "int8":  # its orthogonalisation makes as much of small directions as of large ones
+            bound += MAX_INT8_ERROR * change
         chance = 4 * rounding.expected
         check = RoundingCheck(
             size=float(rounding.term.norm()),
@@ -375,7 +390,8 @@ def compare(
         )
         bound = bound if rounding.repeatable else bound + chance  # rounded otherwise, at random
         checks[name] = ParameterCheck(name, error, change, bound, check)
-    return _excused(run, rebuilt, live, checks, executor, horizon=horizon)
+    by_norm = {name for name, dtype in coarse.items() if dtype == "int8"}
+    return _excused(run, rebuilt, live, checks, executor, horizon=horizon, by_norm=by_norm)
 
 
 def _excused(
@@ -386,20 +402,27 @@ def _excused(
     executor: Executor,
     *,
     horizon: int,
+    by_norm: Collection[str],
 ) -> dict[str, ParameterCheck]:
     """Widen the bounds of parameters that are outside theirs, by what rounding explains of their error.
 
     Element by element, so that one that is nothing but rounding does not hide another. Finding out takes one more
     replay, of those parameters alone. Where the rest of the error is outside the bound, so is the error afterwards.
+
+    The parameters `by_norm` have patterns in int8. What their rounding may do is known on average, and not for an
+    element whose small keys or values were all stored as zeros; so their error is compared as a whole, and no more of
+    it is excused than leaves the patterns a proof.
     """
     found = dict(checks)
     outside = [name for name, check in checks.items() if not check.error <= check.bound]
     for name, doubt in executor.run(run, [fold_doubts(run, outside, horizon=horizon)])[0].items():
         check, whole, now = checks[name], rebuilt[name].whole, live[name].detach().cpu().double()
         apart = doubt.apart(whole, now)
-        excuse = apart.minimum(MAX_DOUBTS * doubt.spread)
+        excuse = apart if name in by_norm else apart.minimum(MAX_DOUBTS * doubt.spread)
         # Rounding at random leaves about its spread all together: an edit of every element is more than that.
         most = MAX_DOUBT_NORMS * float(doubt.spread.norm())
+        if name in by_norm:
+            most = min(most, MAX_INT8_ERROR * check.change)
         excuse = excuse * min(1.0, most / max(float(excuse.norm()), 1e-300))
         unexplained = float((apart - excuse).norm())
         if unexplained <= check.bound:
@@ -432,16 +455,58 @@ class PatternPower(Sums):
         return state
 
 
-def _float16_noise(run: PatternSource, executor: Executor, *, horizon: int) -> dict[str, float]:
-    """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
-    coarse = {n: e for n, e in run.layers.items() if e.dtype == "float16" and e.store == "keys+values"}
+@dataclass(frozen=True, slots=True)
+class RoundingPower(PatternPower):
+    """The variance that the random rounding of int8 patterns gives a parameter, all elements together, (uses,).
+
+    Attributes:
+        key_dtype: in which the keys are stored; those that many patterns share are float16.
+    """
+
+    key_dtype: torch.dtype
+
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add the variance of a block's patterns: (e + δe)(x + δx)ᵀ − e xᵀ, where e and x are what is stored."""
+        assert block.values is not None, "this pass reads values"
+        of_values = block.values.square().sum(dim=1)  # (n,)
+        values_lost = storage_variance(block.values, torch.int8).sum(dim=1)
+        is_number = block.keys.is_floating_point()  # and not a place, which is stored as it is
+        of_keys = block.keys.square().sum(dim=1) if is_number else torch.ones_like(of_values)
+        keys_lost = storage_variance(block.keys, self.key_dtype).sum(dim=1) if is_number else torch.zeros_like(of_keys)
+        for i, use in enumerate(self.uses):
+            if use in block.coefficients:
+                lost = values_lost
+                if use.parameter_map.multiplies_keys:
+                    lost = of_values * keys_lost + values_lost * of_keys
+                state[i] += (block.coefficients[use].square() * lost).sum()
+        return state
+
+
+def _coarse_layers(run: PatternSource) -> dict[str, LayerEntry]:
+    """Return the layers with values whose patterns are stored in a coarser dtype than any that is trained."""
+    return {n: e for n, e in run.layers.items() if e.dtype in ("float16", "int8") and e.store == "keys+values"}
+
+
+def _storage_noise(run: PatternSource, executor: Executor, *, horizon: int) -> dict[str, float]:
+    """Return the third term of the bound, for the parameters whose patterns are stored as float16 or int8."""
+    coarse = _coarse_layers(run)
     view, like = WholeView(run, horizon), torch.empty(0, dtype=torch.float64)
-    jobs = [Pass(name, view, PatternPower(entry.uses), like, values=True) for name, entry in coarse.items()]
-    power: dict[str, float] = {}
+    reducers = {name: _rounding_reducer(run, name, entry) for name, entry in coarse.items()}
+    jobs = [Pass(name, view, reducer, like, values=True) for name, reducer in reducers.items()]
+    squares: dict[str, float] = {}
     for entry, found in zip(coarse.values(), executor.run(run, jobs), strict=True):
         for use, one in zip(entry.uses, found.tolist(), strict=True):
-            power[use.parameter] = power.get(use.parameter, 0.0) + one
-    return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
+            term = (MAX_FLOAT16_LOSS if entry.dtype == "float16" else MAX_INT8_DEVIATIONS) ** 2 * one
+            squares[use.parameter] = squares.get(use.parameter, 0.0) + term
+    return {name: math.sqrt(total) for name, total in squares.items()}
+
+
+def _rounding_reducer(run: PatternSource, layer: str, entry: LayerEntry) -> PatternPower:
+    """Return the reducer that measures how much the rounding of a layer's stored patterns may do."""
+    if entry.dtype == "float16":
+        return PatternPower(entry.uses)
+    stored = [part.rows(layer, "keys").dtype for part in run.parts() if part.count(layer)]
+    return RoundingPower(entry.uses, stored[0] if stored else torch.int8)
 
 
 def verify(run: PatternSource, live: Mapping[str, Tensor], executor: Executor, *, horizon: int) -> Verification:

@@ -117,20 +117,25 @@ def _add_shares(sizes: dict[str, int], watched: "Sequence[Watched]", shares: "Sh
         each |= mine
         one = share_bytes({name: [layer.name] for name in mine}, mine, dict.fromkeys(mine, 1), groups=groups)
         earlier = sum(size * (groups + 2) for size in mine.values())  # at each of the chosen steps
-        sizes[layer.name] += one.disk + len(shares.at) * earlier
+        last = one.disk if shares.resumable else sum(size * (groups + 1) for size in mine.values())
+        sizes[layer.name] += last + len(shares.at) * earlier
     place = next((parameter.device for layer in watched for _, parameter in layer.parameters.values()), None)
     device = torch.device(shares.device) if shares.device is not None else place or torch.device("cpu")
     return share_bytes(uses, each, dict.fromkeys(each, 1), groups=groups).device, free_bytes(device)
 
 
 def row_bytes(d_in: int, d_out: int, dtype: str, what: What, *, integer: bool) -> int:
-    """Return the bytes that one pattern takes: its key and value, and a scale per float16 row.
+    """Return the bytes that one pattern takes: its key and value, and a scale per float16 or int8 row.
+
+    Keys that are stored once for many patterns (those of an input layer that sees each sample again) take less.
 
     >>> row_bytes(784, 800, "float16", "keys+values", integer=False)
     3176
+    >>> row_bytes(768, 768, "int8", "keys", integer=False)
+    772
     """
     itemsize: int = getattr(torch, dtype).itemsize
-    scale = 4 if dtype == "float16" else 0
+    scale = 4 if dtype in ("float16", "int8") else 0
     key = 8 * d_in if integer else itemsize * d_in + scale
     return key + (0 if what == "keys" else itemsize * d_out + scale)
 

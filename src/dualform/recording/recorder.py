@@ -3,8 +3,9 @@
 It chooses the layers, describes the start of the recording to its sink, and leaves the steps to `StepRecorder`.
 """
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,7 +21,7 @@ from dualform.recording.model_state import UncoveredState
 from dualform.recording.processes import refuse_several_processes, refuse_wrapped
 from dualform.recording.recorded_optimizers import divide_parameters, warm_states
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import LayerStart, Sink, Start
+from dualform.recording.sinks import RESIDUAL, LayerStart, Sink, Start
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.step_recorder import StepRecorder
 from dualform.recording.unwrap import unwrap_all
@@ -45,6 +46,7 @@ class Recorder:
         check_rows: bool = True,
         on_failure: OnFailure = "raise",
         check: Check = "sampled",
+        stored_loosely: Callable[[str], bool] = lambda layer: False,
         world: World | None = None,
         patterns: Layers | Literal[False] = None,
     ) -> None:
@@ -60,6 +62,7 @@ class Recorder:
             check_rows: find out by a trial which layers have the rows of the batch.
             on_failure: `"raise"` or `"detach"`.
             check: how often every gradient is compared with the sum of its patterns.
+            stored_loosely: says of a layer whether its patterns are stored so coarsely that every step is checked.
             world: the processes that train together; by default this one alone.
             patterns: the layers whose patterns the sink keeps, nothing for all and False for none. Of the others it
                 keeps sums, and a gradient that patterns do not explain is measured there, and not refused.
@@ -75,6 +78,8 @@ class Recorder:
         self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
+        if any(stored_loosely(layer.name) for layer in self._layers if not layer.keys_only):
+            check = "every"  # `verify` cannot find a small edit of a gradient afterwards
         self._owned = divide_parameters(optimizers, self._parameters, keys_only=keys_only)
         missing = uncovered(model, optimizers, self._layers)
         self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}
@@ -97,6 +102,24 @@ class Recorder:
     def step(self) -> int:
         """The number of steps recorded so far, those of a resumed run included."""
         return self._steps.steps
+
+    @property
+    def closed(self) -> bool:
+        """Whether the recording has ended: it was closed, or a failure ended it."""
+        return self._steps.state not in ("new", "recording")
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of keys and values of all steps recorded since the start, before they are encoded for storing."""
+        return int(getattr(self._sink, "taken_bytes", 0))
+
+    @property
+    def unexplained(self) -> float:
+        """The norm of what the patterns leave of the last step's gradients, where autocast rounded them; else 0.0.
+
+        Any other gradient that its patterns do not explain up to rounding is refused.
+        """
+        return math.hypot(*(facts.settings.get(RESIDUAL, 0.0) for facts in self._steps.last_facts))
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from dualform.store.format import (
     FROZEN,
     INITIAL,
     SHARES,
+    STARTING,
     STORABLE_DTYPES,
     UNCOVERED,
     shard_files,
@@ -38,7 +39,7 @@ EXACT_DTYPES = ("float32", "float64")
 """The dtypes of parameters that are rebuilt; others are recorded with keys only."""
 MAX_INDEX = 999_999
 """The largest number of a shard: file names have six digits."""
-_OWN_FILES = (INITIAL, FINAL, FROZEN, UNCOVERED)
+_OWN_FILES = (INITIAL, FINAL, FROZEN, UNCOVERED, STARTING)
 _ATTACHED = re.compile(r"media/([a-z]+)\.(safetensors|json)")
 
 
@@ -77,8 +78,8 @@ def _parameter_problems(manifest: "Manifest") -> Iterator[str]:
 def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Iterator[str]:
     if len({use.name for use in layer.uses}) < len(layer.uses) or not layer.uses:
         yield f"layer {name!r} has no uses of parameters, or two of one name"
-    if not _is_dtype(layer.dtype) or not getattr(torch, layer.dtype).is_floating_point:
-        yield f"layer {name!r} is stored as {layer.dtype!r}; expected a dtype of floating-point numbers"
+    if layer.dtype != "int8" and not (_is_dtype(layer.dtype) and getattr(torch, layer.dtype).is_floating_point):
+        yield f"layer {name!r} is stored as {layer.dtype!r}; expected a dtype of floating-point numbers, or 'int8'"
     for use in layer.uses:
         parameter = use.parameter
         entry = manifest.parameters.get(parameter)
