@@ -81,6 +81,9 @@ class RunFiles(Protocol):
     def known_state(self) -> KnownState | None:
         """Return what is known of the model's uncovered state at the end; None where the run says nothing of it."""
 
+    def known_states(self) -> Sequence[tuple[int, Mapping[str, Tensor]]]:
+        """Return the changing uncovered state wherever it is kept, with the number of steps after which it was so."""
+
     def restore(self, model: nn.Module) -> dict[str, str]:
         """Put the uncovered state into a model; return the parts that are not known, with reasons."""
 
