@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dualform.attend.spotlight import Spotlight
     from dualform.binning import bins
     from dualform.corpus import Corpus
+    from dualform.effects.output_gradients import contrast
     from dualform.errors import DualformError
     from dualform.indexing import indexed
     from dualform.opening import open
@@ -31,6 +32,7 @@ _HOME = {
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
     "bins": "dualform.binning",
+    "contrast": "dualform.effects.output_gradients",
     "estimate": "dualform.recording.estimate",
     "indexed": "dualform.indexing",
     "open": "dualform.opening",
@@ -50,6 +52,7 @@ __all__ = [
     "Totals",
     "__version__",
     "bins",
+    "contrast",
     "estimate",
     "indexed",
     "open",

@@ -288,8 +288,7 @@ class StepRecorder:
                 warn_user(warning)
             self._accumulations.discard()
         self.annotator.late = False
-        for arrival in arrivals:
-            self.annotator.spend(arrival.call.binding)
+        self.annotator.spend([arrival.call.binding for arrival in arrivals])
         self._accumulations.end(name, parameter, task, arrivals)
 
     def coarse_seen(self, layer: str) -> None:
