@@ -7,7 +7,7 @@ from dualform.attend.memory import Memory
 from dualform.engine.jobs import Executor
 from dualform.errors import CorruptError
 from dualform.store.blobs import Blob, Blobs
-from dualform.store.folder_blobs import as_blobs
+from dualform.store.places import as_blobs
 from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run

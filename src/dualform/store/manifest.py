@@ -25,7 +25,7 @@ from dualform.recording.model_state import StateKind
 from dualform.store import version1
 from dualform.store.blobs import Blob, Blobs, Checksum, FileEntry, Tag
 from dualform.store.documents import parse_json
-from dualform.store.folder_blobs import as_blobs
+from dualform.store.places import as_blobs
 from dualform.store.format import MANIFEST
 from dualform.store.manifest_check import problems
 

@@ -32,7 +32,7 @@ from dualform.store.checked_tables import (
     read_checked_table,
 )
 from dualform.store.derived_sums import StoredSums
-from dualform.store.folder_blobs import as_blobs
+from dualform.store.places import as_blobs
 from dualform.store.format import FINAL, INITIAL, STATE, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
@@ -399,8 +399,10 @@ class Run(PatternSource):
         return Blob(self.blobs, self.manifest.files[name].at or name)
 
     def _check_sizes(self) -> None:
-        for name, entry in self.files().items():
-            found = self.blobs.size(name)
+        listed = self.files()
+        sizes = self.blobs.sizes(list(listed))
+        for name, entry in listed.items():
+            found = sizes[name]
             if found == entry.bytes:
                 continue
             blob = Blob(self.blobs, name)

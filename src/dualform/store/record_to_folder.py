@@ -14,7 +14,7 @@ from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers
 from dualform.store.blobs import Blobs
-from dualform.store.folder_blobs import as_blobs
+from dualform.store.places import as_blobs
 from dualform.store.writer import DiskWriter
 
 _STORED_DTYPES = (None, "float16")
