@@ -59,7 +59,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "opening": {"errors", "store", "engine", "attend"},
     "show": PURE | {"recording", "engine", "effects", "attend", "opening"},
     "experiments": PURE | {"recording", "engine", "effects", "attend", "opening", "show"},
-    "cli": PURE | {"recording", "engine", "effects", "attend", "show", "experiments"},
+    "cli": PURE | {"recording", "engine", "effects", "attend", "opening", "show", "experiments"},
     "__main__": {"cli"},
     "__init__": PURE | {"recording", "store", "attend", "show", "opening"},  # when asked for; show registers itself
 }

@@ -53,7 +53,7 @@ class StoreError(DualformError, OSError):
     """The memory could not be written."""
 
 
-class RemoteError(DualformError, OSError):
+class RemoteError(StoreError):
     """A run in object storage could not be read or written: no connection, no permission, or replaced meanwhile."""
 
 

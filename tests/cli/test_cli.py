@@ -51,7 +51,19 @@ def test_help_is_instant_and_imports_nothing_heavy():
 
 
 def test_every_command_has_help():
-    for command in ("demo", "reproduce", "info", "verify", "attend", "evaluate", "mask", "report", "view", "data"):
+    for command in (
+        "demo",
+        "reproduce",
+        "info",
+        "verify",
+        "cp",
+        "attend",
+        "evaluate",
+        "mask",
+        "report",
+        "view",
+        "data",
+    ):
         result = CliRunner().invoke(cli.app, [command, "--help"])
         assert result.exit_code == 0, command
         assert "Usage" in result.output

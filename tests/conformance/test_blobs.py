@@ -302,7 +302,11 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield options, answers(PLACES["folder"](folder), folder, **options)
 
 
-ASKED = [("plain", "memory"), ("plain", "sqlite"), *(("float16 in pieces", kind) for kind in ("memory", "sqlite", "object"))]
+ASKED = [
+    ("plain", "memory"),
+    ("plain", "sqlite"),
+    *(("float16 in pieces", kind) for kind in ("memory", "sqlite", "object")),
+]
 
 
 @pytest.mark.parametrize(("expected", "kind"), ASKED, indirect=["expected"])

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
+import torch
+from torch import nn
+
+import dualform
 
 BUCKET = "runs"
 SECRET = "secret-of-the-tests"
@@ -104,18 +108,13 @@ def serving() -> Iterator[ObjectStorage]:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
-    class Quiet(WSGIRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log(self, *arguments: Any) -> None: ...
-
-        def connection_dropped(self, *arguments: Any) -> None: ...
-
+    silent = dict.fromkeys(("log", "connection_dropped"), lambda *_: None)
+    quiet = type("Quiet", (WSGIRequestHandler,), {"protocol_version": "HTTP/1.1", **silent})
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     storage = ObjectStorage()
     application = SpoiledApplication(DomainDispatcherApplication(create_backend_app), storage)
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
-    server.daemon_threads = True  # type: ignore[attr-defined]
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=quiet)
+    server.daemon_threads = True
     storage.port = server.port
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
@@ -136,3 +135,22 @@ def serving() -> Iterator[ObjectStorage]:
     server.shutdown()
     thread.join(5)
     server.server_close()
+
+
+class Task:
+    """A linear layer that is trained on new samples at every step."""
+
+    def __init__(self, width: int = 24) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(width, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, recorder: dualform.Recorder, steps: range, *, batch: int = 16) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(batch, self.model.in_features, generator=generator)
+            labels = torch.randint(4, (batch,), generator=generator)
+            recorder.annotate(label=labels)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(inputs), labels).backward()
+            self.optimizer.step()

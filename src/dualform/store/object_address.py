@@ -51,15 +51,15 @@ def parse_address(text: str) -> ObjectAddress:
         raise RemoteError(f"An address begins with {scheme or text.partition(':')[0]!r}; expected one of {known}.")
     if any(sign in found[2] for sign in "@?#%"):
         raise RemoteError(
-            f"An address of {scheme}:// has one of the signs @ ? # % in it. Give the bucket and the folder alone, as in "
-            f"{scheme}://bucket/run; keys and tokens belong into the environment."
+            f"An address of {scheme}:// has one of the signs @ ? # % in it. Give the bucket and the folder alone, as "
+            f"in {scheme}://bucket/run; keys and tokens belong into the environment."
         )
     bucket, _, prefix = found[2].rstrip("/").partition("/")
     parts = prefix.split("/")
     if not all(_PART.fullmatch(part) for part in (bucket, *parts)):
         raise RemoteError(
-            f"{text!r} is not the address of a run; expected a bucket and a folder of letters, digits and . _ = + -, as "
-            f"in {scheme}://bucket/run."
+            f"{text!r} is not the address of a run; expected a bucket and a folder of letters, digits and . _ = + -, "
+            f"as in {scheme}://bucket/run."
         )
     return ObjectAddress(scheme, bucket, prefix)
 

@@ -100,7 +100,7 @@ class ObjectBlobs(Blobs):
             return None
 
     def sizes(self, names: Sequence[str]) -> Mapping[str, int | None]:
-        """Return how many bytes blobs have now, by listing the place once."""
+        """Return how many bytes blobs have now, by listing the place once; these are the ones that are read then."""
         self._known = {}
         for meta, name in self._listed():
             self._known[name] = _Known(meta["size"], meta["e_tag"] or "")
@@ -115,9 +115,7 @@ class ObjectBlobs(Blobs):
             pieces = [(offset + start, min(REQUEST_BYTES, count - start)) for offset, count in spans
                       for start in range(0, count, REQUEST_BYTES)]  # fmt: skip
             found = iter(self._side_by_side([partial(self._range, name, known, *piece) for piece in pieces]))
-            return [
-                memoryview(b"".join(next(found) for _ in range(0, count, REQUEST_BYTES))) for _, count in spans
-            ]
+            return [memoryview(b"".join(next(found) for _ in range(0, count, REQUEST_BYTES))) for _, count in spans]
         return self._cached_ranges(name, known, spans)
 
     def publish(self, name: str, write: Write) -> FileEntry:
@@ -128,7 +126,7 @@ class ObjectBlobs(Blobs):
         """Let `write` make the content of a blob in a temporary file, to be put later."""
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed when the blob is put, or discarded)
         try:
-            summed = SummedFile(file)  # type: ignore[arg-type]
+            summed = SummedFile(file)
             write(summed)  # type: ignore[arg-type]
         except BaseException:
             file.close()
@@ -178,7 +176,7 @@ class ObjectBlobs(Blobs):
 
     def open(self, name: str) -> BinaryIO:
         """Return a blob as a file: a small one is read at once, a large one through a buffer."""
-        known = self._look(name)
+        known = self._known.get(name) or self._look(name)
         if known.size <= MAX_WHOLE_BYTES:
             return io.BytesIO(self.ranges(name, [(0, known.size)])[0])
         return io.BufferedReader(_ObjectFile(self, name, known.size), FILE_BUFFER_BYTES)
@@ -255,10 +253,11 @@ class ObjectBlobs(Blobs):
         return content, found
 
     def _look(self, name: str) -> "_Known":
-        """Return what a blob is now, and read that one from here on."""
+        """Return what a blob is now. If it is seen for the first time, this is the one that is read from here on."""
         meta = self._head(name)
-        self._known[name] = _Known(meta["size"], meta["e_tag"] or "")
-        return self._known[name]
+        found = _Known(meta["size"], meta["e_tag"] or "")
+        self._known.setdefault(name, found)
+        return found
 
     def _head(self, name: str) -> Any:
         import obstore
@@ -423,7 +422,7 @@ class ObjectBlobs(Blobs):
             )
         if status:
             return RemoteError(f"{at}: the storage answered with status {status[1]}, also when asked again.")
-        if "imeout" in text or "TimedOut" in text or "timed out" in text:
+        if re.search(r"(?<!retry_)[Tt]imeout|TimedOut|timed out", text):
             return RemoteError(f"{at}: the storage gave no answer in {REQUEST_SECONDS:g} s, also when asked again.")
         return RemoteError(f"{at}: there is no connection to the storage, also when tried again. Check the network.")
 
@@ -499,8 +498,12 @@ def _open_store(scheme: str, bucket: str) -> "obstore.store.ObjectStore":
     retry: Any = {
         "max_retries": RETRIES,
         "retry_timeout": timedelta(seconds=RETRY_SECONDS),
-        "backoff": {"init_backoff": timedelta(seconds=FIRST_PAUSE_SECONDS), "max_backoff": timedelta(seconds=15), "base": 2},
-    }  # fmt: skip
+        "backoff": {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE_SECONDS),
+            "max_backoff": timedelta(seconds=15),
+            "base": 2,
+        },
+    }
     client: Any = {"timeout": timedelta(seconds=REQUEST_SECONDS), "connect_timeout": timedelta(seconds=10)}
     if endpoint(scheme).startswith("http://"):
         client["allow_http"] = True

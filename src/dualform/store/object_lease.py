@@ -81,7 +81,7 @@ class Lease:
         try:
             holder = json.loads(content)
             if holder["machine"] == _machine():
-                return _process(int(holder["pid"])) != holder["process"]
+                return _process(int(holder["pid"])) != str(holder["process"])
         except (ValueError, KeyError, TypeError):
             pass  # a lease of another version, which ends by its age
         return (self._storage.storage_time() - since).total_seconds() > LEASE_SECONDS

@@ -32,10 +32,10 @@ from dualform.store.checked_tables import (
     read_checked_table,
 )
 from dualform.store.derived_sums import StoredSums
-from dualform.store.places import as_blobs
 from dualform.store.format import FINAL, INITIAL, STATE, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
+from dualform.store.places import as_blobs
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.shard_check import (
     annotations_columns_problem,

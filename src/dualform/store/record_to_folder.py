@@ -1,7 +1,6 @@
 """`dualform.record`: a recorder over a disk writer."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ from dualform.recording.check_schedule import Check
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers
-from dualform.store.blobs import Blobs
-from dualform.store.places import as_blobs
+from dualform.store.places import Place, as_blobs
 from dualform.store.writer import DiskWriter
 
 _STORED_DTYPES = (None, "float16")
@@ -23,7 +21,7 @@ _STORED_DTYPES = (None, "float16")
 def record(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    path: str | os.PathLike[str] | Blobs,
+    path: Place,
     *,
     layers: Layers = None,
     dtype: Dtype = None,
@@ -52,7 +50,8 @@ def record(
     Args:
         model: the model that is trained.
         optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
-        path: the run folder to make, or the `Blobs` to keep the run in.
+        path: the run folder to make; an address in object storage, "s3://bucket/run" (also gs:// and az://, with the
+            package extra `cloud`); or the `Blobs` to keep the run in.
         layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
             pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
             `"keys"` (attention only), of which the first match decides.

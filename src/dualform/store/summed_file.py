@@ -16,9 +16,11 @@ class SummedFile(io.RawIOBase):
         self.count = 0
 
     def writable(self) -> bool:
+        """Say that it can be written to."""
         return True
 
     def write(self, content: bytes | memoryview) -> int:  # type: ignore[override]
+        """Write all of a content, and add it to the checksum."""
         whole = memoryview(content)
         if not whole.nbytes:
             return 0
