@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dualform.errors import RunExistsError
 from dualform.store.blobs import Blobs, ByteSpan, FileEntry, Tag, Write, changed_error, content_tag
@@ -39,6 +39,9 @@ class FolderBlobs(Blobs):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FolderBlobs, (str(self.folder.resolve()),)  # another process may work in another folder
 
     @property
     def location(self) -> str:
