@@ -18,10 +18,10 @@ REWRITTEN = (FINAL, FROZEN, UNCOVERED)  # a resumed recording writes them again 
 
 EXECUTORS = {
     "local": "dualform.engine.local:LocalExecutor",
-    "ray": "dualform.engine.ray_executor:RayExecutor",
+    "ray": "dualform.engine.ray_executor:shared_executor",
     "distributed": "dualform.engine.distributed:DistributedExecutor",
 }
-"""The executors that have a name, and where they are."""
+"""The executors that have a name, and where the functions or classes are that return one."""
 
 
 def open(path: Place, *, executor: Executor | str | None = None) -> Memory:
@@ -38,11 +38,11 @@ def open(path: Place, *, executor: Executor | str | None = None) -> Memory:
 
 
 def make_executor(name: str) -> Executor:
-    """Return a new executor by its name."""
+    """Return an executor by its name."""
     if name not in EXECUTORS:
         raise QueryError(f"There is no executor {name!r}. There are: {', '.join(EXECUTORS)}.")
-    module, _, kind = EXECUTORS[name].partition(":")
-    made: Executor = getattr(import_module(module), kind)()
+    module, _, maker = EXECUTORS[name].partition(":")
+    made: Executor = getattr(import_module(module), maker)()
     return made
 
 

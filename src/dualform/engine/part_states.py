@@ -253,8 +253,9 @@ def folds_by_parameter(jobs: Sequence[Job]) -> dict[str, list[Fold[Any]]]:
     """Return for each parameter the folds about it alone, in the order of the jobs that name it."""
     found: dict[str, list[Fold[Any]]] = {}
     for job in jobs:
-        for name in job.parameters if isinstance(job, Fold) else ():
-            found.setdefault(name, []).append(replace(job, parameters=(name,)))
+        if isinstance(job, Fold):
+            for name in job.parameters:
+                found.setdefault(name, []).append(replace(job, parameters=(name,)))
     return found
 
 
@@ -266,12 +267,8 @@ def folds_joined(jobs: Sequence[Job], found: Mapping[str, Sequence[Mapping[str, 
             yield {name: next(rest[name])[name] for name in job.parameters}
 
 
-def run_whole(source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
+def run_whole(source: PatternSource, jobs: Sequence[Fold[Any] | Sweep[Any]]) -> list[Any]:
     """Return the results of folds and sweeps, which cannot be cut by parts."""
     folds = [job for job in jobs if isinstance(job, Fold)]
     folded = iter(run_folds(source, folds) if folds else ())
-    return [next(folded) if isinstance(job, Fold) else run_sweep(source, job) for job in jobs if _is_whole(job)]
-
-
-def _is_whole(job: Job) -> bool:
-    return isinstance(job, Fold | Sweep)
+    return [next(folded) if isinstance(job, Fold) else run_sweep(source, job) for job in jobs]

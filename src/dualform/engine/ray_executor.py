@@ -9,8 +9,10 @@ A Ray of this machine takes 4 to 8 seconds to start and 0.9 GB of memory: it pay
 slowly. Ray is installed with the package extra `ray`.
 """
 
+import functools
 import os
 import pickle
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +61,7 @@ class RayExecutor:
         self._count = workers
         self._address = address
         self._held_bytes = held_bytes
+        self._lock = threading.Lock()  # of the workers and sources; several threads may ask
         self._workers: list[Any] = []
         self._opened: dict[str, Any] = {}  # sources that workers can open, by digest, in Ray's memory
 
@@ -119,15 +122,17 @@ class RayExecutor:
 
     def _open(self, source: PatternSource) -> tuple[str, Any]:
         """Start the workers, if there are none; return a source's digest, and how they open it, in Ray's memory."""
-        if not self._workers:
-            ray = _connected(self._address, self._count)
-            count = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))
-            self._workers = [self._worker() for _ in range(count)]
-        import ray
-
-        if source.digest not in self._opened:
-            self._opened[source.digest] = ray.put(send_source(source))
-        return source.digest, self._opened[source.digest]
+        ray = _connected(self._address, self._count)
+        with self._lock:
+            if not self._workers:
+                there = int(ray.cluster_resources().get("CPU", 0))
+                if self._count is not None and self._count > there:
+                    raise QueryError(f"{self._count} workers were asked for, but Ray has {there} processors.")
+                count = self._count or max(1, int(ray.available_resources().get("CPU", 0)))
+                self._workers = [self._worker() for _ in range(count)]
+            if source.digest not in self._opened:
+                self._opened[source.digest] = ray.put(send_source(source))
+            return source.digest, self._opened[source.digest]
 
     def _worker(self) -> Any:
         import ray
@@ -173,11 +178,16 @@ class RayExecutor:
         """Start a new worker where one died, unless another task has noticed it before."""
         import ray
 
-        dead = getattr(error, "actor_id", None)
-        if dead is None or self._workers[number]._actor_id.hex() == str(dead):
-            with_new = self._worker()
-            ray.kill(self._workers[number])
-            self._workers[number] = with_new
+        with self._lock:
+            if error.actor_id in (None, self._workers[number]._actor_id.hex()):
+                ray.kill(self._workers[number])
+                self._workers[number] = self._worker()
+
+
+@functools.cache
+def shared_executor() -> RayExecutor:
+    """Return the executor that every memory of this process has that was opened with `executor="ray"`."""
+    return RayExecutor()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +263,7 @@ def _connected(address: str | None, workers: int | None) -> Any:
             ) from error
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
-            num_cpus=workers or os.cpu_count(),
+            num_cpus=max(workers or 1, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             **quiet,
