@@ -2,9 +2,10 @@
 
     python -m benchmarks.scale            measure the parts of a question here, check the model, print the table
 
-The costs of one part (read, product, merge, ship) are measured on this machine, with one core. The model puts them
-together for a cluster whose rates are stated, not measured. It is compared with real questions on one and two workers
-of a local Ray. docs/scale.md explains the model and keeps a table.
+The costs of one part (read, product, merge, ship) are measured on this machine, with one core, in seconds of its
+processor, so that others who use the machine do not count. The model puts them together for a cluster whose rates are
+stated, not measured. It is compared with real questions on one and two workers of a local Ray: the processor seconds
+of the busiest worker and of the process that asks. docs/scale.md explains the model and keeps a table.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from torch import nn
 import dualform
 from dualform.engine.jobs import Pass, WholeView
 from dualform.engine.measures import PatternMeasure
-from dualform.engine.part_states import HeldKeys, merged, part_states, pieces_of
+from dualform.engine.part_states import HeldKeys, merged, part_states, pieces_of, send_job
+from dualform.engine.ray_executor import RayExecutor
 from dualform.engine.reducers import Best
 from dualform.engine.source import PatternSource
 from dualform.store.reader import Run
@@ -145,12 +147,12 @@ def question(source: PatternSource, seed: int) -> Pass[Any]:
 
 
 def fastest(action: Callable[[], object], times: int = 7) -> float:
-    """Return the least of several times, in seconds: the machine is shared, and others only make it slower."""
+    """Return the least of several times, in seconds of this process's processor: others only make it slower."""
     found = []
     for _ in range(times):
-        begin = time.perf_counter()
+        begin = time.process_time()
         action()
-        found.append(time.perf_counter() - begin)
+        found.append(time.process_time() - begin)
     return min(found)
 
 
@@ -167,8 +169,7 @@ def measure(run: Run) -> Costs:
     first = pieces_of(run, small)
     per_step = sum(counts.values()) / run.steps
     alone = fastest(lambda: list(part_states(run, small, first, held)))
-    product = (whole - alone * len(pieces)) / (sum(counts.values()) - per_step * len(pieces))
-    product = max(product, 0.5 * whole / sum(counts.values()))
+    product = whole / sum(counts.values())
     content = [pickle.dumps(state) for state in states.values()]
 
     def merge() -> None:
@@ -192,7 +193,7 @@ def measure(run: Run) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A further question on a local Ray: what the model says, and what was measured."""
+    """A further question on a local Ray: what the model says, and what was measured, in processor seconds."""
 
     workers: int
     predicted: float
@@ -201,20 +202,25 @@ class Check:
 
 def check(run: Run, costs: Costs, count: int) -> tuple[float, Check]:
     """Ask some workers of a local Ray; return what shipping costs, and how the model compares."""
-    from dualform.engine.ray_executor import RayExecutor
-
     executor = RayExecutor(count)
     job = question(run, 1)
     for seed in range(2):
         executor.run(run, [question(run, seed)])  # workers have started, opened the run, and hold its keys
-    nothing = Pass("", WholeView(run, 0), Best(1, BEST), job.like, job.queries, job.measure)
-    ship = (fastest(lambda: executor.run(run, [nothing])) + fastest(lambda: executor.process_ids)) / count
-    measured = fastest(lambda: executor.run(run, [job]))
+    ship = fastest(lambda: executor.process_ids) / count + fastest(lambda: send_job(run, job))
+    measured = min(_asked(executor, run, job) for _ in range(7))
     executor.close()
     cluster = Cluster(count, cores=1, memory=1e15, latency=0.0, network_rate=1e12)
     part_bytes = round(run.count("") * KEY_BYTES / len(run.parts()))
     found = simulate(replace(costs, ship=ship), cluster, patterns=run.count(""), part_bytes=part_bytes)
     return ship, Check(count, found.steady, measured)
+
+
+def _asked(executor: RayExecutor, run: Run, job: Pass[Any]) -> float:
+    """Ask once; return the processor seconds of the busiest worker and of this process, which wait for each other."""
+    before, begin = executor.processor_seconds(), time.process_time()
+    executor.run(run, [job])
+    here = time.process_time() - begin
+    return here + max(after - start for start, after in zip(before, executor.processor_seconds(), strict=True))
 
 
 def table(costs: Costs, *, machines: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)) -> str:

@@ -13,6 +13,7 @@ import functools
 import os
 import pickle
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,6 +108,13 @@ class RayExecutor:
         import ray
 
         found: list[int] = ray.get([worker.process_id.remote() for worker in self._workers])
+        return found
+
+    def processor_seconds(self) -> list[float]:
+        """Return the processor time that each worker has used since it started."""
+        import ray
+
+        found: list[float] = ray.get([worker.processor_seconds.remote() for worker in self._workers])
         return found
 
     def _pass_tasks(self, source: PatternSource, opened: Any, place: int, job: Any) -> list["_Task"]:
@@ -213,6 +221,10 @@ class RayWorker:
     def process_id(self) -> int:
         """Return the worker's process id."""
         return os.getpid()
+
+    def processor_seconds(self) -> float:
+        """Return the processor time that the worker has used."""
+        return time.process_time()
 
     def answer(self, digest: str, opening: bytes, jobs: list[bytes], pieces: tuple[Piece, ...] | None) -> Any:
         """Return the states of pieces of one pass, or the results of whole jobs; our own errors are returned too."""
