@@ -10,23 +10,29 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
 from dualform.attend import text
-from dualform.attend.groups import Bins, By, Condition, Table, condition
+from dualform.attend.conditions import Condition, condition
+from dualform.attend.groups import Table
 from dualform.attend.info import Info, describe_run
 from dualform.attend.layer import LayerSpotlight
+from dualform.attend.path import Asked
+from dualform.attend.prompts import PromptLike
 from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
 from dualform.attend.spotlight import Spotlight
+from dualform.attend.sums import view_parts
 from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.training_history import TrainingHistory, find_training_history
+from dualform.attend.view_shares import ViewShares
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
+from dualform.binning import By, grouping_columns
 from dualform.corpus import Corpus
 from dualform.effects.moments import outside
 from dualform.effects.output_gradients import OutputGradients, Quantity, find_output_gradients
@@ -38,8 +44,9 @@ from dualform.engine.description import LayerEntry, RowsEntry
 from dualform.engine.fingerprints import matching_steps
 from dualform.engine.jobs import Executor
 from dualform.engine.local import LocalExecutor
+from dualform.engine.share_source import ParameterShares
 from dualform.engine.source import PatternSource
-from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, verify
+from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, compare_shares, verify
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.pieces import Tokenizer
@@ -67,7 +74,7 @@ class Memory:
         self._shared = shared or _Shared(AnswerCache(source), executor or LocalExecutor())
         self._cache = self._shared.cache
         self._conditions = conditions
-        self._horizon = source.steps if horizon is None else horizon
+        self._horizon = source.last_step if horizon is None else horizon
         self._table = Table(source, conditions, self._horizon, self._shared.executor)
         self._parts: dict[str, rebuild.ParameterParts] | None = None
 
@@ -97,6 +104,11 @@ class Memory:
     def columns(self) -> tuple[str, ...]:
         """The names of all columns that patterns have."""
         return self._table.names
+
+    @property
+    def kept_groupings(self) -> tuple[tuple[str, ...], ...]:
+        """The groupings by which the run keeps shares; none where it keeps patterns alone."""
+        return () if self._run.kept_shares is None else self._run.kept_shares.groupings
 
     @property
     def rows(self) -> Mapping[str, RowsEntry]:
@@ -211,7 +223,9 @@ class Memory:
         """Look at the memory as it was after `step` steps."""
         if not 0 <= step <= self._run.steps:
             raise SelectionError(f"Step {step} is outside the memory, which has steps 0 to {self._run.steps}.")
-        return Memory(self._run, conditions=self._conditions, horizon=step, shared=self._shared)
+        view = Memory(self._run, conditions=self._conditions, horizon=step, shared=self._shared)
+        view._require_kept()
+        return view
 
     def _view(self, more: Condition) -> "Memory":
         self._table.require(name for name, _ in more.equal)
@@ -219,7 +233,13 @@ class Memory:
         if more.sql is not None and self._run.parts():
             # One part is enough to find a malformed condition now rather than at the first question.
             view._table.mask(self._run.parts()[0], next(iter(self.layers)))
+        view._require_kept()
         return view
+
+    def _require_kept(self) -> None:
+        """Raise where the run keeps shares alone, and not those of this view."""
+        if self.layers and all(entry.store == "shares" for entry in self.layers.values()):
+            self._table.kept_groups(None)
 
     def unknown(self, layers: str | Collection[str] | None = None) -> dict[str, int]:
         """Return how many patterns of each layer this view's mask cannot decide, for want of a value in its columns.
@@ -241,10 +261,29 @@ class Memory:
 
     # Weights ------------------------------------------------------------------------------------------------------
 
+    @overload
+    def shares(self) -> dict[str, Tensor]: ...
+
+    @overload
+    def shares(self, by: By) -> dict[str, ParameterShares]: ...
+
     @in_own_dtype
-    def shares(self) -> dict[str, Tensor]:
-        """Return what the view's patterns add to each parameter; those of `where` and `without` sum to the whole."""
-        return {name: part.share.to(self._dtype(name), copy=True) for name, part in self._exact_parts().items()}
+    def shares(self, by: By | None = None) -> dict[str, Tensor] | dict[str, ParameterShares]:
+        """Return what the view's patterns add to each parameter; those of `where` and `without` sum to the whole.
+
+        Args:
+            by: a column, `dualform.bins(column, width=...)`, or several of these: each group's share then, beside what
+                is left of the start, what no pattern explains, and rounding. All of them sum to the parameter.
+        """
+        if by is None:
+            return {name: part.share.to(self._dtype(name), copy=True) for name, part in self._exact_parts().items()}
+        source = self.share_source(by)
+        return {name: source.shares(name, source.groupings[0]) for name in self._run.exact_parameters()}
+
+    def share_source(self, *by: By) -> ViewShares:
+        """Return the sums of this view by one or several groupings: shares of parameters, and of keys."""
+        self._require_values()
+        return ViewShares(self._table, self._cache, [grouping_columns(one) for one in by])
 
     @in_own_dtype
     def weights(self) -> dict[str, Tensor]:
@@ -260,8 +299,7 @@ class Memory:
 
         With them a mask of groups and steps is a subtraction; see `GroupWeights`.
         """
-        parts = [by] if isinstance(by, str | Bins) else list(by)
-        return GroupWeights(self._table, self._cache, parts, budget=budget)
+        return GroupWeights(self._table, self._cache, grouping_columns(by), budget=budget)
 
     @in_own_dtype
     def rebuild_errors(self, weights: GroupWeights) -> dict[str, LayerCheck]:
@@ -269,8 +307,9 @@ class Memory:
         final = self._run.final
         if final is None or self._conditions or self._horizon != self._run.steps:
             return {}
-        checks = compare(self._run, weights.rebuilt(), final, self._shared.executor, horizon=self._horizon)
-        return by_layer(self._run, checks)
+        rebuilt = {n: part for n, part in weights.rebuilt().items() if n not in self._run.shared_parameters()}
+        checks = compare(self._run, rebuilt, final, self._shared.executor, horizon=self._horizon)
+        return by_layer(self._run, checks | compare_shares(self._run, final, horizon=self._horizon))
 
     @in_own_dtype
     def apply(self, model: nn.Module, *, layers: str | Collection[str] | None = None) -> nn.Module:
@@ -360,7 +399,7 @@ class Memory:
                     f"Parameter {name!r} is {entry.shape} in the memory, but {tuple(live[name].shape)} in this model."
                 )
         outcome = verify(self._run, live, self._shared.executor, horizon=self._horizon)
-        if outcome.passed or model is None:
+        if outcome.passed or model is None or outcome.explained is not None:
             return outcome
         recorded = {name: live[name] for name in self._run.description.parameters}
         return dataclasses.replace(outcome, hint=_other_step(matching_steps(self._run, recorded) - {self._horizon}))
@@ -385,9 +424,11 @@ class Memory:
         Args:
             model: the trained model; one forward pass in eval mode captures each layer's queries, on its device.
             inputs: a tensor; a tuple of the model's arguments; a mapping of its keywords; or an iterable of batches.
-            targets: for effects: the class (or the classes of all tokens) of each input; by default the model's own.
-            quantity: for effects: what they are effects on. `"margin"`, the target's logit less the log-sum-exp of the
-                others (the default where targets are given); `"loss"`, the cross-entropy; or a function of the model's
+            targets: for effects and path contributions: the class (or the classes of all tokens) of each input; by
+                default the model's own.
+            quantity: what they are effects on, or contributions to. `"margin"`, the target's logit less the log-sum-exp
+                of the others (the default where targets are given); `"logit"`, the target's logit; `"loss"`, the
+                cross-entropy; `dualform.contrast(9, 7)`, a difference of two logits; or a function of the model's
                 outputs and the targets that returns a number per input, (B,). One backward pass finds its gradients.
             queries: query tensors (..., d_in) by layer, instead of a model and inputs.
             layers: the layers to look at; by default all that were recorded.
@@ -408,12 +449,14 @@ class Memory:
             inputs = list(batches(inputs))
             captured = capture_queries(model, inputs, entries)
         gradients: Mapping[str, OutputGradients] = {}
+        asked: Asked | None = None
         if targets is not None or quantity is not None:
             if model is None:
                 raise QueryError("Effects need a model and inputs: queries alone have no gradients.")
             linear = {name: entry for name, entry in entries.items() if outside(self._run, name) is None}
             axis = self._run.description.batch_axis
-            gradients = find_output_gradients(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
+            asked = Asked(model, inputs, targets, quantity or "margin")
+            gradients = find_output_gradients(model, inputs, targets, asked.quantity, linear, batch_axis=axis)
         if model is not None and not other_model:
             self._say_other_model(model)
         self._say_unknown(names)
@@ -428,14 +471,21 @@ class Memory:
                     chunk_size=chunk_size,
                 )
                 for name, rows in captured.items()
-            }
+            },
+            asked,
+            self._states,
         )
+
+    def _states(self) -> Sequence[tuple[int, Mapping[str, Tensor]]]:
+        """Return the uncovered state wherever the run keeps it, and after how many steps it was so."""
+        files = self._run.run_files
+        return () if files is None else files.known_states()
 
     @in_own_dtype
     def attend_text(
         self,
         model: nn.Module,
-        prompt: str | Sequence[int] | Tensor,
+        prompt: PromptLike,
         *,
         layers: str | Collection[str] | None = None,
         top: int = 5,
@@ -450,7 +500,8 @@ class Memory:
         Args:
             model: the trained language model: tokens (B, L) in; logits (B, L, V) out, or those of the last position
                 only. They may come alone, first of a tuple, or as the entry or attribute `logits`.
-            prompt: what to ask about: a text, or the numbers of its tokens (L,).
+            prompt: what to ask about: a text, the numbers of its tokens (L,), or the messages of a chat, as the
+                tokenizer's `apply_chat_template` takes them.
             layers: the layers to look at. By default all that can be asked, and a note says which were left out: those
                 whose patterns have no place in the text, and those in which the last token's row cannot be told.
             top: how many passages, documents, tokens and guesses.
@@ -538,11 +589,15 @@ class Memory:
             self._shared.said.add(self._conditions)
             warn_user(f"The mask {self._describe()}: {message}", MaskWarning)
 
+    def _require_values(self) -> None:
+        """Raise where no layer's values are kept."""
+        if not self._run.exact_parameters():
+            self._run.require_values(next(iter(self.layers)))
+
     def _exact_parts(self) -> dict[str, rebuild.ParameterParts]:
         if self._parts is None:
-            if not self._run.exact_parameters():
-                self._run.require_values(next(iter(self.layers)))
-            self._parts = rebuild.parts(self._run, self._table, self._table.executor)
+            self._require_values()
+            self._parts = view_parts(self._table)
             self._say_unknown()
         return self._parts
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dualform.identity.families.optimizer_kind import (
     BackwardRecursion,
+    Move,
     Multiplier,
     OptimizerKind,
     ReplayedStep,
@@ -46,7 +47,7 @@ UNIT = 2.0**-9  # half an ulp of 1 in bfloat16
 
 @dataclass(frozen=True, slots=True)
 class OneSidedStep(StepMap):
-    """One step of Muon, as the numbers of the three lines above and the matrix L (float64)."""
+    """One step of Muon, as the numbers of the three lines above and the matrix L."""
 
     alpha: float
     beta: float
@@ -67,6 +68,24 @@ class OneSidedStep(StepMap):
             update = update + (1 - self.ahead) * gradient
         turned = update @ self.side if self.tall else self.side @ update
         return self.kappa * share - self.gamma * turned, average
+
+    moves_average = True
+
+    @classmethod
+    def follow_all(cls, moves: Sequence[Move["OneSidedStep"]]) -> None:
+        """Move shares and averages in place, one share after the other."""
+        for move in moves:
+            step = move.linear
+            for share, average, gradient in zip(move.shares, move.averages, move.gradients, strict=True):
+                if not move.averages_moved:
+                    average.mul_(step.alpha)
+                    if gradient is not None:
+                        average.add_(gradient, alpha=step.beta)
+                update = step.ahead * average
+                if gradient is not None and step.ahead != 1.0:
+                    update.add_(gradient, alpha=1 - step.ahead)
+                left, right = (update, step.side) if step.tall else (step.side, update)
+                share.addmm_(left, right, beta=step.kappa, alpha=-step.gamma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +153,25 @@ def polynomial(update: Tensor, coefficients: Sequence[float], steps: int, eps: f
     return side
 
 
+def iterated_polynomial(update: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Return the same L as `polynomial`, by products of matrices in the dtype and on the device of u.
+
+    With A = X Xᵀ, each iteration multiplies X by F = a + b A + c A²; all of these matrices commute, so that L is the
+    product of the factors and the next A is F² A.
+    """
+    a, b, c = coefficients
+    norm = update.norm().clamp(min=eps)
+    square = update @ update.T / norm.square()
+    identity = torch.eye(len(update), dtype=update.dtype, device=update.device)
+    side: Tensor = identity / norm
+    for left in range(steps, 0, -1):
+        factor = a * identity + square @ (b * identity + c * square)
+        side = factor @ side
+        if left > 1:
+            square = factor @ square @ factor
+    return side
+
+
 def adjusted(lr: float, how: str, shape: Sequence[int]) -> float:
     """Return the learning rate as Muon adjusts it to a matrix's shape."""
     rows, cols = shape
@@ -181,7 +219,10 @@ class MuonKind(OptimizerKind[OneSidedStep]):
         rows, cols = update.shape
         tall = rows > cols
         chosen = (settings["ns_coefficients"], settings["ns_steps"], settings["eps"])
-        side = polynomial(update.T if tall else update, *chosen)
+        # Products are faster than eigenvectors where training waits for them. They too need float64: an error in a
+        # small eigenvalue of u uᵀ grows by 3.4² with each iteration.
+        find = polynomial if taken.precision == torch.float64 else iterated_polynomial
+        side = find(update.T if tall else update, *chosen)
         beta = rounded(1 - momentum)
         rate = rounded(adjusted(lr, settings["adjust_lr_fn"], (rows, cols)))
         # Entries of u that are off by UNIT of themselves at random, multiplied by L.
@@ -192,7 +233,7 @@ class MuonKind(OptimizerKind[OneSidedStep]):
             kappa=rounded(1 - lr * settings["weight_decay"]),
             gamma=rate,
             ahead=rounded(momentum) if settings["nesterov"] else 1.0,
-            side=side,
+            side=side.to(taken.precision),
             tall=tall,
             noise=noise,
         )
