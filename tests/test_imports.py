@@ -64,7 +64,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "show": PURE | {"recording", "engine", "effects", "attend", "opening"},
     "experiments": PURE | {"recording", "engine", "effects", "attend", "opening", "show"},
     "integrations": {"errors", "recording"},  # and the public names, as a user's program has them
-    "cli": PURE | {"recording", "engine", "effects", "attend", "show", "experiments"},
+    "cli": PURE | {"recording", "engine", "effects", "attend", "opening", "show", "experiments"},
     "__main__": {"cli"},
     "__init__": PURE
     | {"recording", "store", "effects", "attend", "show", "opening"},  # when asked for; show registers itself

@@ -53,6 +53,10 @@ class StoreError(DualformError, OSError):
     """The memory could not be written."""
 
 
+class RemoteError(StoreError):
+    """A run in object storage could not be read or written: no connection, no permission, or replaced meanwhile."""
+
+
 class ResumeError(DualformError, ValueError):
     """The model or its optimizer does not stand where the memory says."""
 

@@ -82,8 +82,13 @@ class Memory:
 
     @property
     def path(self) -> Path:
-        """The run folder."""
+        """The run folder. Of a run elsewhere `location` has the address."""
         return Path(self._run.name)
+
+    @property
+    def location(self) -> str:
+        """The run folder, or the address of the run in object storage, as text."""
+        return self._run.name
 
     @property
     def step(self) -> int:
@@ -540,7 +545,7 @@ class Memory:
         view = self._describe()
         unknown = sum(self.unknown().values()) if self._conditions else 0
         more = f"; {unknown:,} patterns have no value in the mask's columns" if unknown else ""
-        return f"Memory({str(self.path)!r}, {self._run.steps} steps{', ' + view if view else ''}{more})"
+        return f"Memory({self.location!r}, {self._run.steps} steps{', ' + view if view else ''}{more})"
 
     def _describe(self) -> str:
         parts = [str(one) for one in self._conditions]

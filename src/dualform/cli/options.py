@@ -8,7 +8,13 @@ import typer
 if TYPE_CHECKING:
     from dualform.attend.memory import Memory
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a recorded run.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a recorded run, or its address: s3://bucket/run.")
+]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option("--executor", help="What runs questions: local (threads, a GPU) or ray (a cluster, or workers here)."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="package.module:factory that makes the model.")]
 InputsOption = Annotated[Path | None, typer.Option("--inputs", help=".npy or .safetensors; default: the run's tests.")]
@@ -26,11 +32,18 @@ TrustOption = Annotated[
 AtOption = Annotated[int | None, typer.Option("--at", help="Look back from after this many steps.")]
 
 
-def open_view(run: Path, *, where: str | None = None, without: str | None = None, at: int | None = None) -> "Memory":
+def open_view(
+    run: str,
+    *,
+    where: str | None = None,
+    without: str | None = None,
+    at: int | None = None,
+    executor: str | None = None,
+) -> "Memory":
     """Open a run, and return the view of it that the options --where, --without and --at select."""
     import dualform
 
-    memory = dualform.open(run)
+    memory = dualform.open(run, executor=executor)
     if at is not None:
         memory = memory.at(step=at)
     if where is not None:

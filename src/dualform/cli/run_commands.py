@@ -1,6 +1,7 @@
-"""Commands about a run as a whole, and about what can be recorded: `info`, `verify` and `support`."""
+"""Commands about a run as a whole, and about what can be recorded: `info`, `verify`, `cp` and `support`."""
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -79,6 +80,23 @@ def verify_command(run: RunArgument, model: ModelOption = None, at: AtOption = N
         sys.stdout.write(f"{printable(repr(outcome))}\n" + (f"{factory_hint}\n" if factory_hint else ""))
     if not outcome.passed:
         raise typer.Exit(1)
+
+
+def copy_command(
+    run: RunArgument,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A new folder, or a new address: s3://bucket/run.")],
+    json: JsonOption = False,
+) -> None:
+    """Copy a run between folders and object storage, comparing every file with its checksum."""
+    from dualform.opening import copy_run
+    from dualform.recording.estimate import size_text
+    from dualform.show.terminal_tables import print_json
+
+    copied = copy_run(run, target)
+    if json:
+        print_json(copied)
+    else:
+        sys.stdout.write(printable(f"{copied.location}: {copied.files} files, {size_text(copied.bytes)}") + "\n")
 
 
 def support_command() -> None:

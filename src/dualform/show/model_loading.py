@@ -53,7 +53,9 @@ def load_model(memory: Memory, spec: str | None, *, accept_untrained: bool = Fal
         spec, arguments = memory.factory
         model = make_remembered(memory, spec, arguments, trust=trust)
     else:
-        raise QueryError(f"{memory.path} does not know its model. Say how to make it: --model package.module:factory.")
+        raise QueryError(
+            f"{memory.location} does not know its model. Say how to make it: --model package.module:factory."
+        )
     trained, doubts = memory.restored(model)
     if not doubts:
         return Loaded(trained)
@@ -75,8 +77,8 @@ def make_remembered(memory: Memory, spec: str, arguments: Mapping[str, Any], *, 
     own = module_name == OWN_MODELS or module_name.startswith(f"{OWN_MODELS}.")
     if not own and not trust and not _is_agreed(memory, spec, arguments):
         raise QueryError(
-            f"{memory.path} says that its model is made by calling {_call(spec, arguments)}, which runs code that the "
-            "run names. If you trust whoever made the run, pass --trust; or name a factory of your own: --model "
+            f"{memory.location} says that its model is made by calling {_call(spec, arguments)}, which runs code that "
+            "the run names. If you trust whoever made the run, pass --trust; or name a factory of your own: --model "
             "package.module:factory."
         )
     with _without_current_folder():
@@ -85,8 +87,8 @@ def make_remembered(memory: Memory, spec: str, arguments: Mapping[str, Any], *, 
     plain = inspect.isfunction(factory) or (inspect.isclass(factory) and issubclass(factory, nn.Module))
     if not plain or not (home == module_name or home.startswith(f"{module_name}.")):
         raise QueryError(
-            f"{memory.path} names {spec} as what makes its model; expected a function, or a class of modules, that is "
-            f"defined in {module_name}. Name a factory yourself: --model package.module:factory."
+            f"{memory.location} names {spec} as what makes its model; expected a function, or a class of modules, that "
+            f"is defined in {module_name}. Name a factory yourself: --model package.module:factory."
         )
     try:
         return _made(factory, arguments, spec)
@@ -94,7 +96,7 @@ def make_remembered(memory: Memory, spec: str, arguments: Mapping[str, Any], *, 
         raise
     except Exception as error:
         raise QueryError(
-            f"{memory.path} says that its model is made by calling {_call(spec, arguments)}, which failed: "
+            f"{memory.location} says that its model is made by calling {_call(spec, arguments)}, which failed: "
             f"{type(error).__name__}: {error}. Name a factory yourself: --model package.module:factory."
         ) from error
 
@@ -142,7 +144,7 @@ def _is_agreed(memory: Memory, spec: str, arguments: Mapping[str, Any]) -> bool:
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     sys.stderr.write(
-        f"{printable(str(memory.path))} says that its model is made by calling\n  {_call(spec, arguments)}\n"
+        f"{printable(memory.location)} says that its model is made by calling\n  {_call(spec, arguments)}\n"
         "This runs code that the run names. Do you trust whoever made the run? [y/N] "
     )
     sys.stderr.flush()

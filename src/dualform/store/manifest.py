@@ -25,9 +25,9 @@ from dualform.recording.model_state import StateKind
 from dualform.store import version1
 from dualform.store.blobs import Blob, Blobs, Checksum, FileEntry, Tag
 from dualform.store.documents import parse_json
-from dualform.store.folder_blobs import as_blobs
 from dualform.store.format import MANIFEST
 from dualform.store.manifest_check import problems
+from dualform.store.places import as_blobs
 
 FORMAT = "dualform"
 VERSION = 2
@@ -192,7 +192,7 @@ class Manifest:
         if (size := blobs.size(MANIFEST)) is None:
             raise RunNotFoundError(
                 f"{blobs.location} holds no {MANIFEST}, so it is not a recorded run. "
-                "Give the folder that dualform.record wrote to."
+                "Give the folder or address that dualform.record wrote to."
             )
         if size > MAX_MANIFEST_BYTES:
             raise _too_large(path)

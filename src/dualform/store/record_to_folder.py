@@ -1,7 +1,6 @@
 """`dualform.record`: a recorder over a disk writer."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -14,8 +13,7 @@ from dualform.recording.keep import Keep, divided
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers, StoredDtype, stored_dtype
-from dualform.store.blobs import Blobs
-from dualform.store.folder_blobs import as_blobs
+from dualform.store.places import Place, as_blobs
 from dualform.store.share_writer import ShareWriter
 from dualform.store.writer import DiskWriter
 
@@ -25,7 +23,7 @@ _STORED_DTYPES = (None, *get_args(StoredDtype))
 def record(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    path: str | os.PathLike[str] | Blobs,
+    path: Place,
     *,
     keep: Keep | Sequence[Keep] | None = None,
     layers: Layers = None,
@@ -55,7 +53,8 @@ def record(
     Args:
         model: the model that is trained.
         optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
-        path: the run folder to make, or the `Blobs` to keep the run in.
+        path: the run folder to make; an address in object storage, "s3://bucket/run" (also gs:// and az://, with the
+            package extra `cloud`); or the `Blobs` to keep the run in.
         keep: what is kept of the training: `dualform.Patterns()`, every key and value, the default;
             `dualform.Shares(by="source")`, what each group of patterns made of every weight, in constant size; or a
             list of both.

@@ -1,8 +1,8 @@
 """The run as it is now: opened when first asked for, and again when more of it has been published."""
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import dualform
@@ -21,7 +21,7 @@ class Opened:
 
     def __init__(
         self,
-        path: Path,
+        path: str | os.PathLike[str],
         *,
         model: str | None = None,
         budget: int = 512 << 20,
