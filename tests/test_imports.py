@@ -20,6 +20,7 @@ import dualform
 
 SOURCE = Path(dualform.__file__).parent
 PURE = {
+    "binning",
     "corpus",
     "drawing",
     "errors",
@@ -37,6 +38,7 @@ PURE = {
 }
 STAGES = ("recording", "store", "engine", "effects", "attend", "show", "experiments", "cli")
 MAY_IMPORT: Mapping[str, set[str]] = {
+    "binning": {"errors", "lazy"},
     "corpus": {"errors", "pieces", "tokens"},
     "drawing": set(),
     "identity": {"errors", "torch_modes"},
@@ -194,7 +196,7 @@ def test_importing_dualform_imports_no_torch() -> None:
 
 
 def test_public_names_are_few_and_there() -> None:
-    assert len(dualform.__all__) < 15
+    assert len(dualform.__all__) < 18
     for name in dualform.__all__:
         assert getattr(dualform, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'recrod'"):

@@ -6,14 +6,15 @@ from dualform import show  # noqa: F401 (an import registers what draws answers 
 from dualform._version import __version__
 
 if TYPE_CHECKING:
-    from dualform.attend.groups import bins
     from dualform.attend.memory import Memory
     from dualform.attend.questions import Top, Totals
     from dualform.attend.spotlight import Spotlight
+    from dualform.binning import bins
     from dualform.corpus import Corpus
     from dualform.errors import DualformError
     from dualform.opening import open
     from dualform.recording.estimate import estimate
+    from dualform.recording.keep import Patterns, Shares
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
     from dualform.store.record_to_folder import record
@@ -22,11 +23,13 @@ _HOME = {
     "Corpus": "dualform.corpus",
     "DualformError": "dualform.errors",
     "Memory": "dualform.attend.memory",
+    "Patterns": "dualform.recording.keep",
     "Recorder": "dualform.recording.recorder",
+    "Shares": "dualform.recording.keep",
     "Spotlight": "dualform.attend.spotlight",
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
-    "bins": "dualform.attend.groups",
+    "bins": "dualform.binning",
     "estimate": "dualform.recording.estimate",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
@@ -37,7 +40,9 @@ __all__ = [
     "Corpus",
     "DualformError",
     "Memory",
+    "Patterns",
     "Recorder",
+    "Shares",
     "Spotlight",
     "Top",
     "Totals",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.recording.estimate import size_text
+from dualform.recording.keep import Patterns, Shares
 from helpers.loops import batches, loss_of, mlp, record, sgd, state
 
 
@@ -26,7 +27,7 @@ def stored(run: Path) -> dict[str, int]:
 
 @pytest.mark.mostly_slow(fast=7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("stored_dtype", [None, "float16", {"2": "float16"}, {"0": None, "*": "float16"}], ids=str)
+@pytest.mark.parametrize("stored_dtype", [None, "float16", {"2": "int8"}, {"0": None, "*": "float16"}], ids=str)
 @pytest.mark.parametrize("layers", [None, {"0": "keys", "2": "keys+values"}, {"*": "keys"}, "2"], ids=str)
 @pytest.mark.filterwarnings("ignore:.*are not recorded")
 def test_estimate_is_what_is_stored(run: Path, dtype: torch.dtype, stored_dtype: Any, layers: Any) -> None:
@@ -53,7 +54,7 @@ def test_estimate_counts_every_call_and_position(run: Path) -> None:
     assert estimated.total == 6 * 2 * 12 * (5 + 5) * 4
 
 
-@pytest.mark.parametrize("stored_dtype", [None, "float16"])
+@pytest.mark.parametrize("stored_dtype", [None, "float16", "int8"])
 def test_a_recorders_estimate_knows_its_options(run: Path, stored_dtype: Any) -> None:
     model = mlp()
     optimizer = sgd(model)
@@ -102,3 +103,25 @@ def test_estimates_read_well() -> None:
     assert text.splitlines()[-1].split() == ["total", "8.8", "MB"]
     assert size_text(999) == "999 B"
     assert size_text(5e15) == "5000.0 TB"
+
+
+def test_shares_are_estimated_in_memory_and_on_disk() -> None:
+    model = mlp()
+    inputs = batches(1)[0]
+    shares = Shares(by="label", groups=10)
+    found = dualform.estimate(model, inputs, steps=1_000_000, keep=shares)
+    elements = {"0": 7 * 5 + 7, "2": 3 * 7 + 3}
+    # A share and an average of each group, two more shares, and two more averages.
+    assert dict(found.layers) == {name: 4 * size * (2 * 10 + 4) for name, size in elements.items()}
+    assert found.device == 4 * sum(elements.values()) * (2 * 10 + 2)
+    assert found.free is not None
+    assert found.free > 0
+    assert "of memory for shares while training, where" in repr(found)
+    earlier = dualform.estimate(model, inputs, steps=9, keep=Shares(by="label", groups=10, at=[3, 6]))
+    assert earlier.total - found.total == 2 * 4 * sum(elements.values()) * 12
+    several = dualform.estimate(model, inputs, steps=9, keep=Shares(by=[["label"], ["label", "task"]], groups=5))
+    assert several.device == found.device
+    both = dualform.estimate(model, inputs, steps=6, keep=[shares, Patterns(layers="2")])
+    patterns = dualform.estimate(model, inputs, steps=6, layers="2")
+    assert both.total == found.total + patterns.total
+    assert dualform.estimate(model.double(), inputs.double(), steps=6, keep=shares).device == 2 * found.device

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from dualform.attend.answers import Effects, GroupTotals, Ranking
-from dualform.attend.groups import By, Grouping, Table
+from dualform.attend.groups import Grouping, Table
 from dualform.attend.layer_plans import LayerPlans, check_per
 from dualform.attend.queries import Captured
 from dualform.attend.questions import Per, Plan, Question, Top, Totals, answer_all
 from dualform.attend.sums import LayerSums, apply_uses
+from dualform.binning import By
 from dualform.effects.layer_effects import LayerEffects
 from dualform.effects.output_gradients import OutputGradients
 from dualform.engine.answer_cache import AnswerCache
@@ -62,6 +63,11 @@ class LayerSpotlight:
     def columns(self) -> tuple[str, ...]:
         """The names of all columns that patterns have."""
         return self._table.names
+
+    @property
+    def keeps_patterns(self) -> bool:
+        """Whether single patterns of the layer are kept; otherwise shares by group are."""
+        return self._entry.store != "shares"
 
     @property
     def media(self) -> Media:

@@ -12,7 +12,8 @@ from dualform.recording.rowcheck import Outcome
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A number of things. No file of a run holds as many as 2⁵³."""
 Shape = tuple[Count, ...]
-Stored = Literal["keys+values", "keys"]
+Stored = Literal["keys+values", "keys", "shares"]
+"""What is stored of a layer. With "shares" its patterns are not: sums over groups of them are all there is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ the gradient is not asked here. Pure apart from holding tensors.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.packing import pack, unpack
@@ -73,14 +74,24 @@ Seen = tuple[GradientHistory, GradientSample | None]
 
 def fetch_histories(seen: Sequence[Seen]) -> list[Seen]:
     """Return histories and final samples in the CPU's memory: from a GPU all of them at once, which is waited for."""
-    samples = [sample for history, final in seen for sample in _samples(history, final)]
-    tensors = [t for sample in samples for t in (sample.elements, sample.norm) if t is not None]
+    tensors = tensors_of(seen)
     if len({tensor.device for tensor in tensors}) == 1:
-        here = iter(unpack(pack(tensors).cpu(), tensors))
-    else:
-        here = iter([tensor.cpu() for tensor in tensors])
+        return with_tensors(seen, iter(unpack(pack(tensors).cpu(), tensors)))
+    return with_tensors(seen, iter([tensor.cpu() for tensor in tensors]))
+
+
+def tensors_of(seen: Sequence[Seen]) -> list[Tensor]:
+    """Return the tensors of all samples of histories, in the order in which `with_tensors` takes them."""
+    samples = [sample for history, final in seen for sample in _samples(history, final)]
+    return [tensor for sample in samples for tensor in (sample.elements, sample.norm) if tensor is not None]
+
+
+def with_tensors(seen: Sequence[Seen], here: Iterator[Tensor]) -> list[Seen]:
+    """Return histories and final samples with other tensors in place of their own."""
+    samples = [sample for history, final in seen for sample in _samples(history, final)]
     found = {
-        id(one): replace(one, elements=next(here), norm=None if one.norm is None else next(here)) for one in samples
+        id(one): GradientSample(next(here), one.projected, None if one.norm is None else next(here), one.gradient)
+        for one in samples
     }
 
     def at_hand(one: GradientSample | None) -> GradientSample | None:
@@ -110,15 +121,25 @@ def follow_all(seen: Sequence[Seen]) -> list[Factors]:
     return [found.get(i) or follow(*one) for i, one in enumerate(seen)]
 
 
+def are_usual(seen: Sequence[Seen]) -> bool:
+    """Say whether all gradients were accumulated once, are there at the step with norms, and are of one dtype.
+
+    The dtype is one that numpy knows, too.
+    """
+    dtypes = {final.elements.dtype for _, final in seen if final is not None}
+    return dtypes in ({torch.float32}, {torch.float64}) and all(
+        _is_usual(history, final) and final is not None and final.norm is not None for history, final in seen
+    )
+
+
 def _is_usual(history: GradientHistory, final: GradientSample | None) -> bool:
     """Say whether a gradient was cleared, accumulated once, and is there at the step, seen in the same way."""
     if final is None or len(history.accumulations) != 1 or history.accumulations[0].before is not None:
         return False
     after = history.accumulations[0].after
     return (
-        not after.projected
-        and not final.projected
-        and (after.norm is None and final.norm is None)
+        after.projected == final.projected
+        and after.norm is None
         and after.elements.shape == final.elements.shape
         and after.elements.dtype == final.elements.dtype
         and len(final.elements) > 0
@@ -132,15 +153,29 @@ def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:
     counts = [len(sample.elements) for sample in finals]
     begins = np.cumsum([0, *counts[:-1]])
     before, now = (torch.cat([sample.elements for sample in several]).double().numpy() for several in (afters, finals))
+    norms = np.array([math.nan if sample.norm is None else float(sample.norm) for sample in finals])
+    if np.array_equal(before, now) and not (np.isinf(norms).any() or np.isinf(now).any()):
+        zero = ~np.logical_or.reduceat(now != 0, begins)
+        shown = ~(zero & (norms > 0))
+        return [
+            Factors({history.accumulations[0].micro: 1.0}) if sees else None
+            for (history, _), sees in zip(seen, shown, strict=True)
+        ]
     eps = np.array([torch.finfo(sample.elements.dtype).eps for sample in finals])
     tiny = np.array([torch.finfo(sample.elements.dtype).smallest_normal for sample in finals])
+    widths = np.array(
+        [history.width if sample.projected else 0 for (history, _), sample in zip(seen, finals, strict=True)]
+    )
     with np.errstate(all="ignore"):  # what is not finite is within no bound
         same = np.logical_and.reduceat(before == now, begins)
         power = np.add.reduceat(before * before, begins)
         factors = np.where(same, 1.0, np.add.reduceat(before * now, begins) / power)
         left = np.sqrt(np.add.reduceat((now - np.repeat(factors, counts) * before) ** 2, begins))
         size = np.sqrt(np.add.reduceat(now * now, begins))
-        fine = (same | (left <= SAMPLE_ROUNDING * eps * size + tiny / eps)) & np.isfinite(size) & (factors != 0.0)
+        units = SAMPLE_ROUNDING + 2 * np.sqrt(widths)
+        within = left <= units * eps * np.where(widths > 0, np.fmax(size, norms), size) + tiny / eps
+        blind = (size == 0) & (norms > 0)
+        fine = (same | within) & np.isfinite(size) & (factors != 0.0) & ~blind
     return [
         Factors({history.accumulations[0].micro: float(factor)}) if is_fine else None
         for (history, _), factor, is_fine in zip(seen, factors, fine, strict=True)

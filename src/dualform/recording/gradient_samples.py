@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.recording.probes import Float64Array, as_float64, length, norm_of
+from dualform.recording.probes import Float64Array, as_float64, is_at_hand, length, norm_of
 
 Look = Literal["now", "later", "at the step"]
 SAMPLE_ELEMENTS = 256
@@ -77,12 +77,13 @@ def take_sample(
         gradient: of a parameter, in its shape.
         columns: the fixed random columns R of the parameter (d_in, C), or None where it has a single axis.
         projected: whether to see the gradient through R, as an earlier sample of it does that this one is compared
-            with; None where there is none: then only where a sample has few non-zero elements.
+            with; None where there is none: then only where a sample has few non-zero elements. On a GPU it always is.
         look: when the gradient is looked at again. "at the step": it stays as it is until then. "now": it is about to
             change, so its norm is taken. "later": the sample is what a later one is compared with, and needs no norm.
     """
     gradient = gradient.detach()
-    on_cpu = gradient.device.type == "cpu"
+    if not is_at_hand(gradient):
+        return _take_elsewhere(gradient, columns, look)
     if columns is None:
         elements, projected = gradient.flatten().clone(), False
     elif projected:
@@ -90,7 +91,7 @@ def take_sample(
     else:
         flat = gradient.view(-1) if gradient.is_contiguous() else gradient.flatten()
         elements = flat[:: max(1, len(flat) // SAMPLE_ELEMENTS)].clone()
-        few = on_cpu and len(elements) < len(flat) and np.count_nonzero(_as_array(elements)) < FEW_NONZERO
+        few = len(elements) < len(flat) and np.count_nonzero(_as_array(elements)) < FEW_NONZERO
         if few and projected is None:
             return take_sample(gradient, columns, projected=True, look=look)
     if columns is None:
@@ -98,9 +99,22 @@ def take_sample(
     elif projected:
         needed = look == "now"
     else:  # elements of zero may be those of a gradient that is not
-        needed = not on_cpu or not bool(elements.any())
+        needed = not bool(elements.any())
     norm = norm_of(gradient) if needed else None
     return GradientSample(elements, bool(projected), norm, gradient if look == "at the step" else None)
+
+
+def _take_elsewhere(gradient: Tensor, columns: Tensor | None, look: Look) -> GradientSample:
+    """Take a sample of a gradient on a GPU: always G R, whatever was asked for, or all of a gradient with one axis.
+
+    G R is as cheap there as some elements, and nobody has to look whether it shows anything, which would be waited for.
+    """
+    kept = gradient if look == "at the step" else None
+    if columns is None:
+        return GradientSample(gradient.clone().view(-1), False, None, kept)
+    whole = gradient if gradient.dim() == 2 else gradient.flatten(1)
+    norm = norm_of(gradient) if look == "now" else None
+    return GradientSample(torch.mm(whole, columns).view(-1), True, norm, kept)
 
 
 def _as_array(elements: Tensor) -> npt.NDArray[Any]:

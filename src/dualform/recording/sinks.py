@@ -6,10 +6,11 @@ copied, and steps in the order in which they happened.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.annotations import Binding
@@ -32,6 +33,7 @@ class LayerStart:
     uses: tuple[ParameterUse, ...]
     keys_only: bool
     optional: bool = False  # whether it is no layer of the run when it has no patterns
+    shares_only: bool = False  # whether its patterns are not kept, but only sums over groups of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Start:
     batch_axis: int
     state: Callable[..., Mapping[str, StatePart] | None] | None = None
     """`UncoveredState.parts`: the model's uncovered state as it is when called, on the training thread only."""
+    devices: Mapping[str, torch.device] = field(default_factory=dict)  # where the covered parameters are; the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,27 @@ class ParameterFacts:
     factors: Sequence[float]  # per micro, what the gradient was multiplied with between backward and step
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveParameter:
+    """A covered parameter as its optimizer holds it. Nobody but the optimizer writes to it.
+
+    Attributes:
+        parameter: the parameter, with its gradient as the step takes it, but for `scale`.
+        optimizer: the optimizer that trains it.
+        scale: what the step still divides the gradient by (a fused step under a gradient scaler).
+    """
+
+    parameter: nn.Parameter
+    optimizer: Optimizer
+    scale: float = 1.0
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The optimizer's state of the parameter, as it is now."""
+        found: Mapping[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     """One optimizer's part of a step, just before it moves its parameters."""
@@ -115,6 +139,7 @@ class PreparedStep:
     step: int
     facts: Sequence[ParameterFacts]  # of the covered parameters that this optimizer trains
     calls: Sequence[StepCall]  # whose gradients reach the step through this optimizer or one that has stepped already
+    live: Mapping[str, LiveParameter] = field(default_factory=dict)  # those parameters themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +150,8 @@ class StepFacts:
     calls: Sequence[StepCall]
     facts: Sequence[ParameterFacts]  # of every covered parameter
     samples: Mapping[str, Tensor]  # on the training device
-    snapshot: Callable[[], dict[str, Tensor]]  # copies of all covered parameters, valid until the next step
+    snapshot: Callable[[], dict[str, Tensor]]
+    """Returns copies of all covered parameters, each on its device; valid until the next step."""
     rows: Mapping[str, RowCheck] = field(default_factory=dict)  # what is known by now of the layers' rows
 
 
@@ -169,6 +195,12 @@ class Sink(Protocol):
         `abandon`, no backward is discarded any more: what is left then never reaches a step.
         """
 
+    def state(self) -> Mapping[str, Any]:
+        """Return what a later recording needs, beyond what is published, to go on from the last step."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave an earlier recording; called before `open`."""
+
     def attach(self, files: Files) -> None:
         """Take files that belong to the run but are no patterns: media, test examples."""
 
@@ -186,6 +218,18 @@ class Sink(Protocol):
 
     def abandon(self) -> None:
         """Stop at once, keeping what is published already. May be called at any time, also more than once."""
+
+
+@runtime_checkable
+class LateSink(Protocol):
+    """A sink that may get a step when the next one is about to be made, because numbers had to come from a GPU.
+
+    For a late step `stepped` comes instead of `before_step`, just after the step, and `step` at the next one, before it
+    moves any parameter; or never, where the step was refused. Where the model trains on the CPU no step is late.
+    """
+
+    def stepped(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
+        """Note that a step was made: what belongs to this moment, such as a model's buffers, can be read now only."""
 
 
 def sample(parameter: Tensor) -> Tensor:

@@ -4,28 +4,41 @@ The histories of the gradients are resolved to a factor per backward, the optimi
 whose gradients reach the step are joined with the user's columns.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from torch import nn
 
-from dualform.errors import AnnotationError
+from dualform.errors import AnnotationError, RefusedError
 from dualform.recording.alignment import Alignment
+from dualform.recording.baseline import LaterComparison
+from dualform.recording.changes import Changes
 from dualform.recording.check_schedule import CheckSchedule
-from dualform.recording.gradient_check import GradientCheck, Resolution
-from dualform.recording.gradient_history import Factors, GradientHistory, Seen, fetch_histories, follow_all
+from dualform.recording.gradient_check import GradientCheck, Resolution, explain
+from dualform.recording.gradient_history import (
+    NOT_FINITE,
+    Factors,
+    GradientHistory,
+    Seen,
+    fetch_histories,
+    follow_all,
+)
 from dualform.recording.hooks import Arrival
+from dualform.recording.late_steps import LateStep
 from dualform.recording.optimizers import pending_scale
-from dualform.recording.parameter_facts import StepContext, gather_facts
+from dualform.recording.parameter_facts import StepContext, gather_facts, look_before_step
+from dualform.recording.probes import norms_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
-from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
+from dualform.recording.sinks import LiveParameter, ParameterFacts, PreparedStep, StepCall
 from dualform.recording.step_calls import UnfittingColumn, gather_calls
-from dualform.recording.step_in_progress import StepInProgress
+from dualform.recording.step_in_progress import Backward, StepInProgress
 from dualform.recording.user_warnings import WarnOnce, warn_user
 from dualform.recording.watch import Watched
 from dualform.threads import one_thread
 
 OnFailure = Literal["raise", "detach"]
+FactorsKind = Literal["none", "one", "several"]
 MAX_COLUMNS_TOLD = 4  # columns that do not fit, named in one warning
 
 
@@ -35,6 +48,7 @@ class StepPreparation:
     def __init__(
         self,
         exact: Collection[str],
+        measured: Collection[str],
         alignment: Alignment,
         check: GradientCheck,
         schedule: CheckSchedule,
@@ -47,6 +61,8 @@ class StepPreparation:
 
         Args:
             exact: names of the parameters of layers whose values are recorded.
+            measured: those of them of which sums are kept and no patterns: what patterns do not explain of their
+                gradients is measured by the sink, and not refused.
             alignment: what is known of the layers' rows.
             check: takes samples of gradients, and compares gradients with their patterns.
             schedule: says which steps are checked in full.
@@ -55,12 +71,14 @@ class StepPreparation:
             on_failure: "raise" where columns fit no layer, or "detach": leave them out.
         """
         self._exact = exact
+        self._measured = measured
         self._alignment = alignment
         self._check = check
         self._schedule = schedule
         self._warn_once = warn_once
         self._batch_axis = batch_axis
         self._on_failure = on_failure
+        self._last_factors: FactorsKind = "none"  # of the last late step that was read
 
     def prepare(self, owned: RecordedOptimizer, step: StepInProgress, number: int, *, on_cpu: bool) -> PreparedStep:
         """Return what an optimizer is about to do, or refuse.
@@ -76,16 +94,68 @@ class StepPreparation:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         seen = [self._seen(step.history(name, parameter), name, parameter, skipped) for name, parameter in mine.items()]
         seen = seen if on_cpu else fetch_histories(seen)
-        context = StepContext(self._exact, step.graph_of, len(step.backwards), scale, skipped)
+        explained = {name for name in self._exact if name not in self._measured}
+        context = StepContext(explained, step.graph_of, len(step.backwards), scale, skipped)
         step.graph_of = None
         with one_thread():  # samples are small
             followed = follow_all(seen)
         resolutions = self._explained(owned, step, followed, number, skipped=skipped)
         facts = [
-            gather_facts(owned, name, parameter, groups[id(parameter)], resolution, context)
+            gather_facts(owned, name, look_before_step(owned, parameter, groups[id(parameter)]), resolution, context)
             for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
         ]
-        return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number))
+        live = {name: LiveParameter(parameter, optimizer, scale) for name, parameter in mine.items()}
+        return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number), live)
+
+    def begin(
+        self, owned: RecordedOptimizer, step: StepInProgress, number: int, comparisons: Sequence[LaterComparison]
+    ) -> LateStep:
+        """Take what an optimizer is about to overwrite of a step, without waiting for a number; `finish` reads it.
+
+        Args:
+            owned: the only optimizer of the recording, its gradients on one GPU and scaled by no gradient scaler.
+            step: what was accumulated.
+            number: how many steps were made before.
+            comparisons: of the parameters with what the last step left of them.
+        """
+        mine = owned.parameters
+        groups = {id(p): group for group in owned.optimizer.param_groups for p in group["params"]}
+        before = {name: look_before_step(owned, parameter, groups[id(parameter)]) for name, parameter in mine.items()}
+        context = StepContext(self._exact, step.graph_of, len(step.backwards), 1.0, False)
+        step.graph_of = None
+        seen = [self._seen(step.history(name, parameter), name, parameter, False) for name, parameter in mine.items()]
+        finals = [final for _, final in seen if final is not None]
+        gradients = [final.gradient for final in finals if final.gradient is not None]
+        for one, norm in zip(finals, norms_of(gradients), strict=True):
+            one.norm, one.gradient = norm, None  # the gradient itself may be overwritten
+        # What happened to the gradients of this step is not known yet; a change is noticed one step later.
+        kind = (owned.name, len(step.backwards), self._last_factors, frozenset(_with_gradient(mine)))
+        full = self._schedule.is_full(number, kind)
+        arrivals = _arrivals_of(step.backwards)
+        views = {}
+        for (name, parameter), (_, final) in zip(mine.items(), seen, strict=True):
+            calls = arrivals.get(name, [])
+            coarse = any(arrival.call.coarse is not None for _, arrival in calls)
+            if final is not None and name in self._exact and (full or coarse):
+                views[name] = self._check.view(name, parameter, calls, final.elements, _not_at_hand)
+        return LateStep(number, owned, before, context, step.backwards, seen, views, comparisons)
+
+    def finish(self, late: LateStep, changes: Changes) -> PreparedStep:
+        """Read the numbers of a step that was made, and return what it did, or refuse it."""
+        with one_thread():  # samples are small
+            numbers = late.read()
+        changes.refuse(numbers.changed, late.number)
+        followed = numbers.followed
+        self._last_factors = _kind_of_factors(followed)
+        facts = []
+        for (name, before), factors in zip(late.before.items(), followed, strict=True):
+            resolution = Resolution(factors.of, factors.objection)
+            if factors.objection is None and name in numbers.views:
+                explained = explain(numbers.views[name], factors.of, find_factor=False)
+                resolution = Resolution(factors.of, explained.objection, explained.residual)
+            facts.append(gather_facts(late.owned, name, before, resolution, late.context))
+        step = StepInProgress(backwards=late.backwards)
+        return PreparedStep(late.number, facts, self._annotated_calls(step, facts, late.number))
 
     def _seen(self, history: GradientHistory, name: str, parameter: nn.Parameter, skipped: bool) -> Seen:
         """Return a gradient's history with its sample at the step; with none where the step will be skipped."""
@@ -100,19 +170,28 @@ class StepPreparation:
         mine = owned.parameters
         kind = (owned.name, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
-        arrivals: dict[str, list[tuple[int, Arrival]]] = {}
-        for micro, backward in enumerate(step.backwards):
-            for accumulated in backward.calls:
-                for name in dict.fromkeys(name for name, _ in accumulated.arrival.call.layer.parameters.values()):
-                    arrivals.setdefault(name, []).append((micro, accumulated.arrival))
+        arrivals = _arrivals_of(step.backwards)
         found = []
         for (name, parameter), factors in zip(mine.items(), followed, strict=True):
             calls = arrivals.get(name, [])
             if skipped or name not in self._exact:
                 found.append(Resolution(factors.of, factors.objection))
+            elif name in self._measured:
+                found.append(self._measure(name, parameter, calls, factors))
             else:
                 found.append(self._check.resolve(name, parameter, calls, factors, full=full))
         return found
+
+    def _measure(
+        self, name: str, parameter: nn.Parameter, calls: Sequence[tuple[int, Arrival]], factors: Factors
+    ) -> Resolution:
+        """Return what is known of a gradient that patterns need not explain: where no factor fits, it is 1."""
+        if factors.objection == NOT_FINITE:
+            raise RefusedError(f"Parameter {name!r} cannot be recorded: {NOT_FINITE}.")
+        found = Resolution(factors.of, None)
+        if factors.blind:
+            found = self._check.resolve(name, parameter, calls, factors, full=False)
+        return Resolution({micro: one if math.isfinite(one) else 1.0 for micro, one in found.factors.items()}, None)
 
     def _annotated_calls(
         self, step: StepInProgress, facts: Sequence[ParameterFacts], number: int
@@ -167,11 +246,25 @@ class StepPreparation:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
 
 
+def _arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arrival]]]:
+    """Return the accumulated calls of each parameter's layers, each with its micro."""
+    arrivals: dict[str, list[tuple[int, Arrival]]] = {}
+    for micro, backward in enumerate(backwards):
+        for accumulated in backward.calls:
+            for name in dict.fromkeys(name for name, _ in accumulated.arrival.call.layer.parameters.values()):
+                arrivals.setdefault(name, []).append((micro, accumulated.arrival))
+    return arrivals
+
+
+def _not_at_hand() -> float:
+    raise AssertionError("the norm of a late step's gradient is read with its other numbers")
+
+
 def _with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     return [name for name, parameter in parameters.items() if parameter.grad is not None]
 
 
-def _kind_of_factors(followed: Sequence[Factors]) -> Literal["none", "one", "several"]:
+def _kind_of_factors(followed: Sequence[Factors]) -> FactorsKind:
     """Say what happened to the gradients of a step: nothing, one factor for all of them (clipping), or several."""
     found = {factor for factors in followed for factor in factors.of.values()}
     if found <= {1.0}:

@@ -7,7 +7,7 @@ finished step to its sink. It stores nothing and derives nothing. The recorder t
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -25,12 +25,14 @@ from dualform.recording.check_schedule import Check, CheckSchedule
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
+from dualform.recording.late_steps import LateStep
+from dualform.recording.made_steps import MadeSteps
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import ParameterFacts, Sink, Start, StepFacts
+from dualform.recording.sinks import LateSink, ParameterFacts, Sink, Start, StepFacts
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
 from dualform.recording.unclaimed_parameters import UnclaimedParameters
@@ -41,6 +43,18 @@ from dualform.torch_modes import keeping_grad_mode, without_gradients
 
 INTERRUPTED = StoreError("it was interrupted")
 """Stands for the error of a step that was made while a Ctrl-C kept its recording from ending."""
+
+
+CAPTURED = (
+    "A backward is being captured into a CUDA graph. A graph that is launched again runs no hook and overwrites the "
+    "layers' inputs, so its patterns would be lost. Train without torch.cuda.graph, or leave the layers that are "
+    "captured out of layers=[...]."
+)
+
+
+def is_capturing() -> bool:
+    """Say whether what is computed now on the current GPU is captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 class StepRecorder:
@@ -87,15 +101,18 @@ class StepRecorder:
         self._parameters = covered(layers)
         self._held = held([owned.optimizer for owned in optimizers])  # ids of parameters
         exact = {name for layer in layers if not layer.keys_only for name, _ in layer.parameters.values()}
+        measured = {name for layer in layers if layer.shares_only for name, _ in layer.parameters.values()}
         self._changes = Changes(model, layers, self._parameters, exact)
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._unclaimed: UnclaimedParameters | None = None
         self._on_cpu = True  # whether all parameters are in the CPU's memory
+        self._on_gpu = False  # whether all of them are on one GPU
         self._step_now = StepInProgress()
         gradient_check, schedule = GradientCheck(), CheckSchedule(check, torch.initial_seed())
         self._accumulations = Accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         self._preparation = StepPreparation(
             exact,
+            measured,
             alignment,
             gradient_check,
             schedule,
@@ -107,6 +124,7 @@ class StepRecorder:
         self._handles: list[HookHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
+        self._made = MadeSteps(self._preparation, self._changes, alignment, sink, self._snapshot)
         self._finalizer: Callable[[], object] = lambda: None
         self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
 
@@ -123,7 +141,7 @@ class StepRecorder:
             self.steps = self._sink.open(start)
             opened = True
             self._attach_hooks()
-            self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
+            self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink, self._made.hand_on)
             leave_in_forks(self)
         except BaseException as error:
             if opened or not isinstance(error, Exception):  # an interrupt may come just after the sink was opened
@@ -179,6 +197,7 @@ class StepRecorder:
                 if self._lost is INTERRUPTED and error is None:
                     raise _after_lost(INTERRUPTED)
             else:
+                self._settle()
                 self._hand_on(done)
                 if (warning := self._close_sink()) and error is None:
                     warn_user(warning)
@@ -201,7 +220,14 @@ class StepRecorder:
         """End the step that some optimizers took part in, and let the sink publish everything."""
         with self._guarding():
             self._end_step()
+            self._settle()
             self._sink.flush(self._snapshot)
+
+    def sink_state(self) -> Mapping[str, Any]:
+        """Return what the sink needs to go on from the last step; a step that some optimizers took part in ends."""
+        with self._guarding():
+            self._end_step()
+        return self._sink.state()
 
     def check_columns(self, binding: Binding) -> None:
         """Let the sink check a batch's columns, while anything is recorded."""
@@ -244,6 +270,8 @@ class StepRecorder:
         if self._changes.is_converted(name, parameter):
             with self._guarding():
                 self._follow(name)
+        if parameter.is_cuda and is_capturing():
+            raise RefusedError(CAPTURED)
         if self._step_now.done.ids:
             with self._guarding():
                 self._end_step()
@@ -300,12 +328,20 @@ class StepRecorder:
         with self._guarding(f"A step of {type(optimizer).__name__}"):
             if self._lost is not None:
                 raise _after_lost(self._lost)
+            self._settle()
             if id(optimizer) in step.done.ids:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+            if self._may_be_late(optimizer):
+                self._look_for_joined(owned)
+                self._follow_moved()
+                comparisons = self._changes.check_later(owned, self.steps)
+                step.prepared = self._preparation.begin(owned, step, self.steps, comparisons)
+                return
             try:
                 self._look_for_joined(owned)
-                self._check_unchanged(owned)
+                self._follow_moved()
+                self._changes.check(owned, self.steps)
                 prepared = self._preparation.prepare(owned, step, self.steps, on_cpu=self._on_cpu)
             except Exception:
                 self._world.any(True)  # so that no other process records this step
@@ -317,6 +353,21 @@ class StepRecorder:
                 )
             self._sink.before_step(prepared)
             step.prepared = prepared
+
+    def _may_be_late(self, optimizer: Optimizer) -> bool:
+        """Say whether the numbers of a step may be read at the next step, so that nobody waits for the GPU now.
+
+        The sink has to know of such steps. Where several optimizers or processes share a step, or a gradient scaler
+        decides whether there is one, its numbers are needed at once.
+        """
+        return (
+            self._on_gpu
+            and len(self._owned) == 1
+            and self._world.size == 1
+            and getattr(optimizer, "grad_scale", None) is None
+            and getattr(optimizer, "found_inf", None) is None
+            and isinstance(self._sink, LateSink)
+        )
 
     def _look_for_joined(self, owned: RecordedOptimizer) -> None:
         """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
@@ -355,6 +406,11 @@ class StepRecorder:
         self._samples |= self._changes.note(owned, mine)
         if step.evaluations > 1:
             self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
+        if isinstance(prepared, LateStep):
+            self._made.note(prepared, step.clear(), dict(self._samples))
+            self.steps += 1
+            self._sink.stepped(partial(_copies, self._parameters, None))  # type: ignore[attr-defined]
+            return
         step.done.add(optimizer, prepared)
         if len(step.done.ids) == len(self._owned):
             self._end_step()
@@ -377,6 +433,18 @@ class StepRecorder:
                 self._sink.discard(gone)
         self._lost = before
 
+    def _settle(self) -> None:
+        """Hand on the step whose numbers had to come from the GPU first, if there is one; or refuse it, after it."""
+        before, self._lost = self._lost, INTERRUPTED
+        try:
+            self._made.hand_on()
+        except Exception as error:
+            self._lost = before  # a sink knows itself what it missed
+            if not isinstance(error, StoreError):
+                self._lost = error if isinstance(error, DualformError) else RefusedError(str(error))
+            raise
+        self._lost = before
+
     def _hand_on(self, done: OptimizersDone) -> None:
         """Give the sink the facts of a step that at least one optimizer took part in."""
         if not done.ids:
@@ -394,12 +462,11 @@ class StepRecorder:
 
     # Changes that no recorded step made ---------------------------------------------------------------------------
 
-    def _check_unchanged(self, owned: RecordedOptimizer) -> None:
-        """Refuse a step if anything but recorded steps has changed what the recording is about."""
+    def _follow_moved(self) -> None:
+        """Go on where the model was moved to another device; refuse a step where it was converted."""
         for name, parameter in self._parameters.items():
             if self._changes.is_converted(name, parameter):
                 self._follow(name)
-        self._changes.check(owned, self.steps)
 
     def _follow(self, name: str) -> None:
         """Go on where the model was moved to another device between two steps; refuse any other conversion."""
@@ -407,8 +474,10 @@ class StepRecorder:
         self._find_devices()
 
     def _find_devices(self) -> None:
-        """Find out whether all parameters are in the CPU's memory."""
-        self._on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters.values())
+        """Find out whether all parameters are in the CPU's memory, or on one GPU."""
+        devices = {parameter.device for parameter in self._parameters.values()}
+        self._on_cpu = all(device.type == "cpu" for device in devices)
+        self._on_gpu = is_one_gpu(devices)
 
     def _close_sink(self) -> str:
         """Close the sink, with final weights only if they are those after the last step; return a warning, or ""."""
@@ -461,7 +530,9 @@ class StepRecorder:
         done = self._step_now.end()
         self._detach(in_a_step=True)
         try:
-            if isinstance(error, RefusedError) and not stepped:  # the parameters are those of the last step
+            # The parameters are those of the last step, unless an earlier one was refused after it was made.
+            if isinstance(error, RefusedError) and not stepped and self._lost is None:
+                self._settle()
                 self._hand_on(done)
                 self._close_sink()
         except Exception as another:
@@ -472,11 +543,21 @@ class StepRecorder:
         warn_user(f"Recording stopped at step {self.steps} and training goes on without it: {error}")
 
 
-def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[str, Tensor]:
-    """Return copies of the parameters as the last step left them; none if they are not those any more."""
-    if changes.changed():
+def is_one_gpu(devices: Collection[torch.device]) -> bool:
+    """Say whether there is one device, and it is a GPU of CUDA."""
+    return len(devices) == 1 and all(device.type == "cuda" for device in devices)
+
+
+def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes | None) -> dict[str, Tensor]:
+    """Return copies of the parameters as the last step left them; none if they are not those any more.
+
+    Args:
+        parameters: the parameters.
+        changes: knows how the last step left them; None where it has just been made.
+    """
+    if changes is not None and changes.changed():
         return {}
-    return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def _after_lost(error: Exception) -> DualformError:

@@ -20,10 +20,18 @@ from dualform.identity.families.naming import same_optimizer
 from dualform.recording.sinks import Start
 from dualform.store.attach import remove_unlisted
 from dualform.store.blobs import Blobs, Tag
-from dualform.store.format import FINAL, FROZEN, UNCOVERED, shard_files
+from dualform.store.format import FINAL, FROZEN, SHARES, UNCOVERED, shard_files, shares_file, shares_state_file
 from dualform.store.manifest import Manifest
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
+
+MAX_STATE_ERROR = 2e-3
+"""How far an optimizer's state may be from the one that patterns imply, relative to the larger of the two."""
+MAX_INT8_STATE_ERROR = 0.25
+"""The same where patterns are stored as int8: a momentum buffer holds few steps, whose rounding averages out less.
+
+The step itself is known by the fingerprints of the weights; what is refused is a state that is fresh or foreign.
+"""
 
 
 def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) -> tuple[Manifest, Tag]:
@@ -131,10 +139,12 @@ def _prove(run: Run, start: Start, step: int) -> None:
                 f"{wrong[0].error:.1e} (at most {wrong[0].bound:.1e} is rounding). Load the checkpoint of that step."
             )
     if start.states:
+        loose = {name for layer in run.layers.values() if layer.dtype == "int8" for name in layer.parameters.values()}
         for name, rebuilt in states(run, LocalExecutor(), horizon=step).items():
+            most = MAX_INT8_STATE_ERROR if name in loose else MAX_STATE_ERROR
             for entry, tensor in start.states.get(name, {}).items():
                 expected, now = rebuilt.get(entry, torch.zeros_like(tensor)).double(), tensor.double()
-                if not float((expected - now).norm()) <= 2e-3 * max(float(now.norm()), float(expected.norm())):
+                if not float((expected - now).norm()) <= most * max(float(now.norm()), float(expected.norm())):
                     raise ResumeError(
                         f"The optimizer's {entry} of {name!r} is not that of step {step}. "
                         "Load the optimizer's checkpoint of that step too, or start it fresh."
@@ -146,8 +156,15 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
     if kept and kept[-1].stop > step:
         kept[-1] = dataclasses.replace(kept[-1], stop=step, parameters={})
     files = {name: entry for name, entry in manifest.files.items() if name not in (FINAL, FROZEN, UNCOVERED)}
+    shares = manifest.shares
+    if shares is not None:
+        horizons = tuple(horizon for horizon in shares.horizons if horizon <= step)
+        shares = dataclasses.replace(shares, horizons=horizons, state=shares.state if shares.state == step else None)
+        named = {shares_file(horizon) for horizon in horizons}
+        named |= set() if shares.state is None else {shares_state_file(shares.state)}
+        files = {name: entry for name, entry in files.items() if not name.startswith(SHARES) or name in named}
     return dataclasses.replace(
-        manifest, shards=tuple(kept), files=files, closed=False, no_final="", uncovered_state=None
+        manifest, shards=tuple(kept), files=files, closed=False, no_final="", uncovered_state=None, shares=shares
     )
 
 
@@ -157,6 +174,6 @@ def _remove_later_files(blobs: Blobs, manifest: Manifest) -> None:
     listed = {entry.at or name for name, entry in manifest.files.items()}
     listed |= {name for shard in manifest.shards for name in shard.files}
     folders = {name.split("/")[0] for name in shard_files(0).values()}
-    remove_unlisted(blobs, listed, [*(f"{folder}/" for folder in folders), "media/", "cache/"])
+    remove_unlisted(blobs, listed, [*(f"{folder}/" for folder in folders), "media/", "cache/", SHARES])
     for name in (FINAL, FROZEN, UNCOVERED):
         blobs.remove(name)

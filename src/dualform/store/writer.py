@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,14 +31,15 @@ from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
 from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.blobs import Blobs
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
+from dualform.store.host_copy import HostCopier, HostCopy
 from dualform.store.kept_state import ShardState, StateKeeper
-from dualform.store.manifest import Manifest
+from dualform.store.manifest import Manifest, SharesEntry
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, resume_at
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
-from dualform.store.taken_steps import AccumulatedCalls, TakenStep
+from dualform.store.taken_steps import AccumulatedCalls, PooledLayers, TakenRows, TakenStep
 from dualform.store.tensors import publish_tensors
 from dualform.threads import start_alone
 
@@ -58,6 +59,7 @@ class _Seal:
     parameters: Snapshot
     state: ShardState | None  # the uncovered state as it was then, where that is known
     wait: bool  # whether it has to be on the disk before the next item is looked at
+    copy: HostCopy  # of these tensors, which may be on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class DiskWriter:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
         self.dtype = dtype
+        self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
@@ -122,7 +125,9 @@ class DiskWriter:
         self._checked = False
         self._hole: BaseException | None = None  # the error that kept a step from being taken; none can follow it
         self._columns: dict[str, str] = {}
-        self._accumulated = AccumulatedCalls()
+        self._accumulated = AccumulatedCalls({}, PooledLayers())
+        self._copier = HostCopier()
+        self._moments: list[_Seal | None] = []  # of a step that was made and is to come: what ends a shard there
         self._taken: list[TakenStep] = []
         self._shards = ShardWriter(blobs, Manifest({}, {}, (), {}))
         self._keeper = StateKeeper(None)
@@ -133,6 +138,7 @@ class DiskWriter:
     def open(self, start: Start) -> int:
         """Begin a run, or continue one; return the number of the first step to come."""
         self._shards = ShardWriter(self.blobs, self._describe(start))
+        self._accumulated = AccumulatedCalls(self._dtypes(), PooledLayers())
         self._keeper = StateKeeper(start.state)
         try:
             self.blobs.make_ready()
@@ -193,10 +199,21 @@ class DiskWriter:
     def before_step(self, prepared: PreparedStep) -> None:
         """Do nothing: a run folder keeps no state of the optimizer during a training."""
 
+    def stepped(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Note that a step was made that is to come: where it will end a shard, the model's state is read now."""
+        self._moments = [self._look(snapshot) if self._is_full(self._accumulated.nbytes()) else None]
+
+    def _is_full(self, more_bytes: int = 0) -> bool:
+        """Say whether a shard ends here, with some more bytes."""
+        late = time.monotonic() - self._sealed_at >= PUBLISH_SECONDS
+        return self._unsealed + more_bytes >= self._shard_bytes or late
+
     def step(self, facts: StepFacts) -> None:
         """Queue a step; every `shard_bytes` a shard is sealed."""
+        moments, self._moments = self._moments, []
         self._check_whole()
         try:
+            self._queue.wait_for_room(self._accumulated.nbytes())  # before memory is taken for the copies
             taken = self._accumulated.join(facts)
             if not self._checked:
                 self._check_space(taken)
@@ -206,12 +223,41 @@ class DiskWriter:
             self._hole = error
             raise
         self._unsealed += size
-        if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= PUBLISH_SECONDS:
-            self._seal(facts.snapshot, wait=False)
+        if moments:  # the model may have gone on since
+            if moments[0] is not None:
+                self._put_seal(moments[0])
+        elif self._is_full():
+            self._put_seal(self._look(facts.snapshot))
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards; what was queued stays queued."""
         self._accumulated.discard(backwards)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing: a resumed recording finds all that it needs in the run."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Do nothing, as there is nothing to take."""
+
+    def publish_beside(
+        self, publish: Callable[[Blobs, Manifest], Mapping[str, Any]], snapshot: Callable[[], Snapshot]
+    ) -> Manifest:
+        """Publish everything taken so far, and then files of another sink beside it.
+
+        Args:
+            publish: publishes files, given the place and the manifest, and returns what changes in the manifest.
+            snapshot: copies the parameters as the last step left them.
+        """
+        self.flush(snapshot)
+        try:
+            self._shards.check_alone()
+            self._shards.publish_manifest(**publish(self.blobs, self._shards.manifest))
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{self.path} cannot be written: {error}.") from error
+        return self._shards.manifest
 
     def attach(self, files: Files) -> None:
         """Queue files; they are published before anything that is handed over later."""
@@ -225,7 +271,7 @@ class DiskWriter:
     def flush(self, snapshot: Callable[[], Snapshot]) -> None:
         """Publish everything taken so far before returning."""
         self._check_whole()
-        self._seal(snapshot)
+        self._put_seal(self._look(snapshot, wait=True))
         self._queue.join()
 
     def close(self, final: Mapping[str, Tensor]) -> None:
@@ -286,7 +332,7 @@ class DiskWriter:
             self._queue.check()
             return
         try:
-            self._seal(lambda: parameters)
+            self._put_seal(self._look(lambda: parameters, wait=True))
             self._queue.join()
         except Exception:
             self._queue.close()
@@ -337,7 +383,7 @@ class DiskWriter:
                     d_in=layer.d_in,
                     d_out=layer.d_out,
                     uses=layer.uses,
-                    store="keys" if layer.keys_only else "keys+values",
+                    store="keys" if layer.keys_only else "shares" if layer.shares_only else "keys+values",
                     dtype=stored_dtype(self.dtype, name) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
                 )
@@ -354,6 +400,7 @@ class DiskWriter:
             versions={"dualform": __version__, "torch": torch.__version__},
             factory=self._factory,
             factory_arguments=self._factory_arguments,
+            shares=self.shares,
         )
 
     def _begin(self, start: Start) -> None:
@@ -374,10 +421,15 @@ class DiskWriter:
                 "checkpoint, or choose another folder."
             )
         step = None if self._resume is True else int(self._resume)
-        self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
+        pooled = self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled)
         self._columns = dict(self._shards.manifest.columns)
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype that each layer is stored in."""
+        return {name: getattr(torch, layer.dtype) for name, layer in self._shards.manifest.layers.items()}
 
     def _check_space(self, record: TakenStep) -> None:
         self._checked = True
@@ -387,23 +439,35 @@ class DiskWriter:
             per = "one shard" if self._planned is None else f"{self._planned} steps"
             raise StoreError(
                 f"{self.path} has {size_text(free)} free, but {per} will take {size_text(need)}. "
-                'Choose another disk, fewer layers, keys only, or dtype="float16".'
+                'Choose another disk, fewer layers, keys only, dtype="float16" or dtype="int8".'
             )
 
     def _stored_bytes(self, record: TakenStep) -> int:
-        def size(tensor: Tensor | None, layer: str) -> int:
-            if tensor is None:
+        def size(taken: TakenRows | None, layer: str) -> int:
+            if taken is None:
                 return 0
-            half = tensor.is_floating_point() and stored_dtype(self.dtype, layer) == "float16"
-            return 2 * tensor.numel() if half else tensor.nbytes
+            dtype = stored_dtype(self.dtype, layer)
+            if taken.encoded or dtype is None or not taken.rows.is_floating_point():
+                return taken.nbytes
+            itemsize: int = getattr(torch, dtype).itemsize
+            return itemsize * taken.rows.numel() + 4 * len(taken.rows)  # and a scale for each row
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
-    def _seal(self, snapshot: Callable[[], Snapshot], *, wait: bool = True) -> None:
+    def _look(self, snapshot: Callable[[], Snapshot], *, wait: bool = False) -> _Seal:
+        """Return what ends a shard here: the parameters and the uncovered state as they are now, on their way."""
         parameters = snapshot()  # nothing where they are not those of the last step; then the rest is not either
         state = self._keeper.after_step() if parameters else None
-        copied = [*parameters.values(), *(state.values.values() if state is not None else ())]
-        self._queue.put(_Seal(parameters, state, wait), sum(tensor.nbytes for tensor in copied))
+        values = {} if state is None else state.values
+        copy = self._copier.copy([*parameters.values(), *values.values()])
+        here = iter(copy.tensors)
+        parameters = {name: next(here) for name in parameters}
+        state = None if state is None else replace(state, values={name: next(here) for name in values})
+        return _Seal(parameters, state, wait, copy)
+
+    def _put_seal(self, seal: _Seal) -> None:
+        """Let the shard so far end."""
+        self._queue.put(seal, sum(tensor.nbytes for tensor in seal.copy.tensors))
         self._unsealed = 0
         self._sealed_at = time.monotonic()
 
@@ -428,6 +492,7 @@ class DiskWriter:
                 elif isinstance(item, _Attachment):
                     self._shards.attach(item.files)
                 else:
+                    item.copy.wait()
                     self._publish_taken(item.parameters, item.state)
                     if item.wait:
                         self._shards.settle()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualform._version import __version__
-from dualform.attend.groups import Bins
 from dualform.attend.removal import Removal
+from dualform.binning import Bins
 from dualform.errors import QueryError
 from dualform.progress import bar
 from dualform.recording.estimate import size_text
@@ -169,6 +169,8 @@ def _summary(session: Session, badge: Badge) -> "Markup":
     for layer in badge.layers:
         error, bound = layer.relative_error, layer.bound
         text = "keys only" if error is None else f"{error:.1e} of the change; at most {bound:.1e} is rounding"
+        if layer.unexplained is not None:
+            text += f"; unexplained {layer.unexplained:.1e}, rounding {layer.rounding or 0.0:.1e}"
         rows.append((f"rebuild error, {layer.layer}", text))
     rows += [
         (name, f"{entry['kind']} {entry['d_in']} → {entry['d_out']}, {entry['patterns']:,} patterns")
