@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from dualform.engine.jobs import Fold
-from dualform.engine.parameter_steps import Following, ParameterSteps
+from dualform.engine.parameter_steps import Following, Onlooker, ParameterSteps
 from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import StepReader
 from dualform.progress import bar
 
 
-def run_folds(source: PatternSource, folds: Sequence[Fold[Any]]) -> list[dict[str, Any]]:
-    """Return the result of each fold: parameter -> what its follower found."""
+def run_folds(source: PatternSource, folds: Sequence[Fold[Any]]) -> list[Any]:
+    """Return the result of each fold: parameter -> what its follower found; or what its onlooker found."""
     steps: dict[tuple[str, int], ParameterSteps] = {}  # by parameter and horizon
     followings: list[dict[str, Following[Any]]] = []
+    onlookers: list[tuple[int, Onlooker] | None] = []  # each fold's, with its horizon
     for fold in folds:
         horizon = min(fold.horizon, source.steps)
         for name in fold.parameters:
@@ -25,6 +26,7 @@ def run_folds(source: PatternSource, folds: Sequence[Fold[Any]]) -> list[dict[st
                 steps[name, horizon] = ParameterSteps(source, name)
         mine = {name: steps[name, horizon].follow(fold.follower, fold.groups) for name in fold.parameters}
         followings.append(mine)
+        onlookers.append(None if fold.onlooker is None else (horizon, fold.onlooker(mine)))
     reader = StepReader(source, {name for name, _ in steps})
     total = max((horizon for _, horizon in steps), default=0)
     with bar("replaying", total=total) as advance:
@@ -33,5 +35,11 @@ def run_folds(source: PatternSource, folds: Sequence[Fold[Any]]) -> list[dict[st
             for (_, horizon), parameter in steps.items():
                 if step < horizon:
                     parameter.take(step, calls)
+            for horizon, onlooker in filter(None, onlookers):
+                if step < horizon:
+                    onlooker.after_step(step)
             advance(1)
-    return [{name: following.result() for name, following in mine.items()} for mine in followings]
+    return [
+        {name: following.result() for name, following in mine.items()} if looking is None else looking[1].result()
+        for mine, looking in zip(followings, onlookers, strict=True)
+    ]
