@@ -133,16 +133,16 @@ def _print(job: StudyJob, findings: Sequence[Row], folder: Path) -> None:
 
 def _jobs(options: ReproductionOptions) -> list[StudyJob]:
     """Return the studies asked for; all are the image studies and, on the paper's data, the language ones."""
-    known = [*image_studies.IMAGE_STUDIES, *plans.LANGUAGE_STUDIES, TEXT_SOURCES]
+    known = (*image_studies.IMAGE_STUDIES, *plans.LANGUAGE_STUDIES)
     which = options.which
+    if which == TEXT_SOURCES:
+        return [_text_sources_job(options)]
     if which == "all":
         wanted = [*image_studies.IMAGE_STUDIES, *([*plans.PAPER_STUDIES] if options.data in (None, "mnist") else [])]
     elif which in known:
         wanted = [which]
     else:
-        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)} or all.")
-    if which == TEXT_SOURCES:
-        return [_text_sources_job(options)]
+        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)}, {TEXT_SOURCES} or all.")
     return [
         _image_job(cast("image_studies.ImageStudyName", name), options)
         if name in get_args(image_studies.ImageStudyName)
