@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from dualform.errors import DualformError
     from dualform.opening import open
     from dualform.recording.estimate import estimate
+    from dualform.recording.keep import Steps
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
+    from dualform.replaying.training import record_training
     from dualform.store.record_to_folder import record
 
 _HOME = {
@@ -24,12 +26,14 @@ _HOME = {
     "Memory": "dualform.attend.memory",
     "Recorder": "dualform.recording.recorder",
     "Spotlight": "dualform.attend.spotlight",
+    "Steps": "dualform.recording.keep",
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
     "bins": "dualform.attend.groups",
     "estimate": "dualform.recording.estimate",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
+    "record_training": "dualform.replaying.training",
     "register_layer": "dualform.recording.layers",
 }
 
@@ -39,6 +43,7 @@ __all__ = [
     "Memory",
     "Recorder",
     "Spotlight",
+    "Steps",
     "Top",
     "Totals",
     "__version__",
@@ -46,6 +51,7 @@ __all__ = [
     "estimate",
     "open",
     "record",
+    "record_training",
     "register_layer",
 ]
 

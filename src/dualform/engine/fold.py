@@ -16,22 +16,43 @@ from dualform.progress import bar
 
 def run_folds(source: PatternSource, folds: Sequence[Fold[Any]]) -> list[dict[str, Any]]:
     """Return the result of each fold: parameter -> what its follower found."""
-    steps: dict[tuple[str, int], ParameterSteps] = {}  # by parameter and horizon
-    followings: list[dict[str, Following[Any]]] = []
-    for fold in folds:
-        horizon = min(fold.horizon, source.steps)
-        for name in fold.parameters:
-            if (name, horizon) not in steps:
-                steps[name, horizon] = ParameterSteps(source, name)
-        mine = {name: steps[name, horizon].follow(fold.follower, fold.groups) for name in fold.parameters}
-        followings.append(mine)
-    reader = StepReader(source, {name for name, _ in steps})
-    total = max((horizon for _, horizon in steps), default=0)
-    with bar("replaying", total=total) as advance:
-        for step in range(total):
-            calls = reader.calls(step)
-            for (_, horizon), parameter in steps.items():
-                if step < horizon:
-                    parameter.take(step, calls)
+    running = RunningFolds(source, folds)
+    with bar("replaying", total=running.steps) as advance:
+        for step in range(running.steps):
+            running.take(step)
             advance(1)
-    return [{name: following.result() for name, following in mine.items()} for mine in followings]
+    return running.results()
+
+
+class RunningFolds:
+    """Folds at work: takes the steps in their order.
+
+    Attributes:
+        steps: how many steps there are to take.
+    """
+
+    def __init__(self, source: PatternSource, folds: Sequence[Fold[Any]]) -> None:
+        self._parameters: dict[tuple[str, int], ParameterSteps] = {}  # by parameter and horizon
+        self._followings: list[dict[str, Following[Any]]] = []
+        for fold in folds:
+            horizon = min(fold.horizon, source.steps)
+            for name in fold.parameters:
+                if (name, horizon) not in self._parameters:
+                    self._parameters[name, horizon] = ParameterSteps(source, name)
+            mine = {
+                name: self._parameters[name, horizon].follow(fold.follower, fold.groups) for name in fold.parameters
+            }
+            self._followings.append(mine)
+        self._reader = StepReader(source, {name for name, _ in self._parameters})
+        self.steps = max((horizon for _, horizon in self._parameters), default=0)
+
+    def take(self, step: int) -> None:
+        """Take a step of every parameter again."""
+        calls = self._reader.calls(step)
+        for (_, horizon), parameter in self._parameters.items():
+            if step < horizon:
+                parameter.take(step, calls)
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return the result of each fold: parameter -> what its follower found."""
+        return [{name: following.result() for name, following in mine.items()} for mine in self._followings]

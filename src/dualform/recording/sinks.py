@@ -127,6 +127,7 @@ class StepFacts:
     samples: Mapping[str, Tensor]  # on the training device
     snapshot: Callable[[], dict[str, Tensor]]  # copies of all covered parameters, valid until the next step
     rows: Mapping[str, RowCheck] = field(default_factory=dict)  # what is known by now of the layers' rows
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)  # the covered parameters themselves, after the step
 
 
 class Sink(Protocol):

@@ -390,7 +390,9 @@ class StepRecorder:
         ]
         facts = [*done.facts, *still]
         rows = dict(self._alignment.outcomes)
-        self._sink.step(StepFacts(self.steps, done.calls, facts, dict(self._samples), self._snapshot, rows))
+        self._sink.step(
+            StepFacts(self.steps, done.calls, facts, dict(self._samples), self._snapshot, rows, self._parameters)
+        )
         self.steps += 1
 
     # Changes that no recorded step made ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
-from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape
+from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape, TrainingEntry
 from dualform.errors import FormatError, RunNotFoundError
 from dualform.printable import cut
 from dualform.recording.model_state import StateKind
@@ -93,6 +93,7 @@ class Manifest:
     factory_arguments: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, RowsEntry] = field(default_factory=dict)  # layers that were tried
     uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
+    training: TrainingEntry | None = None  # nothing where the training cannot be run again
 
     @property
     def steps(self) -> int:
@@ -186,7 +187,7 @@ def _check_seal(text: str | bytes, path: object) -> None:
         )
 
 
-_OPTIONAL = {"no_final", "rows", "uncovered_state"}  # entries that runs of earlier versions lack
+_OPTIONAL = {"no_final", "rows", "uncovered_state", "training"}  # entries that runs of earlier versions lack
 _REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if entry.name not in _OPTIONAL))
 
 

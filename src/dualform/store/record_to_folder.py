@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dualform.errors import RunFactoryError
+from dualform.errors import RefusedError, ResumeError, RunFactoryError
 from dualform.recording.check_schedule import Check
+from dualform.recording.keep import Keep, Shares, Steps, as_keeps
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers
@@ -38,6 +39,8 @@ def record(
     queue_bytes: int = 512 << 20,
     factory: str | None = None,
     factory_arguments: Mapping[str, Any] | None = None,
+    keep: Keep | Sequence[Keep] | None = None,
+    training: str | None = None,
 ) -> Recorder:
     """Record a training run while the returned context lasts.
 
@@ -73,7 +76,18 @@ def record(
         queue_bytes: how much may wait to be written before training has to wait.
         factory: `"package.module:function"` that makes the model, so that the command line can.
         factory_arguments: its keyword arguments, of JSON types.
+        keep: what the run stores: `Patterns()`, the default, or `Steps()`, or both in a list, with
+            `Patterns(layers=...)` for the layers to store.
+        training: with `Steps()`, `"package.module:function"` that runs this training; see `dualform.record_training`.
     """
+    keeps = as_keeps(keep)
+    if any(isinstance(one, Shares) for one in keeps):
+        raise RefusedError("Shares cannot be recorded yet. Record keep=Patterns() or keep=Steps().")
+    if resume is not False and any(isinstance(one, Steps) for one in keeps):
+        raise ResumeError(
+            "A recording that keeps steps cannot be resumed: a replay runs the whole training, from its first step. "
+            "Record all of it in one go."
+        )
     unknown = [
         found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _STORED_DTYPES
     ]
@@ -98,6 +112,8 @@ def record(
         steps=steps,
         factory=factory,
         factory_arguments=factory_arguments or {},
+        keep=keeps,
+        training=training,
     )
     return Recorder(
         model,
