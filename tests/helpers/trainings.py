@@ -1,4 +1,4 @@
-"""Small trainings as functions that can be run again: networks of four kinds, three optimizers, and ways to break them."""
+"""Small trainings as functions that can be run again: four networks, three optimizers, and ways to break them."""
 
 from collections.abc import Callable
 from typing import Any

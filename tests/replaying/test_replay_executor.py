@@ -16,7 +16,7 @@ from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
 from helpers.trainings import MODELS, OPTIMIZERS, batch, make_training
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+CLOSE = 1e-5  # of the largest element
 
 
 def both(train: Train, held_bytes: int, **options: Any) -> tuple[Memory, Memory, ReplayedPatterns, nn.Module]:
@@ -32,8 +32,8 @@ def both(train: Train, held_bytes: int, **options: Any) -> tuple[Memory, Memory,
 def answers(memory: Memory, model: nn.Module, kind: str) -> dict[str, Any]:
     """Return the answers to the questions of the README, by name."""
     inputs, targets = batch(kind, 50)
-    effects = {"targets": targets, "quantity": "margin"} if targets.dim() == 1 else {}
-    spotlight = memory.attend(model, inputs, **effects)
+    effects = targets.dim() == 1
+    spotlight = memory.attend(model, inputs, targets=targets if effects else None)
     by = "label" if "label" in memory.columns else "letter"
     found: dict[str, Any] = {"passed": memory.verify(model).passed, "weights": memory.weights()}
     totals, best = spotlight.compute(dualform.Totals(by=by), dualform.Top(3))
@@ -60,7 +60,7 @@ def answers(memory: Memory, model: nn.Module, kind: str) -> dict[str, Any]:
     return found
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], **tolerances: float) -> None:
+def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     for name, value in expected.items():
         if isinstance(value, Tensor):
             scale = float(value.abs().max()) if value.numel() else 1.0
@@ -68,12 +68,12 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], **tolerances: f
             torch.testing.assert_close(
                 found[name].double() / max(scale, 1e-6),
                 value.double() / max(scale, 1e-6),
-                msg=lambda text, name=name: f"{name}: {text}",
                 equal_nan=True,
-                **tolerances,
+                rtol=tolerance,
+                atol=tolerance,
             )
         elif isinstance(value, dict) and all(isinstance(one, Tensor) for one in value.values()):
-            assert_same(found[name], value, **tolerances)
+            assert_same(found[name], value, tolerance)
         else:
             assert found[name] == value, name
 
@@ -88,13 +88,13 @@ def test_a_memory_of_steps_answers_as_one_of_patterns(kind: str, optimizer: str)
     assert expected["passed"]
     rounded = {"magnitude": expected.pop("magnitude")}  # without the range of keys it is measured, not looked up
     found = answers(held, model, kind)
-    assert_same(found, expected, rtol=0.0, atol=0.0)
-    assert_same(found, rounded, **CLOSE)
+    assert_same(found, expected, 0.0)
+    assert_same(found, rounded, CLOSE)
     assert source.replays == 1  # its patterns are held
     for name in source.run.blobs.list("cache/"):
         source.run.blobs.remove(name)
     going_by = ReplayedPatterns(source.run, train)
     found = answers(Memory(going_by, ReplayExecutor(held_bytes=0)), model, kind)
-    assert_same(found, expected | rounded, **CLOSE)
+    assert_same(found, expected | rounded, CLOSE)
     assert going_by.replays > 3
     assert not any(part.windows for part in going_by.parts())

@@ -53,6 +53,8 @@ class ReplaySink:
         steps: how many steps were taken so far.
     """
 
+    _failure: Exception | None = None  # the error that ended the replay, which the training may have caught
+
     def __init__(
         self,
         run: Run,
@@ -112,7 +114,7 @@ class ReplaySink:
 
     def step(self, facts: StepFacts) -> None:
         """Prove a step, and hand its patterns on."""
-        if self.steps >= self._wanted:
+        if self.steps >= self._wanted or self._failure is not None:
             raise ReplayEnded("All steps that were asked for are there.")
         records = [self._records[call.number] for call in facts.calls]
         placed = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
@@ -127,7 +129,11 @@ class ReplaySink:
             for call, record in zip(facts.calls, records, strict=True)
             if record.layer in self._layers
         ]
-        self._take(facts.step, wanted)
+        try:
+            self._take(facts.step, wanted)
+        except Exception as error:  # of the question, not of the training
+            self._failure = error
+            raise ReplayEnded("The question that the training is run for has failed.") from error
         self.steps = facts.step + 1
         if self.steps >= self._wanted and self._wanted < self._run.steps:
             self._prove()
@@ -162,7 +168,9 @@ class ReplaySink:
         self._records, self._inputs = {}, {}
 
     def finish(self) -> None:
-        """Compare the number of steps, after the training has ended by itself."""
+        """Raise what ended the replay, or where it has fewer steps than the recorded training."""
+        if self._failure is not None:
+            raise self._failure
         self._prove()
         if self.steps < self._wanted:
             found = self._proof.check_length(self.steps)
@@ -185,7 +193,8 @@ class ReplaySink:
         self.difference = found if self.difference is None else self.difference
         # Patterns of other calls, or with other annotations, have no place among the recorded ones.
         if self._on_difference == "stop" or found.what in ("calls", "annotations"):
-            raise ReplayError(str(found))
+            self._failure = ReplayError(str(found))
+            raise self._failure
         if found.parameter is not None:
             self.drift[found.parameter] = max(found.relative, self.drift.get(found.parameter, 0.0))
 

@@ -263,10 +263,12 @@ class ReplayedPatterns(PatternSource):
         windows = _Windows(self, layers, take, hold=hold)
         seconds = self.recorded_seconds
         title = f"replaying ({seconds:.0f} s when it was recorded)" if seconds >= 1 else "replaying"
+        inference = torch.is_inference_mode_enabled()
         with bar(title, total=steps) as advance:
 
             def add(step: int, calls: Sequence[ReplayedCall]) -> None:
-                windows.add(step, calls)
+                with torch.inference_mode(inference), torch.no_grad():  # as where the question was asked
+                    call_without_autocast(["cpu", "cuda"], lambda: windows.add(step, calls))
                 advance(1)
 
             sink = ReplaySink(self.run, layers, add, steps=steps, on_difference=self._on_difference)
@@ -386,8 +388,8 @@ def run_again(train: Train, sink: Sink) -> Any:
     with _keeping_generators(), torch.inference_mode(False), contextlib.suppress(ReplayEnded):
         result = _call_with_gradients(train, opened)
         opened.require_used(train)
-        if isinstance(sink, ReplaySink):
-            sink.finish()
+    if isinstance(sink, ReplaySink):
+        sink.finish()
     return result
 
 
