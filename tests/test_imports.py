@@ -21,6 +21,7 @@ import dualform
 
 SOURCE = Path(dualform.__file__).parent
 PURE = {
+    "binning",
     "corpus",
     "drawing",
     "errors",
@@ -39,6 +40,7 @@ PURE = {
 }
 STAGES = ("recording", "store", "engine", "replaying", "effects", "attend", "show", "experiments", "cli")
 MAY_IMPORT: Mapping[str, set[str]] = {
+    "binning": {"errors", "lazy"},
     "corpus": {"errors", "pieces", "tokens"},
     "drawing": set(),
     "identity": {"errors", "torch_modes"},

@@ -6,10 +6,10 @@ from dualform import show  # noqa: F401 (an import registers what draws answers 
 from dualform._version import __version__
 
 if TYPE_CHECKING:
-    from dualform.attend.groups import bins
     from dualform.attend.memory import Memory
     from dualform.attend.questions import Top, Totals
     from dualform.attend.spotlight import Spotlight
+    from dualform.binning import bins
     from dualform.corpus import Corpus
     from dualform.errors import DualformError
     from dualform.opening import open
@@ -29,7 +29,7 @@ _HOME = {
     "Steps": "dualform.recording.keep",
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
-    "bins": "dualform.attend.groups",
+    "bins": "dualform.binning",
     "estimate": "dualform.recording.estimate",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend.groups import Condition, Table
+from dualform.attend.conditions import Condition
+from dualform.attend.groups import Table
 from dualform.effects.rates import RatesOf
 from dualform.engine.doubt import fold_doubts
 from dualform.engine.jobs import Executor, Fold, Pass, Sweep

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import dualform
-from dualform.attend.groups import Condition, Table
+from dualform.attend.conditions import Condition
+from dualform.attend.groups import Table
 from dualform.engine import rebuild, sweep
 from dualform.engine.jobs import Fold
 from dualform.engine.local import LocalExecutor

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import dualform
 from dualform import threads as threads_module
 from dualform.attend import layer_plans
-from dualform.attend.groups import Condition, Table
+from dualform.attend.conditions import Condition
+from dualform.attend.groups import Table
 from dualform.engine import local, measures, reading, reducers
 from dualform.engine.block import Block
 from dualform.engine.jobs import Pass, WholeView

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -634,15 +635,54 @@ def test_a_scripted_child_and_a_forward_that_is_not_written_in_python_are_let_be
     assert "1" in dualform.open(run).layers
 
 
-def test_an_interrupt_while_a_hook_is_hidden_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module_hooks, "_hide", interrupted)
+def test_an_interrupt_at_any_line_leaves_no_hook() -> None:
+    """An interrupt comes at each line in turn, in our code and in torch's, while hooks are put on or taken off."""
     layer = nn.Linear(2, 2)
-    for put_on in (module_hooks.hook_forward, module_hooks.hook_before_forward):
-        with pytest.raises(KeyboardInterrupt):
-            put_on(layer, lambda *_: None)
-    assert not layer._forward_hooks
-    assert not layer._forward_pre_hooks
-    assert not layer._forward_hooks_with_kwargs
+    optimizer = sgd(layer)
+    before, after = (lambda *_: None), (lambda *_: None)
+
+    def live() -> None:
+        handles: list[Any] = []
+        try:
+            try:
+                module_hooks.hook_forward(handles, layer, before, always_call=True)
+                module_hooks.hook_before_forward(handles, layer, before)
+                module_hooks.hook_accumulation(handles, layer.weight, before, after)
+                module_hooks.hook_step(handles, optimizer, before, after)
+            finally:
+                module_hooks.remove_hooks(handles)
+        finally:
+            module_hooks.remove_hooks(handles)  # as closing does after an interrupt
+
+    def interrupted_at(line: int) -> bool:
+        left = line
+
+        def trace(*_: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            live()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    lines = 0
+    while interrupted_at(lines + 1):
+        lines += 1
+        for name in (*module_hooks._AFTER, *module_hooks._BEFORE):
+            hooks = getattr(layer, name)
+            assert not hooks
+            assert not vars(hooks)
+        assert not layer.weight._backward_hooks
+        assert not layer.weight._post_accumulate_grad_hooks
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+    assert lines > 100

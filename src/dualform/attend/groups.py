@@ -6,7 +6,7 @@ Both see a pattern's address (pattern, step, micro, call, row, position) and the
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,63 +16,16 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dualform.attend.sql import sql_mask
+from dualform.attend.conditions import Condition, ConditionRows, holds, undecided
+from dualform.binning import Bins, By, bin_edges, grouping_columns, label_order
 from dualform.engine.jobs import Executor, Pass
 from dualform.engine.local import LocalExecutor
 from dualform.engine.reading import PatternRange, count_kept, kept_patterns, kept_rows
 from dualform.engine.source import ADDRESS, PatternPart, PatternSource
 from dualform.errors import SelectionError
-from dualform.lazy import compute as pc
 
 R = TypeVar("R")
 GROUPINGS = 128 << 20  # bytes of groupings that are remembered, about
-
-
-@dataclass(frozen=True, slots=True)
-class Bins:
-    """A number column cut into bins of one width; a group is named by its lower edge."""
-
-    column: str
-    width: float
-
-    def __str__(self) -> str:
-        return f"{self.column}:{self.width:g}"
-
-
-By = str | Bins | Sequence[str | Bins]
-
-
-def bins(column: str, *, width: float) -> Bins:
-    """Group a number column by bins of one width, for example `totals(by=bins("step", width=500))`."""
-    if not width > 0:
-        raise SelectionError(f"The width of bins is {width}; expected a positive number.")
-    return Bins(column, width)
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """Keep the patterns for which something holds, or with `negated` those for which it does not."""
-
-    sql: str | None
-    equal: tuple[tuple[str, Any], ...] = ()
-    negated: bool = False
-
-    def __str__(self) -> str:
-        parts = [f"({self.sql})"] if self.sql is not None else []
-        parts += [f"{name} = {value!r}" for name, value in self.equal]
-        return ("not " if self.negated else "") + " and ".join(parts)
-
-
-def condition(sql: str | None, equal: Mapping[str, Any], *, negated: bool) -> Condition:
-    """Make a condition of SQL text, keyword equalities, or both."""
-    if sql is None and not equal:
-        raise SelectionError('Nothing to select by. Give SQL text ("step >= 3000") or columns (task="mnist").')
-    return Condition(sql, tuple((name, _hashable(value)) for name, value in sorted(equal.items())), negated)
-
-
-def _hashable(value: Any) -> Any:
-    plain = value.tolist() if hasattr(value, "tolist") else value  # tensors and arrays
-    return tuple(plain) if isinstance(plain, list | tuple | set | frozenset | range) else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,32 +171,27 @@ class Table:
             return None
         at = (layer, part.index)
         if at not in self.masks:
-            mask = np.ones(part.count(layer), dtype=bool)
+            mask, rows = np.ones(part.count(layer), dtype=bool), self._condition_rows(part, layer)
             for one in self.conditions:
-                mask &= self._holds(one, part, layer) ^ one.negated
+                mask &= holds(one, rows) ^ one.negated
             self.masks[at] = mask
         return self.masks[at]
 
-    def _holds(self, one: Condition, part: PatternPart, layer: str) -> npt.NDArray[np.bool_]:
-        holds = np.ones(part.count(layer), dtype=bool)
-        for name, value in one.equal:
-            self.require([name])
-            holds &= _equal_rows(name, self.column(part, layer, name), value)
-        if one.sql is not None:
-            holds &= sql_mask(self._sql_table(one.sql, part, layer), one.sql, self.names)
-        return holds
+    def _condition_rows(self, part: PatternPart, layer: str) -> ConditionRows:
+        """Return a layer's patterns in a part as the rows that conditions are evaluated on."""
+
+        def read(names: Sequence[str]) -> pa.Table:
+            self.require(names)
+            return self.run.table(part, layer, names)
+
+        return ConditionRows(part.count(layer), self.names, read)
 
     def _undecided(self, part: PatternPart, layer: str) -> int:
         """Return how many patterns of a layer in one part the conditions cannot decide."""
         if not any(self._has_nulls(part, layer, name) for one in self.conditions for name in self._columns_of(one)):
             return 0
-        count = part.count(layer)
-        unknown, out = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
-        for one in self.conditions:
-            missing = self._is_null(one, part, layer)
-            unknown |= missing
-            out |= ~missing & ~(self._holds(one, part, layer) ^ one.negated)
-        return int((unknown & ~out & (part.addresses(layer)["step"] < self.horizon)).sum())
+        found = undecided(self.conditions, self._condition_rows(part, layer))
+        return int((found & (part.addresses(layer)["step"] < self.horizon)).sum())
 
     def _columns_of(self, one: Condition) -> list[str]:
         """Return the user's columns that a condition may depend on."""
@@ -257,29 +205,6 @@ class Table:
             return True
         column = part.annotation(name)
         return column is None or column.null_count > 0
-
-    def _is_null(self, one: Condition, part: PatternPart, layer: str) -> npt.NDArray[np.bool_]:
-        """Return for which patterns a condition is neither true nor false, as in SQL, where null AND false is false."""
-        null = np.zeros(part.count(layer), dtype=bool)
-        refuted = np.zeros(part.count(layer), dtype=bool)
-        for name, value in one.equal:
-            column = self.column(part, layer, name)
-            named = value is None or (isinstance(value, tuple) and None in value)  # a missing value is asked for
-            missing = np.zeros(len(column), dtype=bool) if named else np.asarray(column.is_null())
-            null |= missing
-            refuted |= ~missing & ~_equal_rows(name, column, value)
-        if one.sql is not None:
-            table = self._sql_table(one.sql, part, layer)
-            missing = sql_mask(table, f"({one.sql}\n) IS NULL", self.names)
-            null |= missing
-            refuted |= ~missing & ~sql_mask(table, one.sql, self.names)
-        return null & ~refuted
-
-    def _sql_table(self, sql: str, part: PatternPart, layer: str) -> pa.Table:
-        """Return the columns that a condition may name, for all of a layer's patterns in a part."""
-        named = sql.casefold()
-        used = [name for name in self.names if name == "pattern" or '"' in name or name.casefold() in named]
-        return self.run.table(part, layer, used)
 
     def column(self, part: PatternPart, layer: str, name: str) -> pa.Array:
         """Return one column for all of a layer's patterns in a part."""
@@ -314,10 +239,8 @@ class Table:
 
     def group(self, layer: str, by: By) -> Grouping:
         """Group the kept patterns by one or several columns; a missing value is a group of its own, last."""
-        parts: list[str | Bins] = [by] if isinstance(by, str | Bins) else list(by)
-        if not parts:
-            raise SelectionError("Nothing to group by. Give a column, for example by='label'.")
-        at = (layer, tuple(parts))
+        parts = grouping_columns(by)
+        at = (layer, parts)
         found = self.groupings.get(at)
         if found is None:
             found = self.groupings[at] = self._group(layer, parts)
@@ -335,7 +258,7 @@ class Table:
                 width = max(len(next_labels), 1)
                 present, codes = np.unique(codes * width + next_codes, return_inverse=True)
                 labels = [(*wide[i // width], next_labels[i % width]) for i in present.tolist()]
-        order = sorted(range(len(labels)), key=lambda i: _label_order(labels[i]))
+        order = sorted(range(len(labels)), key=lambda i: label_order(labels[i]))
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
         return Grouping(tuple(parts), tuple(labels[i] for i in order), place[codes] if len(codes) else codes)
@@ -372,7 +295,7 @@ class Table:
             kept = kept_rows(piece, layer, self.horizon, self.mask)
             column = self.column(piece, layer, name).take(kept)
             if isinstance(part, Bins):
-                column = _binned(column, part)
+                column = bin_edges(column, part)
             encoded = column.dictionary_encode(null_encoding="encode")
             found = [math.nan if value != value else value for value in encoded.dictionary.to_pylist()]  # one NaN
             local = [labels.setdefault(value, len(labels)) for value in found]
@@ -387,30 +310,3 @@ _NONE = np.zeros(0, dtype=np.int64)
 def _first_numbers(count: int) -> npt.NDArray[np.int64]:
     """Return the first whole numbers; to make millions of them for every question would take longer than the answer."""
     return np.arange(count)
-
-
-def _equal_rows(name: str, column: pa.Array, value: Any) -> npt.NDArray[np.bool_]:
-    if value is None:
-        return np.asarray(column.is_null())
-    wanted = list(value) if isinstance(value, tuple) else [value]
-    try:
-        options = pa.array(wanted).cast(column.type)
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeError) as error:
-        raise SelectionError(f"Column {name!r} holds {column.type}, which cannot equal {value!r}.") from error
-    return np.asarray(pc.is_in(column, value_set=options))
-
-
-def _binned(column: pa.Array, part: Bins) -> pa.Array:
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise SelectionError(f"Column {part.column!r} holds {column.type}; only numbers can be cut into bins.")
-    edges = pc.multiply(pc.floor(pc.divide(column.cast(pa.float64()), part.width)), part.width)
-    whole = pa.types.is_integer(column.type) and float(part.width).is_integer()
-    return edges.cast(pa.int64()) if whole else edges
-
-
-def _label_order(label: Any) -> tuple[Any, ...]:
-    parts = label if isinstance(label, tuple) else (label,)
-    return tuple(
-        (part is None, part != part, isinstance(part, str), 0 if part is None or part != part else part)
-        for part in parts
-    )

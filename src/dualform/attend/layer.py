@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from dualform.attend.answers import Effects, GroupTotals, Ranking
-from dualform.attend.groups import By, Grouping, Table
+from dualform.attend.groups import Grouping, Table
 from dualform.attend.layer_plans import LayerPlans, check_per
 from dualform.attend.queries import Captured
 from dualform.attend.questions import Per, Plan, Question, Top, Totals, answer_all
 from dualform.attend.sums import LayerSums, apply_uses
+from dualform.binning import By
 from dualform.effects.layer_effects import LayerEffects
 from dualform.effects.output_gradients import OutputGradients
 from dualform.engine.answer_cache import AnswerCache

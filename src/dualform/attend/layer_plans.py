@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from dualform.attend.answers import GroupTotals, LookedUpColumns, Ranking
-from dualform.attend.groups import By, Grouping, Table
+from dualform.attend.groups import Grouping, Table
 from dualform.attend.questions import Per, Plan, Top, Totals
 from dualform.attend.sums import LayerSums, apply_uses
+from dualform.binning import By
 from dualform.effects.layer_effects import LayerEffects
 from dualform.effects.moments import outside
 from dualform.engine.jobs import Pass, Sweep

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attend import text
-from dualform.attend.groups import Bins, By, Condition, Table, condition
+from dualform.attend.conditions import Condition, condition
+from dualform.attend.groups import Table
 from dualform.attend.info import Info, describe_run
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.queries import batches, capture_queries, given_queries
@@ -27,6 +28,7 @@ from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.training_history import TrainingHistory, find_training_history
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
+from dualform.binning import Bins, By
 from dualform.corpus import Corpus
 from dualform.effects.moments import outside
 from dualform.effects.output_gradients import OutputGradients, Quantity, find_output_gradients

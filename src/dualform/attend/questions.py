@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from dualform.attend.groups import By
+from dualform.binning import By
 from dualform.engine.jobs import Executor, Job
 from dualform.engine.measures import Of
 from dualform.engine.source import PatternSource

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dualform.attend.groups import Bins
+from dualform.binning import Bins
 
 Range = tuple[int, int]
 """Steps from the first up to, but without, the second."""

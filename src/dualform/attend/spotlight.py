@@ -6,9 +6,9 @@ from typing import Any
 
 from dualform.attend.answers import Effects, Vote, add_effects
 from dualform.attend.by_layer import ByLayer
-from dualform.attend.groups import By
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.questions import Per, Question, answer_all
+from dualform.binning import By
 from dualform.drawing import notebook_html
 from dualform.effects.moments import outside
 from dualform.engine.measures import Of

@@ -9,7 +9,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dualform.attend.groups import Bins, Table
+from dualform.attend.groups import Table
+from dualform.binning import Bins
 from dualform.engine.block import Block
 from dualform.engine.jobs import Pass
 from dualform.engine.reducers import Sums

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.attend.groups import Bins, Condition, Table
+from dualform.attend.conditions import Condition
+from dualform.attend.groups import Table
 from dualform.attend.removal import Removal, split_into_bins
 from dualform.attend.sums import LayerSums
+from dualform.binning import Bins
 from dualform.engine import rebuild
 from dualform.engine.answer_cache import AnswerCache
 from dualform.identity.parameter_use import ParameterUse

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualform.logits import logits_of
 from dualform.modes import evaluating
 from dualform.recording.layers import find_kind
-from dualform.recording.module_hooks import temporary_hooks
+from dualform.recording.module_hooks import hook_forward, temporary_hooks
 from dualform.recording.watch import plain_name
 from dualform.torch_modes import with_gradients
 
@@ -44,7 +44,7 @@ def slopes(model: nn.Module, inputs: Tensor, layers: Collection[str], *, unit: i
         for path, module in model.named_modules():
             if (name := plain_name(path)) in calls:
                 hook = lambda m, a, k, o, name=name: keep(m, a, k, o, name)  # noqa: E731
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                hook_forward(handles, module, hook)
         with evaluating(model):
             target = output_rows(model(inputs.to(device)))[-1, unit]
             outputs = [output for found in calls.values() for _, _, output in found if output.requires_grad]

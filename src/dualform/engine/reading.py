@@ -18,6 +18,8 @@ from dualform.identity.families.optimizer_facts import CoefficientsOf
 PartMask = Callable[[PatternPart, str], npt.NDArray[np.bool_] | None]
 """Which patterns of a part and layer a view keeps, (n,); None for all of them."""
 BLOCK_PATTERNS = 8192
+PLACE_DTYPES = (torch.int64, torch.int32)
+"""The dtypes of stored rows that are places, such as token numbers: one-hot keys, which are not scaled."""
 
 
 def keep_all(part: PatternPart, layer: str) -> None:
@@ -25,8 +27,11 @@ def keep_all(part: PatternPart, layer: str) -> None:
 
 
 def decode(stored: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return stored rows, (T, d), in the dtype to compute in; integer rows are places and stay as they are."""
-    rows = stored.to(dtype) if stored.is_floating_point() else stored
+    """Return stored rows, (T, d), in the dtype to compute in; rows of places (token numbers) stay as they are.
+
+    Rows of int8 are row-scaled numbers. Without their scales they come as the whole numbers that are stored.
+    """
+    rows = stored if stored.dtype in PLACE_DTYPES else stored.to(dtype)
     return rows if scales is None else rows * scales.to(dtype)[:, None]
 
 
@@ -129,8 +134,8 @@ class BlockReader:
         of: coefficients of the parameter, or of its momentum buffer.
         device: where blocks are put.
         dtype: what blocks are computed in; by default float64 where that is stored, else float32.
-        scaled: multiply row-scaled keys with their scales. A scale is a power of two, so that it may as well multiply
-            a measure of the key, which is cheaper.
+        scaled: multiply row-scaled keys with their scales. A scale may as well multiply a measure of the key, which is
+            cheaper, and the same to the bit where scales are powers of two (float16).
     """
 
     def __init__(

@@ -71,9 +71,9 @@ class StoredCall:
         found = torch.finfo(self.values.dtype).eps / 2 * parameter_map.gradient(values.abs(), keys.abs(), shape)
         stored = torch.zeros_like(found)
         if self.value_dtype != self.values.dtype:
-            stored += parameter_map.gradient(storage_loss(values, self.value_dtype).square(), squares, shape)
+            stored += parameter_map.gradient(storage_variance(values, self.value_dtype), squares, shape)
         if self.key_dtype != self.keys.dtype and parameter_map.multiplies_keys:
-            stored += parameter_map.gradient(values.square(), storage_loss(keys, self.key_dtype).square(), shape)
+            stored += parameter_map.gradient(values.square(), storage_variance(keys, self.key_dtype), shape)
         return found + stored.sqrt()
 
     def exact(self, use: ParameterUse, shape: Sequence[int], rows: Tensor | slice = slice(None)) -> Tensor:
@@ -83,16 +83,25 @@ class StoredCall:
         return use.parameter_map.gradient(self.values[rows].double(), keys, shape)
 
 
-def storage_loss(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the most that each element of rows (T, d) can have lost when they were stored in a coarser dtype.
+def storage_variance(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the variance of what each element of rows (T, d) lost when they were stored in a coarser dtype.
 
-    Half a unit in the last place; of float16, whose rows are scaled to their largest element, at least half of its
-    smallest number beside that.
+    Of floating-point numbers it is the square of the most that can be lost: half a unit in the last place; of float16,
+    whose rows are scaled to their largest element, at least half of its smallest number beside that.
+
+    An int8 element is a whole number n of units, 1/127 of its row's largest element. It was y units, rounded to one of
+    the two whole numbers beside y at random, so that the variance is f · (1 − f) with f = y − floor(y), and y is not
+    known any more. Returned is 0 for n = 0, 1 for n = ±1, and 1/4 for every other n. Its mean over the rounding is at
+    least f · (1 − f) for every y, and nearly that where |y| is far below 1, as in the values of a softmax.
     """
+    if dtype == torch.int8:
+        unit = rows.abs().amax(dim=1, keepdim=True) / 127 if rows.shape[1] else rows[:, :1]
+        whole = (rows.abs() / unit.clamp(min=torch.finfo(rows.dtype).tiny)).round()
+        return unit.square() * torch.where(whole > 1, 0.25, whole)
     lost = torch.finfo(dtype).eps / 2 * rows.abs()
     if dtype == torch.float16 and rows.shape[1]:
         lost = lost.maximum(torch.finfo(dtype).smallest_normal * 2**-10 * rows.abs().amax(dim=1, keepdim=True))
-    return lost
+    return lost.square()
 
 
 class StepReader:

@@ -3,7 +3,8 @@
 A parameter passes when `‖rebuilt − live‖ <= tolerance · ‖change‖ + 4 · eps · sqrt(S) · ‖live‖`: the first term is the
 rounding of the patterns' products, the second that of S additions to the live weight itself, which dominates where the
 change is tiny. Patterns stored as float16 carry a third, their own rounding, 2⁻¹⁰ · sqrt(sum_t (c_t ‖e_t‖ ‖x_t‖)²),
-which dominates where large contributions cancel.
+which dominates where large contributions cancel. Of patterns stored as int8 that term is four times the standard
+deviation that their random rounding gives the parameter, measured from the patterns themselves.
 
 A parameter that does not pass is replayed once more, to see what of its error is rounding that this bound leaves out
 (docs/math.md, "What rounding may do"): gradients that are nothing but rounding, and steps that are all rounded to the
@@ -24,17 +25,25 @@ from torch import Tensor
 
 from dualform.engine.block import Block
 from dualform.engine.coverage import Coverage, coverage
+from dualform.engine.description import LayerEntry
 from dualform.engine.doubt import fold_doubts
 from dualform.engine.jobs import Executor, Pass, WholeView
 from dualform.engine.rebuild import ParameterParts, parts
 from dualform.engine.reducers import Sums
 from dualform.engine.source import PatternSource
+from dualform.engine.stored_calls import storage_variance
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.estimate import size_text
 
-REBUILD_TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+REBUILD_TOLERANCE = {"int8": 2e-3, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """What may be lost relative to the change, by the dtype that the patterns are stored in."""
 
+
+MAX_FLOAT16_LOSS = 2.0**-10
+"""What float16 loses of a pattern at most, relative to it: its key and its value are rounded by 2⁻¹¹ each."""
+
+MAX_INT8_DEVIATIONS = 4
+"""How many standard deviations of its patterns' random rounding a parameter may be off."""
 
 MAX_ROUNDING = 5e-2
 """How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
@@ -239,13 +248,14 @@ def compare(
 ) -> dict[str, ParameterCheck]:
     """Compare rebuilt parameters with live ones, by the bound above."""
     checks = {}
-    noise = _float16_noise(run, executor, horizon=horizon)
+    noise = _storage_noise(run, executor, horizon=horizon)
+    coarse = {name: entry.dtype for entry in _coarse_layers(run).values() for name in entry.parameters.values()}
     for name, found in rebuilt.items():
         now = live[name].detach().cpu().double()
         change = float((now - run.initial[name].double()).norm())
         dtype = run.description.parameters[name].dtype
         eps = torch.finfo(getattr(torch, dtype)).eps / 2
-        tolerance = REBUILD_TOLERANCE["float16" if name in noise else dtype]
+        tolerance = REBUILD_TOLERANCE[coarse.get(name, dtype)]
         bound = tolerance * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm()) + noise.get(name, 0.0)
         error = float((found.whole - now).norm())
         bound += 4 * found.noise
@@ -320,16 +330,58 @@ class PatternPower(Sums):
         return state
 
 
-def _float16_noise(run: PatternSource, executor: Executor, *, horizon: int) -> dict[str, float]:
-    """Return the third term of the bound, for the parameters whose patterns are stored as float16."""
-    coarse = {n: e for n, e in run.layers.items() if e.dtype == "float16" and e.store != "keys"}
+@dataclass(frozen=True, slots=True)
+class RoundingPower(PatternPower):
+    """The variance that the random rounding of int8 patterns gives a parameter, all elements together, (uses,).
+
+    Attributes:
+        key_dtype: in which the keys are stored; those that many patterns share are float16.
+    """
+
+    key_dtype: torch.dtype
+
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add the variance of a block's patterns: (e + δe)(x + δx)ᵀ − e xᵀ, where e and x are what is stored."""
+        assert block.values is not None, "this pass reads values"
+        of_values = block.values.square().sum(dim=1)  # (n,)
+        values_lost = storage_variance(block.values, torch.int8).sum(dim=1)
+        is_number = block.keys.is_floating_point()  # and not a place, which is stored as it is
+        of_keys = block.keys.square().sum(dim=1) if is_number else torch.ones_like(of_values)
+        keys_lost = storage_variance(block.keys, self.key_dtype).sum(dim=1) if is_number else torch.zeros_like(of_keys)
+        for i, use in enumerate(self.uses):
+            if use in block.coefficients:
+                lost = values_lost
+                if use.parameter_map.multiplies_keys:
+                    lost = of_values * keys_lost + values_lost * of_keys
+                state[i] += (block.coefficients[use].square() * lost).sum()
+        return state
+
+
+def _coarse_layers(run: PatternSource) -> dict[str, LayerEntry]:
+    """Return the layers with values whose patterns are stored in a coarser dtype than any that is trained."""
+    return {n: e for n, e in run.layers.items() if e.dtype in ("float16", "int8") and e.store != "keys"}
+
+
+def _storage_noise(run: PatternSource, executor: Executor, *, horizon: int) -> dict[str, float]:
+    """Return the third term of the bound, for the parameters whose patterns are stored as float16 or int8."""
+    coarse = _coarse_layers(run)
     view, like = WholeView(run, horizon), torch.empty(0, dtype=torch.float64)
-    jobs = [Pass(name, view, PatternPower(entry.uses), like, values=True) for name, entry in coarse.items()]
-    power: dict[str, float] = {}
+    reducers = {name: _rounding_reducer(run, name, entry) for name, entry in coarse.items()}
+    jobs = [Pass(name, view, reducer, like, values=True) for name, reducer in reducers.items()]
+    squares: dict[str, float] = {}
     for entry, found in zip(coarse.values(), executor.run(run, jobs), strict=True):
         for use, one in zip(entry.uses, found.tolist(), strict=True):
-            power[use.parameter] = power.get(use.parameter, 0.0) + one
-    return {name: 2**-10 * math.sqrt(total) for name, total in power.items()}
+            term = (MAX_FLOAT16_LOSS if entry.dtype == "float16" else MAX_INT8_DEVIATIONS) ** 2 * one
+            squares[use.parameter] = squares.get(use.parameter, 0.0) + term
+    return {name: math.sqrt(total) for name, total in squares.items()}
+
+
+def _rounding_reducer(run: PatternSource, layer: str, entry: LayerEntry) -> PatternPower:
+    """Return the reducer that measures how much the rounding of a layer's stored patterns may do."""
+    if entry.dtype == "float16":
+        return PatternPower(entry.uses)
+    stored = [part.rows(layer, "keys").dtype for part in run.parts() if part.count(layer)]
+    return RoundingPower(entry.uses, stored[0] if stored else torch.int8)
 
 
 def verify(run: PatternSource, live: Mapping[str, Tensor], executor: Executor, *, horizon: int) -> Verification:

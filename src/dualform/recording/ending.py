@@ -12,9 +12,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch.utils.hooks import RemovableHandle
-
 from dualform.recording.hooks import Hooks
+from dualform.recording.module_hooks import HookHandle
 from dualform.recording.sinks import Sink
 
 WAIT_SECONDS = 60
@@ -32,15 +31,14 @@ def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def remove_handles(handles: list[RemovableHandle], *, running: bool) -> None:
+def remove_handles(handles: list[HookHandle], *, running: bool) -> None:
     """Remove an optimizer's hooks; while they are running only those that nothing comes after.
 
     An optimizer goes through its dictionary of hooks, which then must not change under it. The others stay listed.
     """
     left = []
     for handle in handles:
-        hooks = handle.hooks_dict_ref()
-        if running and hooks and next(reversed(hooks)) != handle.id:
+        if running and not handle.is_last:
             left.append(handle)
         else:
             handle.remove()
@@ -70,14 +68,12 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def end_when_dropped(
-    recorder: object, hooks: Hooks, handles: list[RemovableHandle], sink: Sink
-) -> Callable[[], object]:
+def end_when_dropped(recorder: object, hooks: Hooks, handles: list[HookHandle], sink: Sink) -> Callable[[], object]:
     """End a recording when its recorder is collected, or the program ends; return what calls that off."""
     return weakref.finalize(recorder, _end, hooks, handles, sink, os.getpid()).detach
 
 
-def _end(hooks: Hooks, handles: list[RemovableHandle], sink: Sink, process: int) -> None:
+def _end(hooks: Hooks, handles: list[HookHandle], sink: Sink, process: int) -> None:
     if os.getpid() != process:  # a forked worker: hooks, thread and lock are its parent's
         return
     hooks.detach()

@@ -64,13 +64,17 @@ def estimate(
 
 
 def row_bytes(d_in: int, d_out: int, dtype: str, what: What, *, integer: bool) -> int:
-    """Return the bytes that one pattern takes: its key and value, and a scale per float16 row.
+    """Return the bytes that one pattern takes: its key and value, and a scale per float16 or int8 row.
+
+    Keys that are stored once for many patterns (those of an input layer that sees each sample again) take less.
 
     >>> row_bytes(784, 800, "float16", "keys+values", integer=False)
     3176
+    >>> row_bytes(768, 768, "int8", "keys", integer=False)
+    772
     """
     itemsize: int = getattr(torch, dtype).itemsize
-    scale = 4 if dtype == "float16" else 0
+    scale = 4 if dtype in ("float16", "int8") else 0
     key = 8 * d_in if integer else itemsize * d_in + scale
     return key + (0 if what == "keys" else itemsize * d_out + scale)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.hooks import unserializable_hook
 
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
@@ -23,7 +23,7 @@ from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.layer_hooks import CallReport, Trace, disabled_in_compile, hook_layers, hookable
 from dualform.recording.layers.layer_kind import forward_of
 from dualform.recording.layouts import describe_layout, settle
-from dualform.recording.module_hooks import ModuleHandle, hook_before_forward, hook_forward
+from dualform.recording.module_hooks import HookHandle, hook_accumulation, hook_before_forward, hook_forward
 from dualform.recording.probes import Prediction
 from dualform.recording.watch import Watched, covered, plain_name
 from dualform.threads import one_thread
@@ -124,7 +124,7 @@ class Hooks:
     enabled: bool = False
     calls: int = 0
     arrivals: dict[int, dict[int, Arrival]] = field(default_factory=dict)  # graph task -> call -> what it brought
-    handles: list["RemovableHandle | ModuleHandle | Trace"] = field(default_factory=list)
+    handles: list["HookHandle | Trace"] = field(default_factory=list)
     watching: set[str] = field(default_factory=set)  # parameters with accumulation hooks
     running: list[nn.Module] = field(default_factory=list)  # the model, for each of its own forwards that runs
 
@@ -170,8 +170,7 @@ class Hooks:
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
-        self.handles.append(parameter.register_hook(self._guarded(where, before)))
-        self.handles.append(parameter.register_post_accumulate_grad_hook(self._guarded(where, after)))
+        hook_accumulation(self.handles, parameter, self._guarded(where, before), self._guarded(where, after))
 
     def _guarded(self, where: str, hook: Callable[..., None]) -> Callable[..., None]:
         """Return a hook that does nothing once detached, and hands its errors to the listener.
@@ -248,9 +247,9 @@ class Hooks:
             if module is model and self.running:
                 self.running.pop()
 
-        self.handles.append(hook_forward(model, disabled_in_compile(after), always_call=True))
+        hook_forward(self.handles, model, disabled_in_compile(after), always_call=True)
         for module in (model, *children.values()):
-            self.handles.append(hook_before_forward(module, disabled_in_compile(before)))
+            hook_before_forward(self.handles, module, disabled_in_compile(before))
 
     def _report_of(self, layer: Watched) -> CallReport:
         """Return what takes the calls of a layer."""

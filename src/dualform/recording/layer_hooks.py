@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from dualform.recording.layers import Report
-from dualform.recording.module_hooks import hook_before_forward, hook_forward, temporary_hooks
+from dualform.recording.module_hooks import HookHandle, hook_before_forward, hook_forward, temporary_hooks
 from dualform.recording.watch import Watched
 
 
@@ -51,9 +51,11 @@ def hook_layers(
         if layer.composite is not None:
             composites.setdefault(id(layer.module), []).append(layer)
         else:
-            handles.append(hook_forward(layer.module, disabled_in_compile(_forward_hook(layer, report_of(layer)))))
+            hook_forward(handles, layer.module, disabled_in_compile(_forward_hook(layer, report_of(layer))))
     for parts in composites.values():
-        handles.append(Trace(parts, _report_of_parts(parts, report_of), wanted, failed))
+        trace = Trace(parts, _report_of_parts(parts, report_of), wanted, failed)
+        handles.append(trace)
+        trace.put_on()
 
 
 def _forward_hook(layer: Watched, report: CallReport) -> Callable[..., None]:
@@ -86,7 +88,7 @@ class Trace:
         wanted: Callable[[], bool],
         failed: Callable[[Watched, Exception], None] | None,
     ) -> None:
-        """Put the hooks on.
+        """Make the hooks, which are not on yet.
 
         Args:
             parts: the watched layers of one module.
@@ -99,10 +101,12 @@ class Trace:
         self._module, self._composite = parts[0].module, parts[0].composite
         self._report, self._wanted, self._failed = report, wanted, failed
         self._entered: list[TorchFunctionMode | None] = []
-        self._handles = [
-            hook_before_forward(self._module, disabled_in_compile(self._enter)),
-            hook_forward(self._module, disabled_in_compile(self._leave), always_call=True),
-        ]
+        self._handles: list[HookHandle] = []
+
+    def put_on(self) -> None:
+        """Put the hooks on."""
+        hook_before_forward(self._handles, self._module, disabled_in_compile(self._enter))
+        hook_forward(self._handles, self._module, disabled_in_compile(self._leave), always_call=True)
 
     @property
     def running(self) -> bool:

@@ -1,4 +1,8 @@
-"""Forward hooks on a module that no copy and no pickle of the module holds.
+"""Hooks that can always be taken off again, and forward hooks on a module that no copy and no pickle of it holds.
+
+An interrupt (Ctrl-C) may come between a hook's registration and the moment when somebody holds the handle to remove it
+by, or in the midst of torch's own registration. So a handle is made and kept first, then its hook is put on; and it is
+removed by looking for the hook itself where torch keeps it.
 
 torch keeps a module's hooks in dictionaries on the module, and copies and pickles them with it. A pickled hook of ours
 would need dualform where the model is loaded. So each dictionary that holds such a hook gets a `__reduce_ex__` of its
@@ -11,12 +15,12 @@ nothing of a network of five layers, where hooks on two of the layers break its 
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _REDUCE = "__reduce_ex__"
 _AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -29,50 +33,113 @@ class ModuleHook:
     Copies come to be where somebody copies a module's dictionary of hooks by hand.
     """
 
-    def __init__(self, hook: Callable[..., None] | None = None, arguments: int = 0) -> None:
+    def __init__(self, hook: Callable[..., Any] | None = None, arguments: int = 0) -> None:
         self._hook = hook
         self._arguments = arguments
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         """Call the hook; not with fewer arguments than it takes, as torch does while another thread removes it."""
-        if self._hook is not None and len(args) == self._arguments:
-            self._hook(*args)
+        return self._hook(*args) if self._hook is not None and len(args) == self._arguments else None
 
     def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
         return ModuleHook, ()
 
 
-class ModuleHandle:
-    """Removes one hook from its module."""
+class HookHandle:
+    """Removes one hook from where torch keeps it, however far its registration came."""
 
-    def __init__(self, module: nn.Module, handle: RemovableHandle, dictionaries: tuple[str, ...]) -> None:
-        self._handle = handle
-        self._hidden_in: list[_Hiding] = []
-        try:
-            for name in dictionaries:
-                if (hiding := _hide(getattr(module, name), handle.id)) is not None:
-                    self._hidden_in.append(hiding)
-        except BaseException:  # an interrupt: nobody will have this handle to remove the hook by
-            self.remove()
-            raise
+    def __init__(self, hook: Callable[..., Any], kept_in: Callable[[], Sequence[dict[int, Any] | None]]) -> None:
+        """Make a handle for a hook that is about to be put on.
+
+        Args:
+            hook: the hook, an object that is put on once.
+            kept_in: returns the dictionaries, by number of hook, in which torch keeps it: first that of the hooks
+                themselves, then those that say how to call them.
+        """
+        self._hook = hook
+        self._kept_in = kept_in
+
+    def numbers(self) -> list[int]:
+        """Return the numbers under which torch keeps the hook; none where it is not on."""
+        hooks = self._kept_in()[0]
+        return [number for number, found in list((hooks or {}).items()) if found is self._hook]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other hook comes after this one, or it is not on."""
+        mine, hooks = self.numbers(), self._kept_in()[0]
+        return not mine or not hooks or next(reversed(hooks)) in mine
+
+    def remove(self) -> None:
+        """Remove the hook; does nothing where that is done."""
+        for number in self.numbers():
+            for hooks in reversed(self._kept_in()):  # the hook itself last: an interrupted removal finds it again
+                if hooks is not None:
+                    hooks.pop(number, None)
+
+
+class ModuleHandle(HookHandle):
+    """Removes one forward hook from its module, and what left it out of copies."""
+
+    def __init__(self, module: nn.Module, hook: "ModuleHook", dictionaries: tuple[str, ...]) -> None:
+        super().__init__(hook, lambda: [getattr(module, name) for name in dictionaries])
+
+    def hide(self) -> None:
+        """Leave the hook, which is on, out of copies and pickles of the module."""
+        for number in self.numbers():
+            for hooks in self._kept_in():
+                if hooks is not None:
+                    _hide(hooks, number)
 
     def remove(self) -> None:
         """Remove the hook, and what left it out of copies."""
-        self._handle.remove()
-        for hiding in self._hidden_in:
-            hiding.show(self._handle.id)
-        self._hidden_in.clear()
+        for number in self.numbers():
+            for hooks in self._kept_in():
+                hiding = None if hooks is None else getattr(hooks, "__dict__", {}).get(_REDUCE)
+                if isinstance(hiding, _Hiding):
+                    hiding.show(number)
+        super().remove()
 
 
-def hook_forward(module: nn.Module, hook: Callable[..., None], *, always_call: bool = False) -> ModuleHandle:
-    """Call hook(module, args, kwargs, output) after each forward of a module, before the user's own hooks."""
-    handle = module.register_forward_hook(ModuleHook(hook, 4), prepend=True, with_kwargs=True, always_call=always_call)
-    return ModuleHandle(module, handle, _AFTER)
+def hook_forward(handles: list[Any], module: nn.Module, hook: Callable[..., Any], *, always_call: bool = False) -> None:
+    """Call hook(module, args, kwargs, output) after each forward of a module, before the user's own hooks.
+
+    The handle is in `handles` before the hook is on, here as in all functions that put hooks on.
+    """
+    ours = ModuleHook(hook, 4)
+    handle = ModuleHandle(module, ours, _AFTER)
+    handles.append(handle)
+    module.register_forward_hook(ours, prepend=True, with_kwargs=True, always_call=always_call)
+    handle.hide()
 
 
-def hook_before_forward(module: nn.Module, hook: Callable[..., None]) -> ModuleHandle:
+def hook_before_forward(handles: list[Any], module: nn.Module, hook: Callable[..., None]) -> None:
     """Call hook(module, args, kwargs) before each forward of a module, after the user's hooks that are there."""
-    return ModuleHandle(module, module.register_forward_pre_hook(ModuleHook(hook, 3), with_kwargs=True), _BEFORE)
+    ours = ModuleHook(hook, 3)
+    handle = ModuleHandle(module, ours, _BEFORE)
+    handles.append(handle)
+    module.register_forward_pre_hook(ours, with_kwargs=True)
+    handle.hide()
+
+
+def hook_accumulation(
+    handles: list[Any], parameter: Tensor, before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    """Call before(gradient) and after(parameter) when a backward adds to a parameter's gradient."""
+    handles.append(HookHandle(before, lambda: [parameter._backward_hooks]))
+    parameter.register_hook(before)
+    handles.append(HookHandle(after, lambda: [parameter._post_accumulate_grad_hooks]))
+    parameter.register_post_accumulate_grad_hook(after)
+
+
+def hook_step(
+    handles: list[HookHandle], optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    """Call before(optimizer, args, kwargs) and after(...) around each step of an optimizer."""
+    handles.append(HookHandle(before, lambda: [optimizer._optimizer_step_pre_hooks]))
+    optimizer.register_step_pre_hook(before)
+    handles.append(HookHandle(after, lambda: [optimizer._optimizer_step_post_hooks]))
+    optimizer.register_step_post_hook(after)
 
 
 def remove_hooks(handles: Iterable[Any]) -> None:
@@ -116,12 +183,10 @@ class _Hiding:
             del vars(hooks)[_REDUCE]
 
 
-def _hide(hooks: dict[int, Any], number: int) -> _Hiding | None:
-    """Leave a hook out of copies and pickles of its dictionary; None where that cannot be, or there is no such hook."""
+def _hide(hooks: dict[int, Any], number: int) -> None:
+    """Leave a hook out of copies and pickles of its dictionary; not where that cannot be, or there is no such hook."""
     if type(hooks) is not OrderedDict or number not in hooks:
-        return None
+        return
     hiding = vars(hooks).setdefault(_REDUCE, _Hiding(hooks))
-    if not isinstance(hiding, _Hiding):
-        return None
-    hiding.hidden.add(number)
-    return hiding
+    if isinstance(hiding, _Hiding):
+        hiding.hidden.add(number)

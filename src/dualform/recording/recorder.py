@@ -4,7 +4,7 @@ It chooses the layers, describes the start of the recording to its sink, and lea
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -45,6 +45,7 @@ class Recorder:
         check_rows: bool = True,
         on_failure: OnFailure = "raise",
         check: Check = "sampled",
+        stored_loosely: Callable[[str], bool] = lambda layer: False,
         world: World | None = None,
     ) -> None:
         self._model = model
@@ -58,6 +59,8 @@ class Recorder:
         self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
+        if any(stored_loosely(layer.name) for layer in self._layers if not layer.keys_only):
+            check = "every"  # `verify` cannot find a small edit of a gradient afterwards
         self._owned = divide_parameters(optimizers, self._parameters, keys_only=keys_only)
         missing = uncovered(model, optimizers, self._layers)
         self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import AnnotationError, DualformError, RefusedError, StoreError
 from dualform.recording.accumulation import Accumulations
@@ -27,6 +26,7 @@ from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_h
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.media import Files
+from dualform.recording.module_hooks import HookHandle, hook_step
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
@@ -104,7 +104,7 @@ class StepRecorder:
             on_failure=on_failure,
         )
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[HookHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
         self._finalizer: Callable[[], object] = lambda: None
@@ -145,8 +145,7 @@ class StepRecorder:
         self.state = "recording"
         self._hooks.attach()
         for owned in self._owned:
-            self._handles.append(owned.optimizer.register_step_pre_hook(weak_hook(self._before_step)))
-            self._handles.append(owned.optimizer.register_step_post_hook(weak_hook(self._after_step)))
+            hook_step(self._handles, owned.optimizer, weak_hook(self._before_step), weak_hook(self._after_step))
 
     def close(self, error: BaseException | None) -> None:
         """End the recording; failures are only warned of while another error is on its way."""

@@ -24,7 +24,8 @@ What = Literal["keys+values", "keys"]
 Layers = str | Sequence[str] | Mapping[str, What] | None
 TRAINED = "trained"
 """The choice of layers that is the default: those of which an optimizer holds a parameter."""
-Dtype = Literal["float16"] | Mapping[str, Literal["float16"] | None] | None
+StoredDtype = Literal["float16", "int8"]
+Dtype = StoredDtype | Mapping[str, StoredDtype | None] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,11 +190,11 @@ def _found(model: nn.Module, parameters: Collection[int] | None = None) -> str:
     return f": there are {found}" if found else ""
 
 
-def stored_dtype(dtype: Dtype, layer: str) -> str | None:
+def stored_dtype(dtype: Dtype, layer: str) -> StoredDtype | None:
     """Return the dtype that a layer's patterns are stored in; nothing for the one that is trained.
 
-    >>> stored_dtype({"lstm*": "float16"}, "lstm.l0"), stored_dtype({"lstm*": "float16"}, "softmax")
-    ('float16', None)
+    >>> stored_dtype({"lstm*": "int8"}, "lstm.l0"), stored_dtype({"lstm*": "int8"}, "softmax")
+    ('int8', None)
     """
     if not isinstance(dtype, Mapping):
         return dtype

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import dualform
-from dualform.attend.groups import Bins
 from dualform.attend.memory import Memory
+from dualform.binning import Bins
 from dualform.corpus import PLACE
 from dualform.engine.beside_patterns import Media
 from dualform.engine.source import ADDRESS

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from dualform.attend.answers import EFFECT_NOTE
-from dualform.attend.groups import By
 from dualform.attend.memory import Memory
 from dualform.attend.questions import Per
 from dualform.attend.spotlight import Spotlight
+from dualform.binning import By
 from dualform.effects.output_gradients import Quantity
 from dualform.engine.measures import Of
 from dualform.errors import QueryError

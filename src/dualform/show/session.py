@@ -22,7 +22,7 @@ from dualform.attend.weights import GroupWeights
 from dualform.effects.slopes import output_rows, slopes
 from dualform.errors import QueryError
 from dualform.modes import evaluation_copy
-from dualform.recording.module_hooks import temporary_hooks
+from dualform.recording.module_hooks import hook_forward, temporary_hooks
 from dualform.recording.watch import plain_name
 from dualform.show.grouping import GroupingColumns, unit_name
 from dualform.show.held_out import held_out_windows, shorten_to_context
@@ -186,7 +186,7 @@ class Session:
         if not len(self.tests) or last not in modules:
             return None
         with self._watched_lock, temporary_hooks() as handles:
-            handles.append(modules[last].register_forward_hook(lambda _m, _i, output: seen.append(output)))
+            hook_forward(handles, modules[last], lambda _m, _a, _k, output: seen.append(output))
             outputs = output_rows(run_model(self._watched, self.tests[:1]))
         same = bool(seen) and isinstance(seen[-1], Tensor) and torch.equal(output_rows(seen[-1]), outputs)
         return last if same else None

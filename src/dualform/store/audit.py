@@ -7,6 +7,9 @@ from dualform.errors import CorruptError
 from dualform.store.blobs import Blob
 from dualform.store.reader import Run
 
+MAX_ROUNDING = {torch.float16: 2.0**-10, torch.int8: 1.001 / 127}
+"""By how much storing a row may move an element, relative to the row's largest; a little for the scale's rounding."""
+
 
 def check_files(run: Run) -> int:
     """Compare every listed file with its checksum; return how many there are."""
@@ -28,7 +31,8 @@ def check_files(run: Run) -> int:
 def check_key_ranges(run: Run) -> None:
     """Raise where a stored key lies outside the range that the manifest gives: answers without signs rest on it.
 
-    Keys that are stored as float16 were rounded after their range was taken, by at most 2⁻¹⁰ of the largest.
+    Keys that are stored as float16 or int8 were rounded after their range was taken, by at most 2⁻¹⁰ or 1/127 of the
+    largest. No rounding changes a sign.
     """
     for shard in run.shards:
         for layer, entry in run.manifest.layers.items():
@@ -36,12 +40,10 @@ def check_key_ranges(run: Run) -> None:
                 continue
             source = shard.pool(layer) if layer in shard.entry.pools else shard.rows(layer, "keys")
             low, high = shard.entry.key_range[layer]
-            coarse = source.dtype == torch.float16
-            slack = 2**-10 * max(abs(low), abs(high)) if coarse else 0.0
+            slack = MAX_ROUNDING.get(source.dtype, 0.0) * max(abs(low), abs(high))
+            dtype = torch.float32 if source.dtype in MAX_ROUNDING else source.dtype
             for start in range(0, len(source), BLOCK_PATTERNS):
-                rows = decode(
-                    *source.take(slice(start, start + BLOCK_PATTERNS)), torch.float32 if coarse else source.dtype
-                )
+                rows = decode(*source.take(slice(start, start + BLOCK_PATTERNS)), dtype)
                 least, greatest = (float(found) for found in torch.aminmax(rows))
                 other_sign = (least < 0 <= low) or (high <= 0 < greatest)
                 if least < low - slack or greatest > high + slack or other_sign:

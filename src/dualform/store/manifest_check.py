@@ -67,8 +67,8 @@ def _parameter_problems(manifest: "Manifest") -> Iterator[str]:
 def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Iterator[str]:
     if len({use.name for use in layer.uses}) < len(layer.uses) or not layer.uses:
         yield f"layer {name!r} has no uses of parameters, or two of one name"
-    if not _is_dtype(layer.dtype) or not getattr(torch, layer.dtype).is_floating_point:
-        yield f"layer {name!r} is stored as {layer.dtype!r}; expected a dtype of floating-point numbers"
+    if layer.dtype != "int8" and not (_is_dtype(layer.dtype) and getattr(torch, layer.dtype).is_floating_point):
+        yield f"layer {name!r} is stored as {layer.dtype!r}; expected a dtype of floating-point numbers, or 'int8'"
     for use in layer.uses:
         parameter = use.parameter
         entry = manifest.parameters.get(parameter)

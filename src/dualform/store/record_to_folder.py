@@ -3,22 +3,22 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RefusedError, ResumeError, RunFactoryError
 from dualform.recording.check_schedule import Check
-from dualform.recording.keep import Keep, Shares, Steps, as_keeps
+from dualform.recording.keep import Keep, Patterns, Shares, Steps, as_keeps
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
-from dualform.recording.watch import Dtype, Layers
+from dualform.recording.watch import Dtype, Layers, StoredDtype, stored_dtype
 from dualform.store.blobs import Blobs
 from dualform.store.folder_blobs import as_blobs
 from dualform.store.writer import DiskWriter
 
-_STORED_DTYPES = (None, "float16")
+_STORED_DTYPES = (None, *get_args(StoredDtype))
 
 
 def record(
@@ -59,8 +59,9 @@ def record(
         layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
             pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
             `"keys"` (attention only), of which the first match decides.
-        dtype: store in the dtype that is trained, or in row-scaled `"float16"`; or a mapping from names or patterns of
-            layers to `"float16"`, of which the first match decides.
+        dtype: store in the dtype that is trained, or in row-scaled `"float16"` or `"int8"`; or a mapping from names or
+            patterns of layers to one of these, of which the first match decides. int8 is rounded at random: sums over
+            many patterns average its errors out, and what is left `verify` measures and reports.
         strict: raise, instead of warning, when trained parameters are not covered.
         batch_axis: which leading axis of an input is the batch: 0 for (B, L, d), the default, 1 for (L, B, d).
         check_rows: find out by a trial at the first annotated step which layers have the rows of the batch: a copy of
@@ -69,8 +70,8 @@ def record(
             or given as a number); later patterns are dropped.
         on_failure: `"raise"` at the next step, or `"detach"`: warn, stop recording and let training go on.
         check: how often every gradient is compared with the sum of its patterns: in the first 20 steps, after anything
-            unusual and in a random one of 16 steps (`"sampled"`), or in `"every"` step. docs/math.md says what each
-            refuses, and when.
+            unusual and in a random one of 16 steps (`"sampled"`), or in `"every"` step, which is also how a recording
+            with values in int8 is checked. docs/math.md says what each refuses, and when.
         steps: the planned number of steps, if known: the first step then checks that the disk holds them all.
         shard_bytes: how much is collected before it is published.
         queue_bytes: how much may wait to be written before training has to wait.
@@ -83,6 +84,11 @@ def record(
     keeps = as_keeps(keep)
     if any(isinstance(one, Shares) for one in keeps):
         raise RefusedError("Shares cannot be recorded yet. Record keep=Patterns() or keep=Steps().")
+    patterns = next((one for one in keeps if isinstance(one, Patterns)), None)
+    if patterns is not None and len(keeps) == 1:
+        layers = patterns.layers if layers is None else layers
+    if patterns is not None and patterns.dtype is not None:
+        dtype = patterns.dtype
     if resume is not False and any(isinstance(one, Steps) for one in keeps):
         raise ResumeError(
             "A recording that keeps steps cannot be resumed: a replay runs the whole training, from its first step. "
@@ -92,7 +98,7 @@ def record(
         found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _STORED_DTYPES
     ]
     if unknown:
-        raise ValueError(f'dtype is {unknown[0]!r}; expected None (the dtype that is trained) or "float16".')
+        raise ValueError(f'dtype is {unknown[0]!r}; expected None (the dtype that is trained), "float16" or "int8".')
     if on_failure not in ("raise", "detach"):
         raise ValueError(f'on_failure is {on_failure!r}; expected "raise" or "detach".')
     if check not in ("sampled", "every"):
@@ -125,4 +131,5 @@ def record(
         check_rows=check_rows,
         on_failure=on_failure,
         check=check,
+        stored_loosely=lambda layer: stored_dtype(dtype, layer) == "int8",
     )

@@ -16,13 +16,14 @@ import torch
 
 from dualform.engine.description import LayerEntry
 from dualform.engine.proofs import PROJECTIONS
+from dualform.engine.reading import PLACE_DTYPES
 from dualform.identity.families.naming import same_optimizer
 from dualform.identity.parameter_use import takes_ids
 from dualform.lazy import compute as pc
 from dualform.printable import cut
-from dualform.store.encoding import SCALE
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
+from dualform.store.row_encoding import ROW_SCALED, SCALE, stored_dtypes
 from dualform.store.tables import CALLS, MARKS, STEPS
 from dualform.store.tensors import TensorPlace
 
@@ -169,15 +170,15 @@ def _expected(
     name: str, layer: LayerEntry, count: int, pool: tuple[int, int] | None
 ) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
     """Return the tensors that a layer with calls has in a shard: shape, and the dtypes that it may have."""
-    stored: torch.dtype = getattr(torch, layer.dtype)
+    stored_key, stored = stored_dtypes(getattr(torch, layer.dtype), pooled=pool is not None)
     whole = takes_ids(layer.uses)
     keys = count if pool is None else pool[1]
     found: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
-        f"{name}/keys": ((keys, layer.d_in), (torch.int64, torch.int32) if whole else (stored,))
+        f"{name}/keys": ((keys, layer.d_in), PLACE_DTYPES if whole else (stored_key,))
     }
     if layer.store == "keys+values":
         found[f"{name}/values"] = ((count, layer.d_out), (stored,))
-    if stored == torch.float16:
+    if stored in ROW_SCALED:
         scaled = [name for name in found if not (whole and name.endswith("/keys"))]
         found |= {f"{name}{SCALE}": (found[name][0][:1], (torch.float32,)) for name in scaled}
     if pool is not None:

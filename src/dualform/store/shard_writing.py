@@ -21,13 +21,13 @@ from dualform.recording.media import Files
 from dualform.recording.rowcheck import SEVERITY
 from dualform.store.attach import publish_files, remove_replaced
 from dualform.store.blobs import Blobs, FileEntry, Tag, changed_error
-from dualform.store.encoding import SCALE, encode
 from dualform.store.format import MANIFEST, shard_files
 from dualform.store.kept_state import ShardState
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, MIN_POOLED_WIDTH, REFERENCES, Pool
 from dualform.store.reader import Run
 from dualform.store.resume import read_pools
+from dualform.store.row_encoding import SCALE, address_seed, encode, stored_dtypes
 from dualform.store.tables import call_tables, merge_columns, steps_table
 from dualform.store.taken_steps import TakenStep
 from dualform.store.tensors import publish_tensors, write_parts
@@ -152,9 +152,12 @@ class ShardWriter:
                     tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(key_ids)
                     tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
                     keys = keys if len(new) == len(keys) else keys[new]
-                self._encode(tensors, call.layer, "keys", keys)
+                stored: torch.dtype = getattr(torch, self.manifest.layers[call.layer].dtype)
+                key_dtype, value_dtype = stored_dtypes(stored, pooled=pool is not None)
+                address = (record.step, call.micro, call.call)
+                self._encode(tensors, call.layer, "keys", keys, key_dtype, address)
                 if call.values is not None:
-                    self._encode(tensors, call.layer, "values", call.values)
+                    self._encode(tensors, call.layer, "values", call.values, value_dtype, address)
         pools = {
             layer: (base, self._pools[layer].size - base)
             for layer, base in bases.items()
@@ -162,9 +165,17 @@ class ShardWriter:
         }
         return tensors, key_range, pools
 
-    def _encode(self, tensors: dict[str, list[Tensor]], layer: str, what: str, rows: Tensor) -> None:
-        """Add rows to the parts of a tensor, and their scales where they have some."""
-        stored, scales = encode(rows, getattr(torch, self.manifest.layers[layer].dtype))
+    def _encode(
+        self,
+        tensors: dict[str, list[Tensor]],
+        layer: str,
+        what: str,
+        rows: Tensor,
+        dtype: torch.dtype,
+        address: tuple[int, int, int],
+    ) -> None:
+        """Add the rows of a call, whose address is (step, micro, call), to a tensor, and their scales if any."""
+        stored, scales = encode(rows, dtype, seed=address_seed(layer, what, *address))
         tensors.setdefault(f"{layer}/{what}", []).append(stored.contiguous())
         if scales is not None:
             tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)

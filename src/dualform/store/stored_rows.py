@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError
-from dualform.store.encoding import SCALE
+from dualform.store.row_encoding import SCALE
 from dualform.store.tensors import TensorFile
 
 MAX_MEAN_GAP = 4  # rows; wanted rows that are closer than this on average are read with the rows between them

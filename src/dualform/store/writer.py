@@ -350,7 +350,7 @@ class DiskWriter:
                     d_out=layer.d_out,
                     uses=layer.uses,
                     store=self._store(name, layer),
-                    dtype=stored_dtype(self.dtype, name) or _name(start.parameters[layer.uses[0].parameter].dtype),
+                    dtype=self._stored_dtype(name, layer) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
                 )
                 for name, layer in start.layers.items()
@@ -368,6 +368,10 @@ class DiskWriter:
             factory_arguments=self._factory_arguments,
             training=self._training,
         )
+
+    def _stored_dtype(self, name: str, layer: LayerStart) -> str | None:
+        """Return the dtype in which a layer's patterns are stored; None for the one that is trained."""
+        return None if self._store(name, layer) == "steps" else stored_dtype(self.dtype, name)
 
     def _store(self, name: str, layer: LayerStart) -> Stored:
         """Return what is stored of a layer's patterns."""
@@ -411,15 +415,18 @@ class DiskWriter:
             per = "one shard" if self._planned is None else f"{self._planned} steps"
             raise StoreError(
                 f"{self.path} has {size_text(free)} free, but {per} will take {size_text(need)}. "
-                'Choose another disk, fewer layers, keys only, or dtype="float16".'
+                'Choose another disk, fewer layers, keys only, dtype="float16" or dtype="int8".'
             )
 
     def _stored_bytes(self, record: TakenStep) -> int:
         def size(tensor: Tensor | None, layer: str) -> int:
             if tensor is None:
                 return 0
-            half = tensor.is_floating_point() and stored_dtype(self.dtype, layer) == "float16"
-            return 2 * tensor.numel() if half else tensor.nbytes
+            dtype = stored_dtype(self.dtype, layer)
+            if dtype is None or not tensor.is_floating_point():
+                return tensor.nbytes
+            itemsize: int = getattr(torch, dtype).itemsize
+            return itemsize * tensor.numel() + 4 * len(tensor)  # and a scale for each row
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dualform.attend.groups import Bins
+from dualform.binning import Bins
 from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.session import Session, Subject
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualform._version import __version__
-from dualform.attend.groups import Bins
 from dualform.attend.removal import Removal
+from dualform.binning import Bins
 from dualform.errors import QueryError
 from dualform.progress import bar
 from dualform.recording.estimate import size_text

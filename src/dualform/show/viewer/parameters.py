@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from dualform.attend.groups import Bins
 from dualform.attend.last_tokens import as_model_takes
 from dualform.attend.prompts import read_prompt
 from dualform.attend.removal import Removal
+from dualform.binning import Bins
 from dualform.errors import DualformError, QueryError
 from dualform.show.grouping import GroupingColumns, parse_by
 from dualform.show.session import Mask, Session, Subject

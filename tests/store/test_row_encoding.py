@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 import dualform
-from dualform.store.encoding import decode, encode
+from dualform.store.row_encoding import decode, encode
 from helpers.small import batch, network, sgd, train
 
 HALF = 2.0**-11  # of an element near the row's largest, the relative rounding of float16
