@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from dualform.errors import DualformError
     from dualform.opening import open
     from dualform.recording.estimate import estimate
-    from dualform.recording.keep import Steps
+    from dualform.recording.keep import Patterns, Steps
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
+    from dualform.replaying.replay_training import replay
     from dualform.replaying.training import record_training
     from dualform.store.record_to_folder import record
 
@@ -24,6 +25,7 @@ _HOME = {
     "Corpus": "dualform.corpus",
     "DualformError": "dualform.errors",
     "Memory": "dualform.attend.memory",
+    "Patterns": "dualform.recording.keep",
     "Recorder": "dualform.recording.recorder",
     "Spotlight": "dualform.attend.spotlight",
     "Steps": "dualform.recording.keep",
@@ -35,12 +37,14 @@ _HOME = {
     "record": "dualform.store.record_to_folder",
     "record_training": "dualform.replaying.training",
     "register_layer": "dualform.recording.layers",
+    "replay": "dualform.replaying.replay_training",
 }
 
 __all__ = [
     "Corpus",
     "DualformError",
     "Memory",
+    "Patterns",
     "Recorder",
     "Spotlight",
     "Steps",
@@ -53,6 +57,7 @@ __all__ = [
     "record",
     "record_training",
     "register_layer",
+    "replay",
 ]
 
 

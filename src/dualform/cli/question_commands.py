@@ -11,10 +11,12 @@ from dualform.cli.options import (
     JsonOption,
     ModelOption,
     RunArgument,
+    TrainOption,
     TrustOption,
     WhereOption,
     WithoutOption,
     open_view,
+    select_view,
 )
 from dualform.errors import QueryError
 
@@ -45,6 +47,7 @@ def attend_command(
     without: WithoutOption = None,
     at: AtOption = None,
     accept_untrained: AcceptOption = False,
+    train: TrainOption = None,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -55,7 +58,7 @@ def attend_command(
     from dualform.show.terminal_tables import print_json
     from dualform.show.text_output import show_text
 
-    memory = open_view(run, where=where, without=without, at=at)
+    memory = open_view(run, where=where, without=without, at=at, train=train, trust=trust)
     prompt = _prompt(text, token_ids, tokenizer=tokenizer, context=context)
     if prompt is not None:
         spotlight = answer_prompt(
@@ -104,6 +107,7 @@ def mask_command(
     inputs: InputsOption = None,
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Mask only these layers; repeatable.")] = [],  # noqa: B006
     accept_untrained: AcceptOption = False,
+    train: TrainOption = None,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -113,8 +117,9 @@ def mask_command(
 
     if where is None and without is None and at is None:
         raise QueryError('Nothing is masked. Give --where, --without or --at, for example --without "label = 3".')
-    masked = open_view(run, where=where, without=without, at=at)
-    outcome = compare_mask(open_view(run), masked, model, inputs, layer, accept_untrained=accept_untrained, trust=trust)
+    memory = open_view(run, train=train, trust=trust)
+    masked = select_view(memory, where=where, without=without, at=at)
+    outcome = compare_mask(memory, masked, model, inputs, layer, accept_untrained=accept_untrained, trust=trust)
     if json:
         print_json(outcome)
     else:

@@ -259,7 +259,7 @@ class ReplayedPatterns(PatternSource):
             steps: how many steps are wanted; the training is ended behind them.
             hold: keep the patterns when `take` has seen them.
         """
-        train = self._require_train()
+        train = self.require_train()
         windows = _Windows(self, layers, take, hold=hold)
         seconds = self.recorded_seconds
         title = f"replaying ({seconds:.0f} s when it was recorded)" if seconds >= 1 else "replaying"
@@ -285,7 +285,7 @@ class ReplayedPatterns(PatternSource):
         training = self.description.training
         return 0.0 if training is None else training.seconds
 
-    def _require_train(self) -> Train:
+    def require_train(self) -> Train:
         """Return the training function: the given one, or the one that the run remembers, if it may be called."""
         if self._train is None:
             training = self.description.training
