@@ -19,13 +19,13 @@ from helpers.trainings import MODELS, OPTIMIZERS, batch, make_training
 CLOSE = 1e-5  # of the largest element
 
 
-def both(train: Train, held_bytes: int, **options: Any) -> tuple[Memory, Memory, ReplayedPatterns, nn.Module]:
+def both(train: Train, **options: Any) -> tuple[Memory, Memory, ReplayedPatterns, nn.Module]:
     """Record a training twice; return the memories of steps and of patterns, the replayed source, and the model."""
     steps, patterns = MemoryBlobs(), MemoryBlobs()
     model = record_training(train, steps, **options)
     record_training(train, patterns, keep=Patterns())
     source = ReplayedPatterns(Run(steps), train)
-    memory = Memory(source, ReplayExecutor(held_bytes=held_bytes))
+    memory = Memory(source, ReplayExecutor())
     return memory, dualform.open(patterns), source, model
 
 
@@ -83,7 +83,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_memory_of_steps_answers_as_one_of_patterns(kind: str, optimizer: str) -> None:
     train = make_training(kind, optimizer)
-    held, stored, source, model = both(train, 1 << 30)
+    held, stored, source, model = both(train)
     expected = answers(stored, model, kind)
     assert expected["passed"]
     rounded = {"magnitude": expected.pop("magnitude")}  # without the range of keys it is measured, not looked up
@@ -93,8 +93,8 @@ def test_a_memory_of_steps_answers_as_one_of_patterns(kind: str, optimizer: str)
     assert source.replays == 1  # its patterns are held
     for name in source.run.blobs.list("cache/"):
         source.run.blobs.remove(name)
-    going_by = ReplayedPatterns(source.run, train)
-    found = answers(Memory(going_by, ReplayExecutor(held_bytes=0)), model, kind)
+    going_by = ReplayedPatterns(source.run, train, held_bytes=0)
+    found = answers(Memory(going_by, ReplayExecutor()), model, kind)
     assert_same(found, expected | rounded, CLOSE)
     assert going_by.replays > 3
     assert not any(part.windows for part in going_by.parts())

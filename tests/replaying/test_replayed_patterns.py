@@ -33,7 +33,7 @@ def recorded() -> Blobs:
 
 @pytest.fixture
 def source(recorded: Blobs) -> ReplayedPatterns:
-    return ReplayedPatterns(Run(recorded), make_training("mlp", "AdamW"))
+    return ReplayedPatterns(Run(recorded), make_training("mlp", "AdamW"), held_bytes=0)
 
 
 class TestHeldPatterns(SourceConformance):
@@ -44,7 +44,7 @@ class TestHeldPatterns(SourceConformance):
 
 
 def going_by(source: ReplayedPatterns) -> Memory:
-    return Memory(source, ReplayExecutor(held_bytes=0))
+    return Memory(source, ReplayExecutor())
 
 
 def test_several_questions_take_one_replay(source: ReplayedPatterns) -> None:
@@ -64,7 +64,7 @@ def test_a_replay_ends_behind_the_last_step_that_is_asked_for(recorded: Blobs) -
         found: nn.Module = make_training("mlp", "AdamW")(opened)
         return found
 
-    source = ReplayedPatterns(Run(recorded), train)
+    source = ReplayedPatterns(Run(recorded), train, held_bytes=0)
     going_by(source).at(step=3).weights()
     assert len(seen) == 3 < STEPS
     del seen[:]
@@ -90,7 +90,7 @@ def test_a_question_in_any_mode_replays_in_the_modes_of_a_program(source: Replay
 def test_layers_that_are_stored_need_no_replay() -> None:
     blobs, train = MemoryBlobs(), make_training("mlp", "AdamW")
     record_training(train, blobs, keep=[Steps(), Patterns(layers="3")])
-    source = ReplayedPatterns(Run(blobs), train)
+    source = ReplayedPatterns(Run(blobs), train, held_bytes=0)
     assert {name: entry.store for name, entry in source.layers.items()} == {"1": "steps", "3": "keys+values"}
     memory = going_by(source)
     inputs = batch("mlp", 50)[0]
@@ -141,3 +141,46 @@ def test_a_training_that_catches_every_error_does_not_hide_a_difference(recorded
 
     with pytest.raises(ReplayError, match="in step 2, the network's inputs"):
         going_by(ReplayedPatterns(Run(recorded), train)).weights()
+
+
+def test_a_plan_says_what_a_question_takes(source: ReplayedPatterns, recorded: Blobs) -> None:
+    memory = going_by(source)
+    size = STEPS * 4 * 4 * ((16 + 6) + (6 + 3))
+    assert memory.plan(dualform.Top(3)).replays == 1
+    assert memory.plan(dualform.Top(3)).bytes == size
+    assert memory.plan(dualform.Top(3)).seconds == source.recorded_seconds > 0
+    assert str(memory.plan(dualform.Top(3), layers="3")).startswith("1 replay, about ")
+    spotlight = memory.attend(queries={"1": torch.randn(2, 16), "3": torch.rand(2, 6)})
+    for question in (
+        dualform.Totals(by="label"),
+        dualform.Totals(by="label", of="contribution"),
+        dualform.Top(2, of="contribution"),
+        dualform.Top(2, of="contribution", unit=1),
+    ):
+        before, planned = source.replays, memory.plan(question).replays
+        spotlight.compute(question)
+        assert source.replays - before <= planned
+    held = Memory(ReplayedPatterns(Run(recorded), make_training("mlp", "AdamW")), ReplayExecutor())
+    assert held.plan(dualform.Top(3, of="contribution")).replays == 1
+    held.weights()
+    assert held.plan(dualform.Top(3, of="contribution")).replays == 0
+
+
+def test_answers_are_kept_beside_the_run_by_question(recorded: Blobs) -> None:
+    queries = {"1": torch.randn(2, 16, generator=torch.Generator().manual_seed(1))}
+
+    def ask(k: int, view: str | None = None, **options: Any) -> tuple[torch.Tensor, int]:
+        source = ReplayedPatterns(Run(recorded), make_training("mlp", "AdamW"), held_bytes=0, **options)
+        memory = going_by(source) if view is None else going_by(source).where(view)
+        return memory.attend(queries=queries)["1"].top(k).values, source.replays
+
+    first, replays = ask(3)
+    assert replays == 1
+    again, replays = ask(3)
+    assert replays == 0
+    assert torch.equal(first, again)
+    assert ask(4)[1] == 1
+    assert ask(3, "step < 5")[1] == 1
+    assert ask(3, on_difference="report")[1] == 1  # which may differ
+    queries["1"] = queries["1"] + 1
+    assert ask(3)[1] == 1

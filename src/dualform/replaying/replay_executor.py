@@ -18,10 +18,9 @@ from dualform.engine.reading import PatternRange, kept_by_part
 from dualform.engine.source import PatternPart, PatternSource
 from dualform.errors import ReplayError
 from dualform.recording.estimate import size_text
+from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
 
-HELD_BYTES = 256 << 20
-"""Size of the patterns of a question's layers up to which they stay in memory after a replay, for the next question."""
 SWEPT_BYTES = 2 << 30
 """Size of a layer's patterns up to which they are held for a question that goes backwards in time."""
 
@@ -31,20 +30,35 @@ class ReplayExecutor:
 
     Args:
         stored: runs the jobs for which no replay is needed; by default threads on this machine, or its GPU.
-        held_bytes: how many bytes of patterns may stay in memory after a replay.
     """
 
-    def __init__(self, stored: Executor | None = None, *, held_bytes: int = HELD_BYTES) -> None:
+    def __init__(self, stored: Executor | None = None) -> None:
         self._stored: Executor = LocalExecutor() if stored is None else stored
-        self._held_bytes = held_bytes
 
     def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
-        """Return the result of each job; those that need a replay share one."""
+        """Return the result of each job; those that need a replay share one, and are kept beside the run."""
         if not isinstance(source, ReplayedPatterns):
             return self._stored.run(source, jobs)
+        cache = source.answers
+        names = [None if _unstored_layers(source, job) <= source.held else name_job(job) for job in jobs]
+        kept = {name: found for name in names if name is not None and (found := cache.find(("replayed", name)))}
+        results = iter(self._run(source, [job for job, name in zip(jobs, names, strict=True) if name not in kept]))
+        answers = []
+        for job, name in zip(jobs, names, strict=True):
+            if name in kept:
+                assert isinstance(job, Pass), "only passes have names"
+                answers.append(unpack_answer(kept[name], job.like.device))
+                continue
+            answers.append(next(results))
+            if name is not None and (packed := pack_answer(answers[-1])) is not None:
+                cache.keep(("replayed", name), packed)
+        return answers
+
+    def _run(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job, by one replay at most where none goes backwards."""
         needed = [_unstored_layers(source, job) for job in jobs]
         every = frozenset[str]().union(*needed)
-        if not every <= source.held and sum(map(source.pattern_bytes, every | source.held)) <= self._held_bytes:
+        if not every <= source.held and source.can_hold(every | source.held):
             source.hold(every | source.held)
         at_hand = [job for job, layers in zip(jobs, needed, strict=True) if layers <= source.held]
         going_by = [job for job, layers in zip(jobs, needed, strict=True) if not layers <= source.held]

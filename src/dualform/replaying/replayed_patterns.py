@@ -7,6 +7,7 @@ and at the end. Keys and values of a layer are there while a replay goes by them
 import contextlib
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.engine.addresses import Calls
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.description import RunDescription
 from dualform.engine.share_source import ShareSource
-from dualform.engine.source import DerivedSums, Factors, PatternPart, PatternSource, Rows, RunFiles, Which
+from dualform.engine.source import Cost, DerivedSums, Factors, PatternPart, PatternSource, Rows, RunFiles, Which
 from dualform.errors import ReplayError
 from dualform.identity.families import Facts
 from dualform.identity.parameter_use import takes_ids
@@ -34,6 +36,8 @@ from dualform.torch_modes import call_without_autocast, with_gradients
 
 RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows", "check")
 """Options of `dualform.record` that decide what is recorded; the others say how it is stored."""
+HELD_BYTES = 256 << 20
+"""Size of the patterns of a question's layers up to which they stay in memory after a replay, for the next question."""
 WINDOW_BYTES = 16 << 20
 """Size of keys and values of replayed steps that are looked at together: many small steps cost more one by one."""
 
@@ -140,7 +144,13 @@ class ReplayedPatterns(PatternSource):
     """
 
     def __init__(
-        self, run: Run, train: Train | None = None, *, trust: bool = False, on_difference: OnDifference = "stop"
+        self,
+        run: Run,
+        train: Train | None = None,
+        *,
+        trust: bool = False,
+        on_difference: OnDifference = "stop",
+        held_bytes: int = HELD_BYTES,
     ) -> None:
         """Open a run.
 
@@ -149,6 +159,7 @@ class ReplayedPatterns(PatternSource):
             train: its training; by default the function that the run remembers.
             trust: import and call the function that the run remembers, wherever it is defined.
             on_difference: what to do where a replay is not the recorded training.
+            held_bytes: how many bytes of patterns may stay in memory after a replay, for the next question.
         """
         if on_difference not in ("stop", "report"):
             raise ValueError(f'on_difference is {on_difference!r}; expected "stop" or "report".')
@@ -158,6 +169,7 @@ class ReplayedPatterns(PatternSource):
         self._train = train
         self._trust = trust
         self._on_difference = on_difference
+        self._held_bytes = held_bytes
         self._parts = tuple(ReplayedPart(self, shard) for shard in run.shards)
 
     @property
@@ -167,8 +179,11 @@ class ReplayedPatterns(PatternSource):
 
     @property
     def digest(self) -> str:
-        """A digest of everything in the run that answers depend on."""
-        return self.run.digest
+        """A digest of everything in the run that answers depend on.
+
+        A replay that may differ from the recorded training gives answers of its own.
+        """
+        return self.run.digest if self._on_difference == "stop" else f"{self.run.digest} or near it"
 
     @property
     def name(self) -> str:
@@ -209,8 +224,25 @@ class ReplayedPatterns(PatternSource):
 
     @property
     def derived_sums(self) -> DerivedSums | None:
-        """Where tensors that were computed from the patterns are kept."""
-        return self.run.derived_sums
+        """Where tensors that were computed from the patterns are kept; nowhere where a replay may differ."""
+        return self.run.derived_sums if self._on_difference == "stop" else None
+
+    @cached_property
+    def answers(self) -> AnswerCache:
+        """The answers of replays, by what was asked."""
+        return AnswerCache(self)
+
+    def cost(self, layers: Collection[str], rounds: int) -> Cost:
+        """Say what a question takes: a replay for each round of jobs, or one where all patterns can be held."""
+        unstored = frozenset(name for name in layers if not self.is_stored(name) and self.count(name))
+        needed = 0 if unstored <= self.held else 1 if self.can_hold(unstored | self.held) else rounds
+        stored = super().cost([name for name in layers if self.is_stored(name)], rounds)
+        size = stored.bytes + needed * sum(map(self.pattern_bytes, unstored))
+        return Cost(replays=needed, seconds=needed * self.recorded_seconds, bytes=size)
+
+    def can_hold(self, layers: Collection[str]) -> bool:
+        """Say whether all patterns of some layers may stay in memory."""
+        return sum(map(self.pattern_bytes, layers)) <= self._held_bytes
 
     def is_stored(self, layer: str) -> bool:
         """Say whether a layer's patterns are stored, so that they need no replay."""
