@@ -11,6 +11,7 @@ import dualform
 from dualform.errors import RefusedError
 from dualform.recording.check_schedule import FIRST_STEPS, ONE_IN, Check, CheckSchedule
 from dualform.recording.gradient_samples import SAMPLE_ELEMENTS
+from dualform.recording.watch import Dtype, Layers, What
 from helpers.loops import gradient_of
 
 WIDTH, LATE = 64, FIRST_STEPS + 5
@@ -57,14 +58,20 @@ def drawn_after(step: int) -> int:
 
 
 def train(
-    path: Path, edit: Callable[[int, nn.Linear], Tensor | None], *, steps: int = 500, check: Check = "sampled"
+    path: Path,
+    edit: Callable[[int, nn.Linear], Tensor | None],
+    *,
+    steps: int = 500,
+    check: Check = "sampled",
+    dtype: Dtype = None,
+    layers: Layers = None,
 ) -> tuple[nn.Linear, int]:
     """Record a training whose gradients are edited before each step; return the model, and the steps that it made."""
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     made = 0
-    with dualform.record(model, optimizer, path, check=check):
+    with dualform.record(model, optimizer, path, check=check, dtype=dtype, layers=layers):
         for step in range(steps):
             optimizer.zero_grad()
             loss = model(torch.randn(8, WIDTH, dtype=torch.float64)).square().mean()
@@ -127,6 +134,22 @@ def test_with_every_step_checked_it_is_refused_at_once(
     with pytest.raises(RefusedError, match=r"weight.*cannot be recorded exactly"):
         train(run, edit(LATE), check="every")
     assert steps_of(run) == LATE
+
+
+@pytest.mark.parametrize("layers", [None, {"": "keys"}], ids=["values", "keys only"])
+def test_values_in_int8_have_every_step_checked(run: Path, layers: dict[str, What] | None) -> None:
+    """An edit that verify could not tell from rounding; keys alone are compared with no gradient in any step."""
+    begin = next(step for step in range(LATE, 500) if drawn_after(step) > step)
+
+    def attempt() -> int:
+        return train(run, one_element(begin), steps=begin + 1, dtype="int8", layers=layers)[1]
+
+    if layers is not None:
+        assert attempt() == begin + 1
+        return
+    with pytest.raises(RefusedError, match=r"weight.*cannot be recorded exactly"):
+        attempt()
+    assert steps_of(run) == begin
 
 
 def test_an_edit_between_two_full_checks_is_found_by_verify(run: Path) -> None:

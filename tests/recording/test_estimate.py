@@ -26,7 +26,7 @@ def stored(run: Path) -> dict[str, int]:
 
 @pytest.mark.mostly_slow(fast=7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("stored_dtype", [None, "float16", {"2": "float16"}, {"0": None, "*": "float16"}], ids=str)
+@pytest.mark.parametrize("stored_dtype", [None, "float16", {"2": "int8"}, {"0": None, "*": "float16"}], ids=str)
 @pytest.mark.parametrize("layers", [None, {"0": "keys", "2": "keys+values"}, {"*": "keys"}, "2"], ids=str)
 @pytest.mark.filterwarnings("ignore:.*are not recorded")
 def test_estimate_is_what_is_stored(run: Path, dtype: torch.dtype, stored_dtype: Any, layers: Any) -> None:
@@ -53,7 +53,7 @@ def test_estimate_counts_every_call_and_position(run: Path) -> None:
     assert estimated.total == 6 * 2 * 12 * (5 + 5) * 4
 
 
-@pytest.mark.parametrize("stored_dtype", [None, "float16"])
+@pytest.mark.parametrize("stored_dtype", [None, "float16", "int8"])
 def test_a_recorders_estimate_knows_its_options(run: Path, stored_dtype: Any) -> None:
     model = mlp()
     optimizer = sgd(model)

@@ -109,7 +109,7 @@ def test_contributions_that_go_backwards_are_refused_by_name_where_patterns_are_
     assert source.replays == 1
     monkeypatch.setattr(replay_executor, "SWEPT_BYTES", 0)
     with pytest.raises(ReplayError, match=r"layer '3' go backwards.*keep=Patterns"):
-        layer.top(2, of="contribution", unit=1)
+        layer.top(3, of="contribution", unit=1)
 
 
 def test_patterns_that_are_not_there_are_refused_by_name(source: ReplayedPatterns, recorded: Blobs) -> None:

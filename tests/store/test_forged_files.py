@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
@@ -68,9 +69,10 @@ def record_mixed(path: Path, optimizer: str) -> None:
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("forged")
     recorded(folder / "plain", 7)
+    recorded(folder / "int8", 7, dtype="int8")
     record_mixed(folder / "mixed", "SGD")
     record_mixed(folder / "adam", "Adam")
-    return {name: folder / name for name in ("plain", "mixed", "adam")}
+    return {name: folder / name for name in ("plain", "int8", "mixed", "adam")}
 
 
 @pytest.fixture
@@ -408,6 +410,29 @@ def edit_tensors(folder: Path, name: str, edit: Callable[[dict[str, Any], bytear
     head = json.dumps(header).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + data)
     sign(folder, name)
+
+
+@pytest.mark.parametrize(
+    ("forge", "problem"),
+    [
+        (lambda tensors: tensors.update({"2/keys": tensors["2/keys"].float()}), "is .* of torch.float32"),
+        (lambda tensors: tensors.update({"2/keys": tensors["2/keys"].long()}), "is .* of torch.int64"),
+        (lambda tensors: tensors.pop("2/keys.scale"), "does not hold '2/keys.scale'"),
+        (lambda tensors: tensors.update({"2/keys.scale": tensors["2/keys.scale"].double()}), "of torch.float64"),
+        (lambda tensors: tensors.update({"2/keys.scale": -tensors["2/keys.scale"]}), "but the manifest says"),
+        (lambda tensors: tensors.update({"2/keys": tensors["2/keys"] - 9}), "but the manifest says"),
+    ],
+    ids=["float32 keys", "int64 keys", "no scales", "float64 scales", "negative scales", "negative keys"],
+)
+@pytest.mark.parametrize("run", ["int8"], indirect=True)
+def test_forged_rows_of_int8_are_refused(run: Path, forge: Edit, problem: str) -> None:
+    name = "shards/000000.safetensors"
+    tensors = load_file(run / name)
+    forge(tensors)
+    save_file(tensors, run / name)
+    sign(run, name)
+    with pytest.raises(CorruptError, match=problem):
+        ask(dualform.open(run))
 
 
 def put(tensor: str, numbers: Any) -> Callable[[dict[str, Any], bytearray], object]:

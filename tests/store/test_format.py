@@ -106,10 +106,15 @@ def test_every_file_is_in_an_open_format(whole: Path) -> None:
 
 @pytest.mark.parametrize(
     ("trained", "stored", "expected"),
-    [("float32", None, "float32"), ("float64", None, "float64"), ("float32", "float16", "float16")],
+    [
+        ("float32", None, "float32"),
+        ("float64", None, "float64"),
+        ("float32", "float16", "float16"),
+        ("float32", "int8", "int8"),
+    ],
 )
 def test_keys_and_values_are_stored_in_the_dtype_that_was_asked_for(
-    run: Path, trained: str, stored: Literal["float16"] | None, expected: str
+    run: Path, trained: str, stored: Literal["float16", "int8"] | None, expected: str
 ) -> None:
     model = network(dtype=getattr(torch, trained))
     optimizer = sgd(model)

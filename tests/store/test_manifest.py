@@ -164,6 +164,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "another width": (lambda m: m["layers"]["0"].update(d_in=6), "does not fit"),
     "an unknown dtype": (lambda m: m["parameters"]["0.weight"].update(dtype="float7"), "torch does not know"),
     "a dtype that is a function": (lambda m: m["layers"]["0"].update(dtype="zeros"), "stored as 'zeros'"),
+    "rows stored as integers without scales": (lambda m: m["layers"]["0"].update(dtype="int16"), "stored as 'int16'"),
     "rows stored as integers": (lambda m: m["layers"]["0"].update(dtype="int64"), "stored as 'int64'"),
     "a coarse parameter with values": (lambda m: m["parameters"]["0.weight"].update(dtype="bfloat16"), "bfloat16"),
     "an unknown map": (lambda m: m["layers"]["0"]["uses"][0].update(map="wight"), "used by the map 'wight'"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
-from dualform.store import shard_writing
+from dualform.store import taken_steps
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
 from dualform.store.stored_rows import MemoryRows, PooledRows
@@ -58,7 +58,7 @@ def fit(path: Path, steps: int = 20, *, noise: bool = False, **options: object) 
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_the_same_answers_from_fewer_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None) -> None:
     model, memory = fit(tmp_path / "pooled", dtype=dtype)
-    monkeypatch.setattr(shard_writing, "MIN_POOLED_WIDTH", 10**9)
+    monkeypatch.setattr(taken_steps, "MIN_POOLED_WIDTH", 10**9)
     _, plain = fit(tmp_path / "plain", dtype=dtype)
     pooled, every = Run(tmp_path / "pooled"), Run(tmp_path / "plain")
     assert len(pooled.shards) > 3
@@ -80,6 +80,17 @@ def test_the_same_answers_from_fewer_bytes(tmp_path: Path, monkeypatch: pytest.M
         torch.testing.assert_close(one.totals(by="sample").values, other.totals(by="sample").values, **close)
         assert torch.equal(one.top(4).patterns, other.top(4).patterns)
         assert torch.equal(ours.weights()["0.weight"], theirs.weights()["0.weight"])
+    assert memory.verify(model).passed
+
+
+def test_pooled_keys_of_an_int8_layer_are_float16(tmp_path: Path) -> None:
+    """A key that is stored once and used in every epoch has one rounding, which no sum over epochs averages out."""
+    model, memory = fit(tmp_path / "run", dtype="int8")
+    run = Run(tmp_path / "run")
+    shard = run.shards[0]
+    assert "0" in shard.entry.pools
+    assert shard.rows("0", "keys").dtype == torch.float16
+    assert shard.rows("0", "values").dtype == shard.rows("2", "keys").dtype == torch.int8
     assert memory.verify(model).passed
 
 

@@ -170,10 +170,11 @@ def test_a_warm_start_is_continued_warm(run: Path) -> None:
     assert_whole(run, model, 7)
 
 
-def test_float16_and_keys_only_runs_continue(run: Path) -> None:
-    checkpoints = Checkpoints(run, dtype="float16", layers={"0": "keys", "*": "keys+values"})
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_coarse_and_keys_only_runs_continue(run: Path, dtype: str) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "layers": {"0": "keys", "*": "keys+values"}}
+    checkpoints = Checkpoints(run, **options)
     checkpoints.load(4)
-    options: dict[str, Any] = {"dtype": "float16", "layers": {"0": "keys", "*": "keys+values"}}
     assert checkpoints.resume(range(4, 6), **options) == 4
     assert_whole(run, checkpoints.model, 6)
 
@@ -285,6 +286,7 @@ def test_a_given_step_is_proven_too(checkpoints: Checkpoints) -> None:
         ({"layers": ["0"]}, "other layers: '2' was"),
         ({"layers": {"0": "keys", "*": "keys+values"}}, "other layers: '0' was"),
         ({"dtype": "float16"}, "other layers: '0' was"),
+        ({"dtype": {"2": "int8"}}, "other layers: '2' was"),
         ({"batch_axis": 1}, "other batch_axis: was 0, is 1"),
     ],
 )

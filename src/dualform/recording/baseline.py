@@ -5,7 +5,8 @@ elements is hardly ever in the sample, so a window of neighbouring elements is k
 step, until all of them had their turn. So an edit that goes on from step to step is found soon, at a bounded cost.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,19 @@ ROUNDING = 8
 
 Weights that are perturbed and put back by subtraction (sharpness-aware minimisation) come back to within rounding.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class LaterComparison:
+    """A comparison of parameters with what was noted, whose outcome is still on its way from a GPU.
+
+    Attributes:
+        differs: whether any element differs, (); None where `changed` has to be asked.
+        changed: returns the parameters that differ by more than rounding; waits for the GPU.
+    """
+
+    differs: Tensor | None
+    changed: Callable[[], list[str]]
 
 
 class _Group:
@@ -61,6 +75,23 @@ class _Group:
         owners = [*range(len(self.names)), *(i for i, _ in self._windows[self._turn])]
         noted = self._noted.split(self._lengths)
         return [self.names[i] for i, now, then in zip(owners, parts, noted, strict=True) if _is_changed(now, then)]
+
+    def compare_later(self) -> "LaterComparison":
+        """Start to compare the parameters with what was noted, on their GPU; nobody waits for the outcome here."""
+        self._find_views()
+        parts = self._parts()
+        kind = self._noted.dtype, self._noted.device
+        if any((part.dtype, part.device) != kind for part in parts):
+            changed = self.changed()
+            return LaterComparison(None, lambda: changed)
+        now, noted, lengths = torch.cat(parts), self._noted, self._lengths
+        owners = [*range(len(self.names)), *(i for i, _ in self._windows[self._turn])]
+
+        def changed_names() -> list[str]:
+            both = zip(owners, now.split(lengths), noted.split(lengths), strict=True)
+            return [self.names[i] for i, here, there in both if _is_changed(here, there)]
+
+        return LaterComparison((now != noted).any(), changed_names)
 
     def _find_views(self) -> bool:
         """Look for parameters whose memory is another one by now, and say whether there are any."""
@@ -153,6 +184,11 @@ class Baseline:
             for name in group.changed()
         }
         return [name for name in self._parameters if name in found]
+
+    def compare_later(self) -> list[LaterComparison]:
+        """Start to compare all parameters of exactly recorded layers, as `changed` does, without waiting."""
+        groups = [group for groups in self._groups.values() for group in groups if group.names[0] in self._exact]
+        return [group.compare_later() for group in groups]
 
     def is_converted(self, name: str, parameter: Tensor) -> bool:
         """Say whether a parameter has another dtype than when it was noted, or is on another device."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import Tensor, nn
 
 from dualform.errors import RefusedError
-from dualform.recording.baseline import Baseline
+from dualform.recording.baseline import Baseline, LaterComparison
 from dualform.recording.continuity import Continuity, Places
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.watch import Watched
@@ -80,6 +80,16 @@ class Changes:
 
     def check(self, owned: RecordedOptimizer, step: int) -> None:
         """Refuse the step that an optimizer is about to take if anything else than recorded steps changed something."""
+        self._check_objects(owned, step)
+        self.refuse(self.changed(), step)
+
+    def check_later(self, owned: RecordedOptimizer, step: int) -> list[LaterComparison]:
+        """As `check`, but leave the parameters' numbers to comparisons that are read later, and given to `refuse`."""
+        self._check_objects(owned, step)
+        return self._baseline.compare_later()
+
+    def _check_objects(self, owned: RecordedOptimizer, step: int) -> None:
+        """Refuse a step if modules, parameters or the optimizer's state are other objects, or were written to."""
         self._unstepped = 0
         if (exchanged := self._places.exchanged()) is not None:
             self._refused = True
@@ -93,7 +103,10 @@ class Changes:
                 "record(); to change it in mid-run, end this recording and start another one, in a new folder, after "
                 'the change (it keeps the state that it begins with); or record keys only (layers={"*": "keys"}).'
             )
-        if changed := self.changed():
+
+    def refuse(self, changed: Sequence[str], step: int) -> None:
+        """Refuse a step before which parameters were changed; does nothing where none was."""
+        if changed:
             self._refused = True
             raise RefusedError(
                 f"{named(changed)} changed {between(step)} by something other than the recorded optimizer: an edit of "

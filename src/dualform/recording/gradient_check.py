@@ -9,7 +9,7 @@ it is found only where ‖G‖ does not explain a difference already.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,46 @@ class Explanation:
     objection: str | None
     residual: float | None
     factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedPart:
+    """What the patterns of one call predict for the probe of a gradient.
+
+    Attributes:
+        micro: which backward accumulated them.
+        columns: the prediction.
+        size: finds what the prediction's rounding is relative to.
+        patterns: their number.
+        coarse: whether autocast rounded what they add to the gradient.
+        prediction: where the numbers come from.
+    """
+
+    micro: int
+    columns: Tensor
+    size: Callable[[], float]
+    patterns: int
+    coarse: bool
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class GradientView:
+    """A gradient seen through its random columns, beside what its patterns predict for them.
+
+    Attributes:
+        seen: G R; of a gradient with one axis G itself.
+        parts: the predictions.
+        norm: finds ‖G‖.
+        width: d_in; 1 for a bias.
+        dtype: of the gradient.
+    """
+
+    seen: Tensor
+    parts: Sequence[PredictedPart]
+    norm: Callable[[], float]
+    width: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +161,12 @@ class GradientCheck:
         refused = factors.objection is not None and not factors.blind
         if refused or not wanted or parameter.grad is None:
             return Resolution(factors.of, factors.objection)
-        explained = self._explain(name, parameter, arrivals, factors.of, find_factor=factors.blind)
+        gradient = parameter.grad.detach() if parameter.dim() == 1 else parameter.grad.detach().flatten(1)
+        columns = self.columns(name, parameter)
+        with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
+            seen = gradient if columns is None else gradient @ columns
+        view = self.view(name, parameter, arrivals, seen, lambda: float(norm_of(gradient)))
+        explained = explain(view, factors.of, find_factor=factors.blind)
         if not factors.blind:
             return Resolution(factors.of, explained.objection, explained.residual)
         if explained.objection is not None:
@@ -129,69 +174,37 @@ class GradientCheck:
         self._sparse.add(name)  # its samples said too little
         return Resolution(dict.fromkeys(factors.of, explained.factor), None, explained.residual)
 
-    def _explain(
+    def view(
         self,
         name: str,
         parameter: nn.Parameter,
         arrivals: Sequence[tuple[int, Arrival]],
-        factors: Mapping[int, float],
-        *,
-        find_factor: bool,
-    ) -> Explanation:
-        """Compare a parameter's gradient with the sum of its patterns.
+        seen: Tensor,
+        norm: Callable[[], float],
+    ) -> GradientView:
+        """Return a parameter's gradient beside what its patterns predict; no number of them is read.
 
         Args:
             name: the parameter's name.
-            parameter: the parameter, its gradient as the step sees it.
+            parameter: the parameter.
             arrivals: the calls that were accumulated since the last step, each with its micro.
-            factors: micro -> what its gradient was multiplied with.
-            find_factor: whether to find one factor for all backwards together, instead of taking `factors`.
+            seen: its gradient as the step sees it, through the parameter's random columns.
+            norm: finds the norm of the gradient.
         """
-        assert parameter.grad is not None, "there is a gradient to be explained"
-        gradient = parameter.grad.detach() if parameter.dim() == 1 else parameter.grad.detach().flatten(1)
-        columns = self.columns(name, parameter)
-        with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
-            seen = gradient if columns is None else gradient @ columns
-        total: Tensor | None = None
-        parts: list[tuple[float, Prediction]] = []
-        patterns, coarse = 0, False
-        for micro, arrival in arrivals:
-            factor = 1.0 if find_factor and micro in factors else factors.get(micro, 0.0)
-            if factor == 0.0:
-                continue
-            for use, prediction in self._predictions(arrival).items():
-                if use.parameter == name:
-                    part = prediction.columns if factor == 1.0 else factor * prediction.columns
-                    total = part if total is None else total + part
-                    parts.append((factor, prediction))
-                    patterns += 0 if arrival.values is None else len(arrival.values)
-                    coarse = coarse or arrival.call.coarse is not None
-        now = as_float64(seen)
-        predicted = as_float64(seen.new_zeros(()).expand(seen.shape) if total is None else total)
-        found = 1.0
-        if find_factor:
-            power = float(predicted @ predicted)
-            found = float(predicted @ now) / power if power else 1.0
-            predicted = found * predicted
-        difference = length(now - predicted)
-        residual = difference if coarse else None
-        if not math.isfinite(difference):
-            return Explanation(NOT_FINITE, residual, found)
-        width, dtype = parameter.shape[1:].numel(), parameter.dtype
-        if difference <= rounding(length(now), width, dtype):  # ‖G‖ is never more than the patterns' sum |e| ‖x‖
-            return Explanation(None, residual, found)
-        size = sum(abs(factor * found) * prediction.size() for factor, prediction in parts)
-        if difference <= rounding(max(size, float(norm_of(gradient))), width, dtype, terms=patterns):
-            return Explanation(None, residual, found)
-        if not size:
-            return Explanation(UNSEEN, residual, found)
-        text = (
-            f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used "
-            "where it is not seen, such as a regulariser in the loss or a functional call; or a hook or an edit by "
-            "hand changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
-            "torch.backends.cuda.matmul.allow_tf32 to False)"
-        )
-        return Explanation(text, residual, found)
+        parts = [
+            PredictedPart(
+                micro,
+                prediction.columns,
+                prediction.size,
+                0 if arrival.values is None else len(arrival.values),
+                arrival.call.coarse is not None,
+                prediction,
+            )
+            for micro, arrival in arrivals
+            for use, prediction in self._predictions(arrival).items()
+            if use.parameter == name
+        ]
+        return GradientView(seen, parts, norm, parameter.shape[1:].numel(), parameter.dtype)
 
     def _predictions(self, arrival: Arrival) -> dict[ParameterUse, Prediction]:
         """Return what a call's patterns predict for its parameters, computed once for all of them."""
@@ -211,6 +224,52 @@ class GradientCheck:
                 with one_thread(bytes_read=values.nbytes + arrival.keys.nbytes, device=values.device):
                     arrival.predictions = predict(watching, values, arrival.keys, rounding=factor)
         return arrival.predictions
+
+
+def explain(view: GradientView, factors: Mapping[int, float], *, find_factor: bool) -> Explanation:
+    """Compare a parameter's gradient with the sum of its patterns.
+
+    Args:
+        view: the gradient as the step sees it, and its patterns' predictions.
+        factors: micro -> what its gradient was multiplied with.
+        find_factor: whether to find one factor for all backwards together, instead of taking `factors`.
+    """
+    total: Tensor | None = None
+    parts: list[tuple[float, PredictedPart]] = []
+    for part in view.parts:
+        factor = 1.0 if find_factor and part.micro in factors else factors.get(part.micro, 0.0)
+        if factor == 0.0:
+            continue
+        columns = part.columns if factor == 1.0 else factor * part.columns
+        total = columns if total is None else total + columns
+        parts.append((factor, part))
+    now = as_float64(view.seen)
+    predicted = as_float64(view.seen.new_zeros(()).expand(view.seen.shape) if total is None else total)
+    found = 1.0
+    if find_factor:
+        power = float(predicted @ predicted)
+        found = float(predicted @ now) / power if power else 1.0
+        predicted = found * predicted
+    difference = length(now - predicted)
+    residual = difference if any(part.coarse for _, part in parts) else None
+    if not math.isfinite(difference):
+        return Explanation(NOT_FINITE, residual, found)
+    # ‖G‖ is never more than the patterns' sum |e| ‖x‖
+    if difference <= rounding(length(now), view.width, view.dtype):
+        return Explanation(None, residual, found)
+    size = sum(abs(factor * found) * part.size() for factor, part in parts)
+    patterns = sum(part.patterns for _, part in parts)
+    if difference <= rounding(max(size, view.norm()), view.width, view.dtype, terms=patterns):
+        return Explanation(None, residual, found)
+    if not size:
+        return Explanation(UNSEEN, residual, found)
+    text = (
+        f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used "
+        "where it is not seen, such as a regulariser in the loss or a functional call; or a hook or an edit by "
+        "hand changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
+        "torch.backends.cuda.matmul.allow_tf32 to False)"
+    )
+    return Explanation(text, residual, found)
 
 
 def rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) -> float:

@@ -7,11 +7,12 @@ the gradient is not asked here. Pure apart from holding tensors.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.packing import pack, unpack
@@ -73,12 +74,21 @@ Seen = tuple[GradientHistory, GradientSample | None]
 
 def fetch_histories(seen: Sequence[Seen]) -> list[Seen]:
     """Return histories and final samples in the CPU's memory: from a GPU all of them at once, which is waited for."""
-    samples = [sample for history, final in seen for sample in _samples(history, final)]
-    tensors = [t for sample in samples for t in (sample.elements, sample.norm) if t is not None]
+    tensors = tensors_of(seen)
     if len({tensor.device for tensor in tensors}) == 1:
-        here = iter(unpack(pack(tensors).cpu(), tensors))
-    else:
-        here = iter([tensor.cpu() for tensor in tensors])
+        return with_tensors(seen, iter(unpack(pack(tensors).cpu(), tensors)))
+    return with_tensors(seen, iter([tensor.cpu() for tensor in tensors]))
+
+
+def tensors_of(seen: Sequence[Seen]) -> list[Tensor]:
+    """Return the tensors of all samples of histories, in the order in which `with_tensors` takes them."""
+    samples = [sample for history, final in seen for sample in _samples(history, final)]
+    return [tensor for sample in samples for tensor in (sample.elements, sample.norm) if tensor is not None]
+
+
+def with_tensors(seen: Sequence[Seen], here: Iterator[Tensor]) -> list[Seen]:
+    """Return histories and final samples with other tensors in place of their own."""
+    samples = [sample for history, final in seen for sample in _samples(history, final)]
     found = {
         id(one): replace(one, elements=next(here), norm=None if one.norm is None else next(here)) for one in samples
     }
@@ -116,9 +126,8 @@ def _is_usual(history: GradientHistory, final: GradientSample | None) -> bool:
         return False
     after = history.accumulations[0].after
     return (
-        not after.projected
-        and not final.projected
-        and (after.norm is None and final.norm is None)
+        after.projected == final.projected
+        and after.norm is None
         and after.elements.shape == final.elements.shape
         and after.elements.dtype == final.elements.dtype
         and len(final.elements) > 0
@@ -134,13 +143,20 @@ def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:
     before, now = (torch.cat([sample.elements for sample in several]).double().numpy() for several in (afters, finals))
     eps = np.array([torch.finfo(sample.elements.dtype).eps for sample in finals])
     tiny = np.array([torch.finfo(sample.elements.dtype).smallest_normal for sample in finals])
+    widths = np.array(
+        [history.width if sample.projected else 0 for (history, _), sample in zip(seen, finals, strict=True)]
+    )
+    norms = np.array([math.nan if sample.norm is None else float(sample.norm) for sample in finals])
     with np.errstate(all="ignore"):  # what is not finite is within no bound
         same = np.logical_and.reduceat(before == now, begins)
         power = np.add.reduceat(before * before, begins)
         factors = np.where(same, 1.0, np.add.reduceat(before * now, begins) / power)
         left = np.sqrt(np.add.reduceat((now - np.repeat(factors, counts) * before) ** 2, begins))
         size = np.sqrt(np.add.reduceat(now * now, begins))
-        fine = (same | (left <= SAMPLE_ROUNDING * eps * size + tiny / eps)) & np.isfinite(size) & (factors != 0.0)
+        units = SAMPLE_ROUNDING + 2 * np.sqrt(widths)
+        within = left <= units * eps * np.where(widths > 0, np.fmax(size, norms), size) + tiny / eps
+        blind = (size == 0) & (norms > 0)
+        fine = (same | within) & np.isfinite(size) & (factors != 0.0) & ~blind
     return [
         Factors({history.accumulations[0].micro: float(factor)}) if is_fine else None
         for (history, _), factor, is_fine in zip(seen, factors, fine, strict=True)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.recording.probes import Float64Array, as_float64, length, norm_of
+from dualform.recording.probes import Float64Array, as_float64, is_at_hand, length, norm_of
 
 Look = Literal["now", "later", "at the step"]
 SAMPLE_ELEMENTS = 256
@@ -67,6 +67,10 @@ class GradientSample:
         """Whether the sample is zero although the gradient is not, so that it cannot show a factor."""
         return self.norm is not None and not self.array.any() and not self.zero
 
+    def with_norm(self, norm: Tensor) -> "GradientSample":
+        """Return the sample with the norm of G, and without G itself, which may be overwritten."""
+        return GradientSample(self.elements, self.projected, norm)
+
 
 def take_sample(
     gradient: Tensor, columns: Tensor | None, *, projected: bool | None = None, look: Look = "later"
@@ -77,12 +81,14 @@ def take_sample(
         gradient: of a parameter, in its shape.
         columns: the fixed random columns R of the parameter (d_in, C), or None where it has a single axis.
         projected: whether to see the gradient through R, as an earlier sample of it does that this one is compared
-            with; None where there is none: then only where a sample has few non-zero elements.
+            with; None where there is none: then only where a sample has few non-zero elements. On a GPU it always is.
         look: when the gradient is looked at again. "at the step": it stays as it is until then. "now": it is about to
             change, so its norm is taken. "later": the sample is what a later one is compared with, and needs no norm.
     """
     gradient = gradient.detach()
-    on_cpu = gradient.device.type == "cpu"
+    on_cpu = is_at_hand(gradient)
+    if not on_cpu:  # G R is as cheap there as a sample, shows all of G, and nobody has to look whether it is zero
+        projected = True
     if columns is None:
         elements, projected = gradient.flatten().clone(), False
     elif projected:
@@ -98,7 +104,7 @@ def take_sample(
     elif projected:
         needed = look == "now"
     else:  # elements of zero may be those of a gradient that is not
-        needed = not on_cpu or not bool(elements.any())
+        needed = not bool(elements.any())
     norm = norm_of(gradient) if needed else None
     return GradientSample(elements, bool(projected), norm, gradient if look == "at the step" else None)
 

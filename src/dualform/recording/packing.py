@@ -1,4 +1,4 @@
-"""Many small tensors as one: packed to go between devices in a single copy, and unpacked on the other side. Pure."""
+"""Many small tensors as one: packed to go between devices in a single copy, and unpacked on the other side."""
 
 from collections.abc import Sequence
 
@@ -31,6 +31,30 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = packed.split([like[i].nbytes for i in order])
     found = {i: part.view(like[i].dtype).view(like[i].shape) for i, part in zip(order, parts, strict=True)}
     return [found[i] for i in range(len(like))]
+
+
+class NumbersUnderWay:
+    """Small tensors on their way from a GPU to the CPU's memory. Nobody waits before the numbers are asked for."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Start to copy tensors, all on one device."""
+        self._like = tensors
+        self._here: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        if tensors and tensors[0].device.type == "cuda":
+            packed = pack(tensors)
+            self._here = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._here.copy_(packed, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+            self._like = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
+
+    def read(self) -> list[Tensor]:
+        """Return the tensors in the CPU's memory, waiting until they have arrived."""
+        if self._here is None or self._arrived is None:
+            return [tensor.cpu() for tensor in self._like]
+        self._arrived.synchronize()
+        return unpack(self._here, self._like)
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:

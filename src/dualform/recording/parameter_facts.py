@@ -23,34 +23,49 @@ class StepContext:
     skipped: bool  # whether a gradient scaler makes it skip
 
 
+@dataclass(frozen=True, slots=True)
+class BeforeStep:
+    """What is read of a parameter just before a step, without looking at a number of its gradient.
+
+    Attributes:
+        settings: the optimizer's settings for it, as they are logged.
+        has_gradient: whether it has a gradient.
+        attached: whether the gradient is part of a graph itself.
+    """
+
+    settings: Mapping[str, Any]
+    has_gradient: bool
+    attached: bool
+
+
+def look_before_step(owned: RecordedOptimizer, parameter: nn.Parameter, group: Mapping[str, Any]) -> BeforeStep:
+    """Look at a parameter, and at an optimizer's settings for it, just before the optimizer steps."""
+    state = owned.optimizer.state.get(parameter, {})
+    settings = owned.kind.encode(group, state) if owned.kind else {"lr": float(group.get("lr", "nan"))}
+    gradient = parameter.grad
+    return BeforeStep(settings, gradient is not None, gradient is not None and gradient.requires_grad)
+
+
 def gather_facts(
-    owned: RecordedOptimizer,
-    name: str,
-    parameter: nn.Parameter,
-    group: Mapping[str, Any],
-    resolution: Resolution,
-    context: StepContext,
+    owned: RecordedOptimizer, name: str, before: BeforeStep, resolution: Resolution, context: StepContext
 ) -> ParameterFacts:
-    """Return a parameter's facts in the step that is about to happen, or refuse.
+    """Return a parameter's facts in a step, or refuse.
 
     Args:
         owned: the optimizer that steps.
         name: the parameter's name.
-        parameter: the parameter, its gradient as the step will see it.
-        group: the optimizer's settings for it.
+        before: what was read just before the step.
         resolution: what was found of its gradient since the last step.
         context: what is the same for all parameters of the step.
     """
-    state = owned.optimizer.state.get(parameter, {})
-    settings = owned.kind.encode(group, state) if owned.kind else {"lr": float(group.get("lr", "nan"))}
-    updated = parameter.grad is not None and not context.skipped
+    settings = before.settings
+    updated = before.has_gradient and not context.skipped
     if context.skipped:
         if owned.kind:
             owned.kind.check_skipped(settings, name)
         return ParameterFacts(name, owned.name, updated, settings, [])
-    attached = parameter.grad is not None and parameter.grad.requires_grad
     exact = name in context.exact
-    if context.graph_of is not None and (attached or resolution.objection is not None) and exact:
+    if context.graph_of is not None and (before.attached or resolution.objection is not None) and exact:
         raise RefusedError(
             f"Parameter {name!r} cannot be recorded exactly: a backward through layer {context.graph_of!r} was run "
             "with create_graph=True, and gradients of gradients are not sums over patterns. Train without it, or "

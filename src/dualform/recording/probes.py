@@ -5,7 +5,7 @@ patterns add Eᵀ(X R) to it. The two are compared in `dualform.recording.gradie
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,11 @@ def projection(rows: int, width: int, *, dtype: torch.dtype, device: torch.devic
     return found.to(device=device, dtype=dtype).T  # products with this layout are 5 times faster, and rounded less
 
 
+def is_at_hand(tensor: Tensor) -> bool:
+    """Say whether looking at a tensor's numbers makes nobody wait: whether they are in the CPU's memory."""
+    return tensor.device.type == "cpu"
+
+
 def as_float64(columns: Tensor) -> Float64Array:
     """Return all elements of a small tensor as a numpy array, whose squares neither underflow nor overflow."""
     flat = columns.reshape(-1)
@@ -59,10 +64,28 @@ class ProbeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a call's patterns add to a parameter's probe, and what finds the size that its rounding is relative to."""
+    """What a call's patterns add to a parameter's probe, and what the size is found from that its rounding is of.
+
+    Attributes:
+        columns: what the patterns add.
+        values: (T, d_out)
+        keys: (T, d_in); None where the parameter's key is 1.
+        rounding: how many times more rounding the values carry than autograd's own.
+    """
 
     columns: Tensor
-    size: Callable[[], float]
+    values: Tensor
+    keys: Tensor | None
+    rounding: float
+
+    def size(self) -> float:
+        """Return ‖E‖ ‖X‖, or ‖E‖ sqrt(T) without keys, times the rounding's factor."""
+        norm = None if self.keys is None else float(norm_of(self.keys))
+        return self.size_of(float(norm_of(self.values)), norm)
+
+    def size_of(self, norm_of_values: float, norm_of_keys: float | None) -> float:
+        """Return the size from the norms of values and keys."""
+        return self.rounding * norm_of_values * (math.sqrt(len(self.values)) if norm_of_keys is None else norm_of_keys)
 
 
 def predict(
@@ -93,17 +116,15 @@ def predict(
         else:
             gradient = parameter_map.gradient(values, keys, spec.shape)
             columns = gradient if spec.columns is None else gradient.flatten(1) @ spec.columns
-        found[use] = Prediction(columns, _size(values, keys if parameter_map.multiplies_keys else None, rounding))
+        found[use] = Prediction(columns, values, keys if parameter_map.multiplies_keys else None, rounding)
     return found
 
 
-def _size(values: Tensor, keys: Tensor | None, rounding: float) -> Callable[[], float]:
-    """Return what finds ‖E‖ ‖X‖, or ‖E‖ sqrt(T) without keys, times a factor."""
-
-    def size() -> float:
-        return rounding * float(norm_of(values)) * (math.sqrt(len(values)) if keys is None else float(norm_of(keys)))
-
-    return size
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each tensor, () float64 or as `norm_of` has it, by a few kernels for all of them on a GPU."""
+    if not tensors or any(is_at_hand(tensor) or not tensor.is_floating_point() for tensor in tensors):
+        return [norm_of(tensor) for tensor in tensors]
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
 
 
 def norm_of(tensor: Tensor) -> Tensor:

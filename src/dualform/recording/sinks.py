@@ -6,7 +6,7 @@ copied, and steps in the order in which they happened.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -125,9 +125,10 @@ class StepFacts:
     calls: Sequence[StepCall]
     facts: Sequence[ParameterFacts]  # of every covered parameter
     samples: Mapping[str, Tensor]  # on the training device
-    snapshot: Callable[[], dict[str, Tensor]]  # copies of all covered parameters, valid until the next step
+    snapshot: Callable[[], dict[str, Tensor]]
+    """Returns copies of all covered parameters, each on its device; valid until the next step."""
     rows: Mapping[str, RowCheck] = field(default_factory=dict)  # what is known by now of the layers' rows
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)  # the covered parameters themselves, after the step
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)  # the covered parameters, after the step
 
 
 class Sink(Protocol):
@@ -187,6 +188,18 @@ class Sink(Protocol):
 
     def abandon(self) -> None:
         """Stop at once, keeping what is published already. May be called at any time, also more than once."""
+
+
+@runtime_checkable
+class LateSink(Protocol):
+    """A sink that may get a step when the next one is about to be made, because numbers had to come from a GPU.
+
+    For a late step `stepped` comes instead of `before_step`, just after the step, and `step` at the next one, before it
+    moves any parameter; or never, where the step was refused. Where the model trains on the CPU no step is late.
+    """
+
+    def stepped(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
+        """Note that a step was made: what belongs to this moment, such as a model's buffers, can be read now only."""
 
 
 def sample(parameter: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Holds data and decides nothing: what to record, to refuse and to hand on is the 
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +21,9 @@ from torch.optim import Optimizer
 from dualform.recording.gradient_history import GradientHistory
 from dualform.recording.hooks import Arrival
 from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
+
+if TYPE_CHECKING:
+    from dualform.recording.late_steps import LateStep
 
 Phase = Literal["accumulating", "stepping", "taken"]
 
@@ -74,7 +77,7 @@ class StepInProgress:
     backwards: list[Backward] = field(default_factory=list)
     histories: dict[str, GradientHistory] = field(default_factory=dict)
     graph_of: str | None = None
-    prepared: PreparedStep | None = None
+    prepared: "PreparedStep | LateStep | None" = None
     evaluations: int = 0
     done: OptimizersDone = field(default_factory=OptimizersDone)
 

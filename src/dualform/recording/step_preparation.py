@@ -11,21 +11,26 @@ from torch import nn
 
 from dualform.errors import AnnotationError
 from dualform.recording.alignment import Alignment
+from dualform.recording.baseline import LaterComparison
+from dualform.recording.changes import Changes
 from dualform.recording.check_schedule import CheckSchedule
-from dualform.recording.gradient_check import GradientCheck, Resolution
+from dualform.recording.gradient_check import GradientCheck, Resolution, explain
 from dualform.recording.gradient_history import Factors, GradientHistory, Seen, fetch_histories, follow_all
 from dualform.recording.hooks import Arrival
+from dualform.recording.late_steps import LateStep
 from dualform.recording.optimizers import pending_scale
-from dualform.recording.parameter_facts import StepContext, gather_facts
+from dualform.recording.parameter_facts import StepContext, gather_facts, look_before_step
+from dualform.recording.probes import norms_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
 from dualform.recording.step_calls import UnfittingColumn, gather_calls
-from dualform.recording.step_in_progress import StepInProgress
+from dualform.recording.step_in_progress import Backward, StepInProgress
 from dualform.recording.user_warnings import WarnOnce, warn_user
 from dualform.recording.watch import Watched
 from dualform.threads import one_thread
 
 OnFailure = Literal["raise", "detach"]
+FactorsKind = Literal["none", "one", "several"]
 MAX_COLUMNS_TOLD = 4  # columns that do not fit, named in one warning
 
 
@@ -61,6 +66,7 @@ class StepPreparation:
         self._warn_once = warn_once
         self._batch_axis = batch_axis
         self._on_failure = on_failure
+        self._last_factors: FactorsKind = "none"  # of the last late step that was read
 
     def prepare(self, owned: RecordedOptimizer, step: StepInProgress, number: int, *, on_cpu: bool) -> PreparedStep:
         """Return what an optimizer is about to do, or refuse.
@@ -82,10 +88,59 @@ class StepPreparation:
             followed = follow_all(seen)
         resolutions = self._explained(owned, step, followed, number, skipped=skipped)
         facts = [
-            gather_facts(owned, name, parameter, groups[id(parameter)], resolution, context)
+            gather_facts(owned, name, look_before_step(owned, parameter, groups[id(parameter)]), resolution, context)
             for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
         ]
         return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number))
+
+    def begin(
+        self, owned: RecordedOptimizer, step: StepInProgress, number: int, comparisons: Sequence[LaterComparison]
+    ) -> LateStep:
+        """Take what an optimizer is about to overwrite of a step, without waiting for a number; `finish` reads it.
+
+        Args:
+            owned: the only optimizer of the recording, its gradients on one GPU and scaled by no gradient scaler.
+            step: what was accumulated.
+            number: how many steps were made before.
+            comparisons: of the parameters with what the last step left of them.
+        """
+        mine = owned.parameters
+        groups = {id(p): group for group in owned.optimizer.param_groups for p in group["params"]}
+        before = {name: look_before_step(owned, parameter, groups[id(parameter)]) for name, parameter in mine.items()}
+        context = StepContext(self._exact, step.graph_of, len(step.backwards), 1.0, False)
+        step.graph_of = None
+        seen = [self._seen(step.history(name, parameter), name, parameter, False) for name, parameter in mine.items()]
+        gradients = [parameter.grad.detach() for parameter in mine.values() if parameter.grad is not None]
+        norms = iter(norms_of(gradients))
+        seen = [(history, None if final is None else final.with_norm(next(norms))) for history, final in seen]
+        # What happened to the gradients of this step is not known yet; a change is noticed one step later.
+        kind = (owned.name, len(step.backwards), self._last_factors, frozenset(_with_gradient(mine)))
+        full = self._schedule.is_full(number, kind)
+        arrivals = _arrivals_of(step.backwards)
+        views = {}
+        for (name, parameter), (_, final) in zip(mine.items(), seen, strict=True):
+            calls = arrivals.get(name, [])
+            coarse = any(arrival.call.coarse is not None for _, arrival in calls)
+            if final is not None and name in self._exact and (full or coarse):
+                views[name] = self._check.view(name, parameter, calls, final.elements, _not_at_hand)
+        return LateStep(number, owned, before, context, step.backwards, seen, views, comparisons)
+
+    def finish(self, late: LateStep, changes: Changes) -> PreparedStep:
+        """Read the numbers of a step that was made, and return what it did, or refuse it."""
+        numbers = late.read()
+        changes.refuse(numbers.changed, late.number)
+        with one_thread():  # samples are small
+            followed = follow_all(numbers.seen)
+        self._last_factors = _kind_of_factors(followed)
+        facts = []
+        for (name, before), factors in zip(late.before.items(), followed, strict=True):
+            resolution = Resolution(factors.of, factors.objection)
+            if factors.objection is None and name in numbers.views:
+                explained = explain(numbers.views[name], factors.of, find_factor=False)
+                resolution = Resolution(factors.of, explained.objection, explained.residual)
+            facts.append(gather_facts(late.owned, name, before, resolution, late.context))
+        step = StepInProgress(backwards=late.backwards)
+        return PreparedStep(late.number, facts, self._annotated_calls(step, facts, late.number))
 
     def _seen(self, history: GradientHistory, name: str, parameter: nn.Parameter, skipped: bool) -> Seen:
         """Return a gradient's history with its sample at the step; with none where the step will be skipped."""
@@ -100,11 +155,7 @@ class StepPreparation:
         mine = owned.parameters
         kind = (owned.name, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
-        arrivals: dict[str, list[tuple[int, Arrival]]] = {}
-        for micro, backward in enumerate(step.backwards):
-            for accumulated in backward.calls:
-                for name in dict.fromkeys(name for name, _ in accumulated.arrival.call.layer.parameters.values()):
-                    arrivals.setdefault(name, []).append((micro, accumulated.arrival))
+        arrivals = _arrivals_of(step.backwards)
         found = []
         for (name, parameter), factors in zip(mine.items(), followed, strict=True):
             calls = arrivals.get(name, [])
@@ -167,11 +218,25 @@ class StepPreparation:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
 
 
+def _arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arrival]]]:
+    """Return the accumulated calls of each parameter's layers, each with its micro."""
+    arrivals: dict[str, list[tuple[int, Arrival]]] = {}
+    for micro, backward in enumerate(backwards):
+        for accumulated in backward.calls:
+            for name in dict.fromkeys(name for name, _ in accumulated.arrival.call.layer.parameters.values()):
+                arrivals.setdefault(name, []).append((micro, accumulated.arrival))
+    return arrivals
+
+
+def _not_at_hand() -> float:
+    raise AssertionError("the norm of a late step's gradient is read with its other numbers")
+
+
 def _with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     return [name for name, parameter in parameters.items() if parameter.grad is not None]
 
 
-def _kind_of_factors(followed: Sequence[Factors]) -> Literal["none", "one", "several"]:
+def _kind_of_factors(followed: Sequence[Factors]) -> FactorsKind:
     """Say what happened to the gradients of a step: nothing, one factor for all of them (clipping), or several."""
     found = {factor for factors in followed for factor in factors.of.values()}
     if found <= {1.0}:

@@ -7,7 +7,8 @@ finished step to its sink. It stores nothing and derives nothing. The recorder t
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -25,12 +26,13 @@ from dualform.recording.check_schedule import Check, CheckSchedule
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
+from dualform.recording.late_steps import LateStep
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import ParameterFacts, Sink, Start, StepFacts
+from dualform.recording.sinks import LateSink, ParameterFacts, Sink, Start, StepFacts
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
 from dualform.recording.unclaimed_parameters import UnclaimedParameters
@@ -91,6 +93,8 @@ class StepRecorder:
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._unclaimed: UnclaimedParameters | None = None
         self._on_cpu = True  # whether all parameters are in the CPU's memory
+        self._on_gpu = False  # whether all of them are on one GPU
+        self._late: _MadeStep | None = None  # the last step, while the sink does not have it yet
         self._step_now = StepInProgress()
         gradient_check, schedule = GradientCheck(), CheckSchedule(check, torch.initial_seed())
         self._accumulations = Accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
@@ -179,6 +183,7 @@ class StepRecorder:
                 if self._lost is INTERRUPTED and error is None:
                     raise _after_lost(INTERRUPTED)
             else:
+                self._settle()
                 self._hand_on(done)
                 if (warning := self._close_sink()) and error is None:
                     warn_user(warning)
@@ -201,6 +206,7 @@ class StepRecorder:
         """End the step that some optimizers took part in, and let the sink publish everything."""
         with self._guarding():
             self._end_step()
+            self._settle()
             self._sink.flush(self._snapshot)
 
     def check_columns(self, binding: Binding) -> None:
@@ -300,12 +306,20 @@ class StepRecorder:
         with self._guarding(f"A step of {type(optimizer).__name__}"):
             if self._lost is not None:
                 raise _after_lost(self._lost)
+            self._settle()
             if id(optimizer) in step.done.ids:
                 self._end_step()
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+            if self._may_be_late(optimizer):
+                self._look_for_joined(owned)
+                self._follow_moved()
+                comparisons = self._changes.check_later(owned, self.steps)
+                step.prepared = self._preparation.begin(owned, step, self.steps, comparisons)
+                return
             try:
                 self._look_for_joined(owned)
-                self._check_unchanged(owned)
+                self._follow_moved()
+                self._changes.check(owned, self.steps)
                 prepared = self._preparation.prepare(owned, step, self.steps, on_cpu=self._on_cpu)
             except Exception:
                 self._world.any(True)  # so that no other process records this step
@@ -317,6 +331,21 @@ class StepRecorder:
                 )
             self._sink.before_step(prepared)
             step.prepared = prepared
+
+    def _may_be_late(self, optimizer: Optimizer) -> bool:
+        """Say whether the numbers of a step may be read at the next step, so that nobody waits for the GPU now.
+
+        The sink has to know of such steps. Where several optimizers or processes share a step, or a gradient scaler
+        decides whether there is one, its numbers are needed at once.
+        """
+        return (
+            self._on_gpu
+            and len(self._owned) == 1
+            and self._world.size == 1
+            and getattr(optimizer, "grad_scale", None) is None
+            and getattr(optimizer, "found_inf", None) is None
+            and isinstance(self._sink, LateSink)
+        )
 
     def _look_for_joined(self, owned: RecordedOptimizer) -> None:
         """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
@@ -355,6 +384,13 @@ class StepRecorder:
         self._samples |= self._changes.note(owned, mine)
         if step.evaluations > 1:
             self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
+        if isinstance(prepared, LateStep):
+            gone = step.clear()
+            rows = dict(self._alignment.outcomes)
+            self._late = _MadeStep(prepared, gone, dict(self._samples), rows)
+            self.steps += 1
+            self._sink.stepped(partial(_copies, self._parameters, None))  # type: ignore[attr-defined]
+            return
         step.done.add(optimizer, prepared)
         if len(step.done.ids) == len(self._owned):
             self._end_step()
@@ -377,6 +413,27 @@ class StepRecorder:
                 self._sink.discard(gone)
         self._lost = before
 
+    def _settle(self) -> None:
+        """Hand on the step whose numbers had to come from the GPU first, if there is one; or refuse it, after it."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        before, self._lost = self._lost, INTERRUPTED
+        try:
+            prepared = self._preparation.finish(late.step, self._changes)
+            rows = {**late.rows, **self._alignment.outcomes}
+            found = prepared.calls, prepared.facts
+            self._sink.step(StepFacts(prepared.step, *found, late.samples, self._snapshot, rows, self._parameters))
+        except Exception as error:
+            self._lost = before  # a sink knows itself what it missed
+            if not isinstance(error, StoreError):
+                self._lost = error if isinstance(error, DualformError) else RefusedError(str(error))
+            raise
+        finally:
+            if late.gone:
+                self._sink.discard(late.gone)
+        self._lost = before
+
     def _hand_on(self, done: OptimizersDone) -> None:
         """Give the sink the facts of a step that at least one optimizer took part in."""
         if not done.ids:
@@ -396,12 +453,11 @@ class StepRecorder:
 
     # Changes that no recorded step made ---------------------------------------------------------------------------
 
-    def _check_unchanged(self, owned: RecordedOptimizer) -> None:
-        """Refuse a step if anything but recorded steps has changed what the recording is about."""
+    def _follow_moved(self) -> None:
+        """Go on where the model was moved to another device; refuse a step where it was converted."""
         for name, parameter in self._parameters.items():
             if self._changes.is_converted(name, parameter):
                 self._follow(name)
-        self._changes.check(owned, self.steps)
 
     def _follow(self, name: str) -> None:
         """Go on where the model was moved to another device between two steps; refuse any other conversion."""
@@ -409,8 +465,10 @@ class StepRecorder:
         self._find_devices()
 
     def _find_devices(self) -> None:
-        """Find out whether all parameters are in the CPU's memory."""
-        self._on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters.values())
+        """Find out whether all parameters are in the CPU's memory, or on one GPU."""
+        devices = {parameter.device for parameter in self._parameters.values()}
+        self._on_cpu = all(device.type == "cpu" for device in devices)
+        self._on_gpu = is_one_gpu(devices)
 
     def _close_sink(self) -> str:
         """Close the sink, with final weights only if they are those after the last step; return a warning, or ""."""
@@ -463,7 +521,9 @@ class StepRecorder:
         done = self._step_now.end()
         self._detach(in_a_step=True)
         try:
-            if isinstance(error, RefusedError) and not stepped:  # the parameters are those of the last step
+            # The parameters are those of the last step, unless an earlier one was refused after it was made.
+            if isinstance(error, RefusedError) and not stepped and self._lost is None:
+                self._settle()
                 self._hand_on(done)
                 self._close_sink()
         except Exception as another:
@@ -474,11 +534,38 @@ class StepRecorder:
         warn_user(f"Recording stopped at step {self.steps} and training goes on without it: {error}")
 
 
-def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes) -> dict[str, Tensor]:
-    """Return copies of the parameters as the last step left them; none if they are not those any more."""
-    if changes.changed():
+@dataclass(frozen=True, slots=True)
+class _MadeStep:
+    """A step that was made, and that the sink gets when its numbers have been read.
+
+    Attributes:
+        step: the step.
+        gone: the numbers of its backwards, of which no other step will have any part.
+        samples: of the parameters after it.
+        rows: what was known then of the layers' rows.
+    """
+
+    step: LateStep
+    gone: Sequence[int]
+    samples: Mapping[str, Tensor]
+    rows: Mapping[str, RowCheck]
+
+
+def is_one_gpu(devices: Collection[torch.device]) -> bool:
+    """Say whether there is one device, and it is a GPU of CUDA."""
+    return len(devices) == 1 and all(device.type == "cuda" for device in devices)
+
+
+def _copies(parameters: Mapping[str, nn.Parameter], changes: Changes | None) -> dict[str, Tensor]:
+    """Return copies of the parameters as the last step left them; none if they are not those any more.
+
+    Args:
+        parameters: the parameters.
+        changes: knows how the last step left them; None where it has just been made.
+    """
+    if changes is not None and changes.changed():
         return {}
-    return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def _after_lost(error: Exception) -> DualformError:

@@ -112,6 +112,9 @@ class ReplaySink:
     def before_step(self, prepared: PreparedStep) -> None:
         """Do nothing: the facts come with the step."""
 
+    def stepped(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
+        """Do nothing: the parameters are the same until the step comes."""
+
     def step(self, facts: StepFacts) -> None:
         """Prove a step, and hand its patterns on."""
         if self.steps >= self._wanted or self._failure is not None:

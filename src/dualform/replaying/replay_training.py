@@ -151,7 +151,7 @@ def _store(train: Train, run: Run, keeps: Sequence[Keep], to: str | os.PathLike[
 class _ProvedSink:
     """A sink that lets another one have only what is proved to be the recorded training."""
 
-    def __init__(self, proof: ReplaySink, sink: Sink) -> None:
+    def __init__(self, proof: ReplaySink, sink: DiskWriter) -> None:
         self._proof = proof
         self._sink = sink
         self._both: tuple[Sink, ...] = (proof, sink)
@@ -173,6 +173,9 @@ class _ProvedSink:
     def before_step(self, prepared: PreparedStep) -> None:
         for sink in self._both:
             sink.before_step(prepared)
+
+    def stepped(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
+        self._sink.stepped(snapshot)
 
     def step(self, facts: StepFacts) -> None:
         for sink in self._both:

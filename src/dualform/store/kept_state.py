@@ -70,7 +70,7 @@ class ShardState:
     """The changing state after a shard's last step.
 
     Attributes:
-        values: copies of the parts that are kept.
+        values: copies of the parts that are kept, each on its device or on its way from there.
         stale: the parts that have changed and are not kept.
     """
 
@@ -107,7 +107,8 @@ class StateKeeper:
         values = _storable(changing)
         if _total_bytes(values) > SHARD_STATE_BYTES:
             values = {}
-        return ShardState(_copied(values), tuple(name for name in changing if name not in values))
+        copies = {name: tensor.detach().clone() for name, tensor in values.items()}
+        return ShardState(copies, tuple(name for name in changing if name not in values))
 
     def finish(
         self, blobs: Blobs, before: Mapping[str, StateEntry] | None

@@ -35,14 +35,18 @@ class ByteQueue(Generic[Item]):
 
     def put(self, item: Item, nbytes: int) -> None:
         """Add an item, waiting for room; raise `StoreError` if the consumer has failed."""
-        while self._failure is None and not self._ended and self._bytes and self._bytes + nbytes > self._limit:
-            self._sleep()
-        self.check()
+        self.wait_for_room(nbytes)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._calls.get_nowait()  # wake-up calls that nobody waited for
         self._items.put((item, nbytes))  # first: an interrupt before it is counted makes nobody wait for it
         self._sent_bytes += nbytes
+
+    def wait_for_room(self, nbytes: int) -> None:
+        """Wait until an item of this size would pass; raise `StoreError` if the consumer has failed."""
+        while self._failure is None and not self._ended and self._bytes and self._bytes + nbytes > self._limit:
+            self._sleep()
+        self.check()
 
     def __iter__(self) -> Iterator[Item]:
         """Yield the items, waiting for them; an item's bytes count until the next one is asked for.

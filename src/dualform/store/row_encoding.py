@@ -28,7 +28,7 @@ MAX_CHUNK_ELEMENTS = 1 << 17
 _COLUMNS_SEED = 0x5BD1E995
 
 
-def encode(rows: Tensor, dtype: torch.dtype, *, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+def encode(rows: Tensor, dtype: torch.dtype, *, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
     """Return rows as they are stored, (T, d), and their scales, (T,) float32, where the dtype is float16 or int8.
 
     Both are on the device of the rows, and no number is read back from it.
@@ -36,7 +36,7 @@ def encode(rows: Tensor, dtype: torch.dtype, *, seed: int = 0) -> tuple[Tensor, 
     Args:
         rows: (T, d), all rows of one call, in the order of their addresses.
         dtype: the dtype to store in. Integer rows are token numbers or the like, and are stored as they are.
-        seed: of the noise that int8 is rounded with: `address_seed` of the call.
+        seed: of the noise that int8 is rounded with: `address_seed` of the call. Other dtypes need none.
 
     >>> stored, scales = encode(torch.tensor([[3e-9, 1e-9]]), torch.float16)
     >>> bool((decode(stored, scales, torch.float32) / torch.tensor([[3e-9, 1e-9]]) - 1).abs().max() < 5e-4)
@@ -47,7 +47,10 @@ def encode(rows: Tensor, dtype: torch.dtype, *, seed: int = 0) -> tuple[Tensor, 
     if dtype not in ROW_SCALED:
         return rows.to(dtype), None
     largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(len(rows))
-    return _encode_int8(rows, largest, seed) if dtype == torch.int8 else _encode_float16(rows, largest)
+    if dtype == torch.float16:
+        return _encode_float16(rows, largest)
+    assert seed is not None, "noise that is the same in all calls would not average out"
+    return _encode_int8(rows, largest, seed)
 
 
 def address_seed(layer: str, what: str, step: int, micro: int, call: int) -> int:
@@ -85,7 +88,8 @@ def _encode_int8(rows: Tensor, largest: Tensor, seed: int) -> tuple[Tensor, Tens
 
     The scale of a row that is not finite is not finite either, and then no element of the row is when it is read.
     """
-    scales = (largest / LARGEST_INT8).float().clamp(min=MIN_SCALE)  # (T,)
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32  # quotients of bfloat16 would be rounded
+    scales = (largest.to(wide) / LARGEST_INT8).float().clamp(min=MIN_SCALE)  # (T,)
     stored = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     width = rows.shape[1]
     columns = _column_numbers(width, rows.device)
@@ -95,7 +99,7 @@ def _encode_int8(rows: Tensor, largest: Tensor, seed: int) -> tuple[Tensor, Tens
     for start in range(0, len(rows), max(size, 1)):
         part = slice(start, start + size)
         noise = _mixed(numbers[part, None] ^ columns).view(torch.int16)[:, :width]  # (n, d), -32768 to 32767
-        quotients = (rows[part] / scales[part, None].to(rows.dtype)).float()
+        quotients = (rows[part].to(wide) / scales[part, None]).float()
         # floor(x + u), u in the middle of one of 65,536 equal parts of (0, 1): whole numbers stay what they are.
         quotients += noise.to(torch.float32).add_(32768.5).mul_(2.0**-16)
         stored[part] = quotients.floor_().clamp_(-LARGEST_INT8, LARGEST_INT8)

@@ -24,12 +24,12 @@ from dualform.store.blobs import Blobs, FileEntry, Tag, changed_error
 from dualform.store.format import MANIFEST, shard_files
 from dualform.store.kept_state import ShardState
 from dualform.store.manifest import Manifest, ShardEntry
-from dualform.store.pool import DIGESTS, MIN_POOLED_WIDTH, REFERENCES, Pool
+from dualform.store.pool import DIGESTS, REFERENCES, Pool
 from dualform.store.reader import Run
 from dualform.store.resume import read_pools
 from dualform.store.row_encoding import SCALE, address_seed, encode, stored_dtypes
 from dualform.store.tables import call_tables, merge_columns, steps_table
-from dualform.store.taken_steps import TakenStep
+from dualform.store.taken_steps import PooledLayers, TakenCall, TakenRows, TakenStep
 from dualform.store.tensors import publish_tensors, write_parts
 from dualform.threads import Background
 
@@ -49,15 +49,15 @@ class ShardWriter:
         self._began = time.monotonic()
         self._earlier_rows: dict[str, RowsEntry] = {}  # of the patterns that a resumed run holds already
         self._publishing: Background | None = None
-        self._seen: set[str] = set()  # layers that have patterns
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
 
-    def continue_from(self, manifest: Manifest, tag: Tag) -> None:
-        """Write behind the shards that a run holds already, whose manifest has a tag."""
+    def continue_from(self, manifest: Manifest, tag: Tag) -> PooledLayers:
+        """Write behind the shards of a run whose manifest has a tag; return which of its layers have pools."""
         self.manifest, self._tag = manifest, tag
         self._next = manifest.shards[-1].index + 1 if manifest.shards else 0
         self._earlier_rows = dict(manifest.rows)
-        self._seen, self._pools = read_pools(Run(self._blobs))
+        seen, self._pools = read_pools(Run(self._blobs))
+        return PooledLayers(seen, self._pools)
 
     def attach(self, files: Files) -> None:
         """Publish files beside the patterns, in place of earlier ones of the same names."""
@@ -136,60 +136,48 @@ class ShardWriter:
         """Return the parts of a shard's tensors, the range of each layer's keys, and what each pool got."""
         tensors: dict[str, list[Tensor]] = {}
         key_range: dict[str, tuple[float, float]] = {}
-        self._choose_pools(records)
-        bases = {layer: pool.size for layer, pool in self._pools.items()}
+        bases: dict[str, int] = {}
         for record in records:
             for call in record.calls:
                 if self.manifest.layers[call.layer].store == "steps":
                     continue
+                if len(ends := _ends(call.keys)):
+                    least, greatest = key_range.get(call.layer, ends)
+                    key_range[call.layer] = (min(ends[0], least), max(ends[1], greatest))
                 keys = call.keys
-                if keys.numel():
-                    low, high = (float(found) for found in torch.aminmax(keys))
-                    least, greatest = key_range.get(call.layer, (low, high))
-                    key_range[call.layer] = (min(low, least), max(high, greatest))
-                if (pool := self._pools.get(call.layer)) is not None:
-                    key_ids, new, digests = pool.place(keys)
+                if call.pooled:
+                    pool = self._pools.setdefault(call.layer, Pool())
+                    bases.setdefault(call.layer, pool.size)
+                    key_ids, new, digests = pool.place(keys.rows)
                     tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(key_ids)
                     tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
-                    keys = keys if len(new) == len(keys) else keys[new]
+                    keys = keys if len(new) == len(keys.rows) else TakenRows(keys.rows[new])
                 stored: torch.dtype = getattr(torch, self.manifest.layers[call.layer].dtype)
-                key_dtype, value_dtype = stored_dtypes(stored, pooled=pool is not None)
-                address = (record.step, call.micro, call.call)
-                self._encode(tensors, call.layer, "keys", keys, key_dtype, address)
+                key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
+                self._add(tensors, record.step, call, "keys", keys, key_dtype)
                 if call.values is not None:
-                    self._encode(tensors, call.layer, "values", call.values, value_dtype, address)
-        pools = {
-            layer: (base, self._pools[layer].size - base)
-            for layer, base in bases.items()
-            if f"{layer}/{REFERENCES}" in tensors
-        }
+                    self._add(tensors, record.step, call, "values", call.values, value_dtype)
+        pools = {layer: (base, self._pools[layer].size - base) for layer, base in bases.items()}
         return tensors, key_range, pools
 
-    def _encode(
+    def _add(
         self,
         tensors: dict[str, list[Tensor]],
-        layer: str,
+        step: int,
+        call: TakenCall,
         what: str,
-        rows: Tensor,
+        rows: TakenRows,
         dtype: torch.dtype,
-        address: tuple[int, int, int],
     ) -> None:
-        """Add the rows of a call, whose address is (step, micro, call), to a tensor, and their scales if any."""
-        stored, scales = encode(rows, dtype, seed=address_seed(layer, what, *address))
+        """Add keys or values of a call to the parts of a tensor, encoded if they are not, and their scales if any."""
+        stored, scales = rows.rows, rows.scales
+        if not rows.encoded:
+            seed = address_seed(call.layer, what, step, call.micro, call.call)
+            stored, scales = encode(rows.rows, dtype, seed=seed)
+        layer = call.layer
         tensors.setdefault(f"{layer}/{what}", []).append(stored.contiguous())
         if scales is not None:
             tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)
-
-    def _choose_pools(self, records: list[TakenStep]) -> None:
-        """Give a pool to each layer whose first patterns are worth one; those of later shards go the same way."""
-        for record in records:
-            for call in record.calls:
-                if call.layer not in self._seen:
-                    self._seen.add(call.layer)
-                    wide = call.keys.is_floating_point() and call.keys.shape[1] >= MIN_POOLED_WIDTH
-                    stored = self.manifest.layers[call.layer].store != "steps"
-                    if stored and call.raw and wide and call.positions == 1:
-                        self._pools[call.layer] = Pool()
 
     def check_alone(self) -> None:
         """Raise `StoreError` where somebody else has replaced the manifest, before files of the same names are."""
@@ -204,6 +192,13 @@ class ShardWriter:
         """Change entries of the manifest, and publish it."""
         self.manifest = dataclasses.replace(self.manifest, **changes)
         self._tag = self.manifest.publish(self._blobs, was=self._tag)
+
+
+def _ends(keys: TakenRows) -> tuple[float, ...]:
+    """Return the least and the greatest element of keys; nothing where there are no keys."""
+    if keys.range is not None:
+        return tuple(keys.range.tolist())
+    return tuple(float(end) for end in torch.aminmax(keys.rows)) if keys.rows.numel() else ()
 
 
 def _publish_table(blobs: Blobs, name: str, table: pa.Table) -> FileEntry:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from dualform.recording.surroundings import find_surroundings
 from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.blobs import Blobs
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
+from dualform.store.host_copy import HostCopier, HostCopy
 from dualform.store.kept_state import ShardState, StateKeeper
 from dualform.store.manifest import Manifest
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
@@ -41,7 +42,7 @@ from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, resume_at
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
-from dualform.store.taken_steps import AccumulatedCalls, TakenStep
+from dualform.store.taken_steps import AccumulatedCalls, PooledLayers, TakenRows, TakenStep
 from dualform.store.tensors import publish_tensors
 from dualform.threads import start_alone
 
@@ -61,6 +62,7 @@ class _Seal:
     parameters: Snapshot
     state: ShardState | None  # the uncovered state as it was then, where that is known
     wait: bool  # whether it has to be on the disk before the next item is looked at
+    copy: HostCopy  # of these tensors, which may be on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,9 @@ class DiskWriter:
         self._checked = False
         self._hole: BaseException | None = None  # the error that kept a step from being taken; none can follow it
         self._columns: dict[str, str] = {}
-        self._accumulated = AccumulatedCalls()
+        self._accumulated = AccumulatedCalls({}, PooledLayers())
+        self._copier = HostCopier()
+        self._moments: list[_Seal | None] = []  # of a step that was made and is to come: what ends a shard there
         self._taken: list[TakenStep] = []
         self._shards = ShardWriter(blobs, Manifest({}, {}, (), {}))
         self._keeper = StateKeeper(None)
@@ -140,11 +144,14 @@ class DiskWriter:
 
     def open(self, start: Start) -> int:
         """Begin a run, or continue one; return the number of the first step to come."""
-        manifest = self._describe(start)
-        self._shards = ShardWriter(self.blobs, manifest)
-        if self._training is not None:
-            self._accumulated.marker = ParameterMarker()
-            self._accumulated.unstored = frozenset(n for n, e in manifest.layers.items() if e.store == "steps")
+        self._shards = ShardWriter(self.blobs, self._describe(start))
+        layers = self._shards.manifest.layers
+        self._accumulated = AccumulatedCalls(
+            self._dtypes(),
+            PooledLayers(),
+            unstored=[name for name, layer in layers.items() if layer.store == "steps"],
+            marker=None if self._training is None else ParameterMarker(),
+        )
         self._keeper = StateKeeper(start.state)
         try:
             self.blobs.make_ready()
@@ -205,10 +212,21 @@ class DiskWriter:
     def before_step(self, prepared: PreparedStep) -> None:
         """Do nothing: a run folder keeps no state of the optimizer during a training."""
 
+    def stepped(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Note that a step was made that is to come: where it will end a shard, the model's state is read now."""
+        self._moments = [self._look(snapshot) if self._is_full(self._accumulated.nbytes()) else None]
+
+    def _is_full(self, more_bytes: int = 0) -> bool:
+        """Say whether a shard ends here, with some more bytes."""
+        late = time.monotonic() - self._sealed_at >= PUBLISH_SECONDS
+        return self._unsealed + more_bytes >= self._shard_bytes or late
+
     def step(self, facts: StepFacts) -> None:
         """Queue a step; every `shard_bytes` a shard is sealed."""
+        moments, self._moments = self._moments, []
         self._check_whole()
         try:
+            self._queue.wait_for_room(self._accumulated.nbytes())  # before memory is taken for the copies
             taken = self._accumulated.join(facts)
             if not self._checked:
                 self._check_space(taken)
@@ -218,8 +236,11 @@ class DiskWriter:
             self._hole = error
             raise
         self._unsealed += size
-        if self._unsealed >= self._shard_bytes or time.monotonic() - self._sealed_at >= PUBLISH_SECONDS:
-            self._seal(facts.snapshot, wait=False)
+        if moments:  # the model may have gone on since
+            if moments[0] is not None:
+                self._put_seal(moments[0])
+        elif self._is_full():
+            self._put_seal(self._look(facts.snapshot))
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards; what was queued stays queued."""
@@ -237,7 +258,7 @@ class DiskWriter:
     def flush(self, snapshot: Callable[[], Snapshot]) -> None:
         """Publish everything taken so far before returning."""
         self._check_whole()
-        self._seal(snapshot)
+        self._put_seal(self._look(snapshot, wait=True))
         self._queue.join()
 
     def close(self, final: Mapping[str, Tensor]) -> None:
@@ -298,7 +319,7 @@ class DiskWriter:
             self._queue.check()
             return
         try:
-            self._seal(lambda: parameters)
+            self._put_seal(self._look(lambda: parameters, wait=True))
             self._queue.join()
         except Exception:
             self._queue.close()
@@ -402,10 +423,15 @@ class DiskWriter:
                 "checkpoint, or choose another folder."
             )
         step = None if self._resume is True else int(self._resume)
-        self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
+        pooled = self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled)
         self._columns = dict(self._shards.manifest.columns)
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype that each layer is stored in."""
+        return {name: getattr(torch, layer.dtype) for name, layer in self._shards.manifest.layers.items()}
 
     def _check_space(self, record: TakenStep) -> None:
         self._checked = True
@@ -419,22 +445,31 @@ class DiskWriter:
             )
 
     def _stored_bytes(self, record: TakenStep) -> int:
-        def size(tensor: Tensor | None, layer: str) -> int:
-            if tensor is None:
+        def size(taken: TakenRows | None, layer: str) -> int:
+            if taken is None:
                 return 0
             dtype = stored_dtype(self.dtype, layer)
-            if dtype is None or not tensor.is_floating_point():
-                return tensor.nbytes
+            if taken.encoded or dtype is None or not taken.rows.is_floating_point():
+                return taken.nbytes
             itemsize: int = getattr(torch, dtype).itemsize
-            return itemsize * tensor.numel() + 4 * len(tensor)  # and a scale for each row
+            return itemsize * taken.rows.numel() + 4 * len(taken.rows)  # and a scale for each row
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
-    def _seal(self, snapshot: Callable[[], Snapshot], *, wait: bool = True) -> None:
+    def _look(self, snapshot: Callable[[], Snapshot], *, wait: bool = False) -> _Seal:
+        """Return what ends a shard here: the parameters and the uncovered state as they are now, on their way."""
         parameters = snapshot()  # nothing where they are not those of the last step; then the rest is not either
         state = self._keeper.after_step() if parameters else None
-        copied = [*parameters.values(), *(state.values.values() if state is not None else ())]
-        self._queue.put(_Seal(parameters, state, wait), sum(tensor.nbytes for tensor in copied))
+        values = {} if state is None else state.values
+        copy = self._copier.copy([*parameters.values(), *values.values()])
+        here = iter(copy.tensors)
+        parameters = {name: next(here) for name in parameters}
+        state = None if state is None else replace(state, values={name: next(here) for name in values})
+        return _Seal(parameters, state, wait, copy)
+
+    def _put_seal(self, seal: _Seal) -> None:
+        """Let the shard so far end."""
+        self._queue.put(seal, sum(tensor.nbytes for tensor in seal.copy.tensors))
         self._unsealed = 0
         self._sealed_at = time.monotonic()
 
@@ -459,6 +494,7 @@ class DiskWriter:
                 elif isinstance(item, _Attachment):
                     self._shards.attach(item.files)
                 else:
+                    item.copy.wait()
                     self._publish_taken(item.parameters, item.state)
                     if item.wait:
                         self._shards.settle()

@@ -1,0 +1,124 @@
+"""Steps whose numbers are read one step later, so that no step waits for a GPU.
+
+Just before the step everything is taken that the optimizer or the user is about to overwrite: samples of the gradients,
+what the patterns predict for them, the optimizer's settings. The numbers are small and go to the CPU's memory in one
+copy. At the next step they have long arrived; then the step is found to be recordable, or is refused, one step late.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from dualform.recording.baseline import LaterComparison
+from dualform.recording.gradient_check import GradientView, PredictedPart
+from dualform.recording.gradient_history import Seen, tensors_of, with_tensors
+from dualform.recording.packing import NumbersUnderWay
+from dualform.recording.parameter_facts import BeforeStep, StepContext
+from dualform.recording.probes import norms_of
+from dualform.recording.recorded_optimizers import RecordedOptimizer
+from dualform.recording.step_in_progress import Backward
+
+
+@dataclass(frozen=True, slots=True)
+class LateNumbers:
+    """The numbers of a late step in the CPU's memory.
+
+    Attributes:
+        seen: each gradient's history, and its sample at the step.
+        views: parameter -> its gradient beside its patterns' predictions, where they are to be compared.
+        changed: the parameters that something else than recorded steps has changed before the step.
+    """
+
+    seen: Sequence[Seen]
+    views: Mapping[str, GradientView]
+    changed: Sequence[str]
+
+
+class LateStep:
+    """A step that an optimizer is about to make, or has made, and whose numbers are still on their way.
+
+    Attributes:
+        number: of the step.
+        owned: the optimizer.
+        before: parameter -> what was read of it just before the step.
+        context: what is the same for all parameters of the step.
+        backwards: what was accumulated for the step.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        owned: RecordedOptimizer,
+        before: Mapping[str, BeforeStep],
+        context: StepContext,
+        backwards: Sequence[Backward],
+        seen: Sequence[Seen],
+        views: Mapping[str, GradientView],
+        comparisons: Sequence[LaterComparison],
+    ) -> None:
+        """Start to copy the numbers of a step.
+
+        Args:
+            number: see the class.
+            owned: see the class.
+            before: see the class.
+            context: see the class.
+            backwards: see the class.
+            seen: each gradient's history, and its sample at the step with its norm.
+            views: parameter -> its gradient beside its patterns' predictions, where they are to be compared.
+            comparisons: of the parameters with what the last step left of them.
+        """
+        self.number, self.owned, self.before, self.context = number, owned, before, context
+        self.backwards = list(backwards)
+        self._seen, self._views, self._comparisons = seen, views, comparisons
+        measured = _measured(views)
+        self._norms = {key: i for i, key in enumerate(measured)}
+        columns = [part.columns for view in views.values() for part in view.parts]
+        differs = [one.differs for one in comparisons if one.differs is not None]
+        self._numbers = NumbersUnderWay([*tensors_of(seen), *norms_of(list(measured.values())), *columns, *differs])
+
+    def read(self) -> LateNumbers:
+        """Return the numbers, waiting until they have arrived."""
+        here = iter(self._numbers.read())
+        seen = with_tensors(self._seen, here)
+        norms = [float(next(here)) for _ in self._norms]
+        finals = dict(zip(self.before, (final for _, final in seen), strict=True))
+        views = {}
+        for name, view in self._views.items():
+            final = finals[name]
+            assert final is not None, "a gradient that is compared was there"
+            assert final.norm is not None, "the norm of every gradient is taken"
+            views[name] = GradientView(
+                final.elements,
+                self._parts_here(view, norms, here),
+                functools.partial(float, final.norm),
+                view.width,
+                view.dtype,
+            )
+        changed = [
+            name for one in self._comparisons if one.differs is None or bool(next(here)) for name in one.changed()
+        ]
+        return LateNumbers(seen, views, changed)
+
+    def _parts_here(self, view: GradientView, norms: Sequence[float], here: Iterator[Tensor]) -> list[PredictedPart]:
+        """Return the predictions for a gradient with numbers in the CPU's memory."""
+        found = []
+        for part in view.parts:
+            keys = part.prediction.keys
+            norm = None if keys is None else norms[self._norms[id(keys)]]
+            size = part.prediction.size_of(norms[self._norms[id(part.prediction.values)]], norm)
+            found.append(replace(part, columns=next(here), size=lambda size=size: size))  # type: ignore[misc]
+        return found
+
+
+def _measured(views: Mapping[str, GradientView]) -> dict[int, Tensor]:
+    """Return the keys and values whose norms say how large the rounding of predictions may be, each once, by id."""
+    return {
+        id(rows): rows
+        for view in views.values()
+        for part in view.parts
+        for rows in (part.prediction.values, part.prediction.keys)
+        if rows is not None
+    }

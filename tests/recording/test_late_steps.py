@@ -1,0 +1,232 @@
+"""Steps whose numbers are read one step later, as on a GPU: nothing is read in the step, and nothing is lost or wrong.
+
+The CPU stands for the GPU here: every place that asks where a tensor is gets the answer that it is elsewhere.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import dualform
+from dualform.errors import RefusedError
+from dualform.recording import gradient_samples, late_steps, probes, step_recorder
+from dualform.store import taken_steps
+from dualform.store.reader import Run
+
+READS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.cpu,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__index__,
+    torch.equal,
+    torch.allclose,
+    torch.nonzero,
+}
+"""What brings a number of a tensor to the CPU, and so waits for a GPU."""
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_recorder, "is_one_gpu", lambda devices: True)
+    monkeypatch.setattr(gradient_samples, "is_at_hand", lambda tensor: False)
+    monkeypatch.setattr(probes, "is_at_hand", lambda tensor: False)
+    monkeypatch.setattr(taken_steps, "is_elsewhere", lambda tensor: True)
+
+
+class NoReads(TorchFunctionMode):
+    """Raises where a number is read, but for numbers that have arrived (`LateStep.read` and what comes of it)."""
+
+    def __init__(self) -> None:
+        self.allowed = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function in READS and not self.allowed:
+            raise AssertionError(f"{function} reads a number within the step")
+        return function(*args, **(kwargs or {}))
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20), nn.BatchNorm1d(20), nn.Linear(20, 4))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batches(steps: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield torch.randn(8, 40, generator=generator)
+
+
+def train(
+    path: Path,
+    steps: int = 30,
+    *,
+    count: bool = True,
+    between: Callable[[nn.Module, int], object] = lambda model, step: None,
+    **options: Any,
+) -> nn.Module:
+    model, optimizer = network()
+    with dualform.record(model, optimizer, path, **options) as recorder:
+        for step, batch in enumerate(batches(steps)):
+            recorder.annotate(turn=step)
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            between(model, step)
+            optimizer.step()
+            assert recorder.step == step + 1 or not count
+    return model
+
+
+def clip(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+@pytest.mark.parametrize("between", [lambda model, step: None, clip], ids=["plain", "clipped"])
+def test_late_steps_are_recorded_whole(tmp_path: Path, between: Callable[[nn.Module, int], object]) -> None:
+    model = train(tmp_path / "late", between=between, shard_bytes=60_000)
+    memory = dualform.open(tmp_path / "late")
+    assert len(Run(tmp_path / "late").shards) > 2
+    assert memory.info().steps == 30
+    assert memory.verify().passed
+    plain, optimizer = network()
+    for step, batch in enumerate(batches(30)):
+        optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        between(plain, step)
+        optimizer.step()
+    for name, parameter in plain.state_dict().items():
+        assert torch.equal(parameter, model.state_dict()[name]), name
+
+
+def test_late_steps_make_the_same_patterns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    train(tmp_path / "now", shard_bytes=60_000)
+    request.getfixturevalue("pretend_gpu")
+    train(tmp_path / "late", shard_bytes=60_000)
+    files, late = (
+        {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*") if path.suffix != ".json"}
+        for folder in (tmp_path / "now", tmp_path / "late")
+    )
+    assert any("uncovered" in name for name in files), "the buffers are kept with every shard"
+    assert files.keys() == late.keys()
+    assert [name for name in files if files[name] != late[name]] == []
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+@pytest.mark.parametrize("steps", [3, 30], ids=["in full", "sampled"])
+def test_no_number_is_read_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    model, optimizer = network()
+    mode = NoReads()
+    read = late_steps.LateStep.read
+
+    def arrived(late: late_steps.LateStep) -> late_steps.LateNumbers:
+        mode.allowed += 1  # until the step's end: what was read is in the CPU's memory
+        return read(late)
+
+    prepare = step_recorder.StepRecorder._settle
+
+    def settle(recorder: step_recorder.StepRecorder) -> None:
+        prepare(recorder)
+        mode.allowed = 0
+
+    monkeypatch.setattr(late_steps.LateStep, "read", arrived)
+    monkeypatch.setattr(step_recorder.StepRecorder, "_settle", settle)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with dualform.record(model, optimizer, tmp_path):
+        for batch in batches(steps):
+            with mode:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+    assert dualform.open(tmp_path).verify().passed
+
+
+def spoil_gradient(model: nn.Module, step: int) -> None:
+    if step == 4:
+        gradient = model[2].weight.grad  # type: ignore[index]
+        gradient[3] *= 2
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_an_edited_gradient_is_refused_one_step_later(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"'2.weight'.*something other than one factor"):
+        train(tmp_path, between=spoil_gradient)
+    memory = dualform.open(tmp_path)
+    assert memory.info().steps == 4, "the step that was refused, and none after it, is missing"
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_an_edited_gradient_in_the_last_step_is_refused_at_closing(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="something other than one factor"):
+        train(tmp_path, 5, between=spoil_gradient)
+    assert dualform.open(tmp_path).info().steps == 4
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_an_unseen_use_is_refused_one_step_later(tmp_path: Path) -> None:
+    def add(model: nn.Module, step: int) -> None:
+        (1e-2 * model[0].weight.square().sum()).backward()  # type: ignore[index]
+
+    with pytest.raises(RefusedError, match=r"'0.weight'.*do not explain its gradient"):
+        train(tmp_path, between=add)
+    assert dualform.open(tmp_path).info().steps == 0
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_an_edited_parameter_is_refused_one_step_later(tmp_path: Path) -> None:
+    def edit(model: nn.Module, step: int) -> None:
+        if step == 3:
+            model[0].weight.data.mul_(1.1)  # type: ignore[index]
+
+    with pytest.raises(RefusedError, match=r"'0.weight' changed between step 3 and step 4"):
+        train(tmp_path, between=edit)
+    assert dualform.open(tmp_path).info().steps == 3
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_training_goes_on_after_a_late_refusal(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="Recording stopped at step 5 and training goes on"):
+        train(tmp_path, 8, between=spoil_gradient, on_failure="detach", count=False)
+    assert dualform.open(tmp_path).info().steps == 4
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_nothing_is_recorded_behind_a_step_that_was_refused(tmp_path: Path) -> None:
+    model, optimizer = network()
+    errors = []
+    with dualform.record(model, optimizer, tmp_path):
+        for step, batch in enumerate(batches(8)):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            spoil_gradient(model, step)
+            try:
+                optimizer.step()
+            except RefusedError as error:
+                errors.append((step, str(error)))
+    assert [step for step, _ in errors] == [5, 6, 7]
+    assert "something other than one factor" in errors[0][1]
+    assert "An earlier step was not recorded" in errors[1][1]
+    assert dualform.open(tmp_path).info().steps == 4
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_a_flush_has_every_step(tmp_path: Path) -> None:
+    model, optimizer = network()
+    with dualform.record(model, optimizer, tmp_path) as recorder:
+        for number, batch in enumerate(batches(3)):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            recorder.flush()
+            assert Run(tmp_path).manifest.steps == number + 1
