@@ -16,7 +16,7 @@ from dualform.engine.description import LayerEntry
 from dualform.engine.proofs import ParameterMark, digest_annotations, digest_calls
 from dualform.errors import ReplayError
 from dualform.identity.families.naming import same_optimizer
-from dualform.recording.sinks import ParameterFacts, Start, StepCall
+from dualform.recording.sinks import RESIDUAL, ParameterFacts, Start, StepCall
 from dualform.recording.surroundings import find_surroundings
 from dualform.store.reader import Run, Shard
 from dualform.store.tables import MARKS, STEPS
@@ -175,7 +175,7 @@ class StepProof:
 
     def _settings_difference(self, step: int, row: int, facts: Sequence[ParameterFacts]) -> Difference | None:
         logged = self._rows
-        names = [name for name in logged if name not in STEPS and name not in MARKS]
+        names = [name for name in logged if name not in STEPS and name not in MARKS and name != RESIDUAL]
         for at, fact in enumerate(facts, start=row):
             if at >= len(logged["step"]) or (logged["step"][at], logged["parameter"][at]) != (step, fact.parameter):
                 return self._difference("settings", step, f"the optimizer's groups are others at {fact.parameter!r}")
