@@ -83,8 +83,10 @@ class RememberedFunction:
         return sys.stdin.readline().strip().casefold() in ("y", "yes")
 
 
-def import_named(spec: str) -> Any:
-    """Import what the user names, also from the current folder."""
+def import_named(spec: str, *, option: str, kind: str = "function") -> Any:
+    """Import what the user names by an option, also from the current folder; `kind` says in messages what it is."""
+    if not all(spec.partition(":")):
+        raise QueryError(f"{option} is {spec!r}; expected package.module:{kind}.")
     sys.path.insert(0, "")
     try:
         return import_name(spec)

@@ -1,6 +1,7 @@
 """Commands on a run that keeps steps: they replay its training, where the user says that it may be called."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def test_a_command_replays_what_may_be_called(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    shutil.rmtree(steps / "cache", ignore_errors=True)  # or it would answer without a replay
     more = [option.replace("TMP", str(tmp_path)) for option in options]
     model = ["--model", "helpers.trainings:Mlp"] if command in ("attend", "mask", "report") else []
     monkeypatch.setattr(sys, "argv", ["dualform", command, str(steps), *more, *model, *allowed])
@@ -53,6 +55,17 @@ def test_a_command_replays_what_may_be_called(
         assert "trust" in err
     if command == "replay" and allowed:
         assert dualform.open(tmp_path / "new").layers["3"].store == "keys+values"
+
+
+def test_a_name_that_is_none_is_refused(
+    steps: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option, message in (("train_mlp", "expected package.module:function"), ("no.such:train", "cannot be imported")):
+        monkeypatch.setattr(sys, "argv", ["dualform", "verify", str(steps), "--train", option])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert stop.value.code == 1
+        assert message in capsys.readouterr().err
 
 
 def test_info_says_what_a_run_keeps(

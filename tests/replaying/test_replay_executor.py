@@ -78,7 +78,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
             assert found[name] == value, name
 
 
-@pytest.mark.mostly_slow(fast=3)
+@pytest.mark.mostly_slow(fast=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_memory_of_steps_answers_as_one_of_patterns(kind: str, optimizer: str) -> None:

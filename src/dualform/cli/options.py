@@ -48,7 +48,7 @@ def open_view(
     """
     import dualform
 
-    memory = dualform.open(run, train=None if train is None else import_named(train), trust=trust)
+    memory = dualform.open(run, train=None if train is None else import_named(train, option="--train"), trust=trust)
     return select_view(memory, where=where, without=without, at=at)
 
 

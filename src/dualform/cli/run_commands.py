@@ -102,7 +102,7 @@ def replay_command(
 
     if keep != "patterns":
         raise QueryError(f"--keep is {keep!r}; expected patterns.")
-    function = None if train is None else import_named(train)
+    function = None if train is None else import_named(train, option="--train")
     patterns = dualform.Patterns(layers=layers or None, dtype=dtype)  # type: ignore[arg-type]
     dualform.replay(function, run, keep=patterns, to=to, trust=trust)
     found = dualform.open(to).info()

@@ -89,7 +89,7 @@ def make_remembered(memory: Memory, spec: str, arguments: Mapping[str, Any], *, 
 
 def make_model(spec: str) -> nn.Module:
     """Import the factory that the user names, also from the current folder, and call it."""
-    return _made(import_named(spec), MappingProxyType({}), spec)
+    return _made(import_named(spec, option="--model", kind="factory"), MappingProxyType({}), spec)
 
 
 def _made(factory: Any, arguments: Mapping[str, Any], spec: str) -> nn.Module:
