@@ -102,7 +102,16 @@ def _last(training: Training) -> int:
     precision="bfloat16",
     dtype="float16",
 )
-def keys_of_one_layer(bench: Bench, precision: Precision, dtype: Literal["float16"]) -> Measured:
+@row(
+    "gpt2-keys-int8",
+    what="the same under bfloat16 autocast, in int8",
+    against="the same steps without recording",
+    unit="percent",
+    cuda=at_most(0.30),
+    precision="bfloat16",
+    dtype="int8",
+)
+def keys_of_one_layer(bench: Bench, precision: Precision, dtype: Literal["float16", "int8"]) -> Measured:
     training = _training(bench, precision)
 
     @contextlib.contextmanager
@@ -204,10 +213,14 @@ class DroppingSink:
     def find_step(self, parameters: Mapping[str, Tensor]) -> None:
         """Know no step."""
 
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
     def _nothing(self, *_: Any) -> None:
         """Do nothing."""
 
-    check = before_step = stepped = attach = flush = close = close_without_final = abandon = _nothing
+    check = before_step = stepped = load_state = attach = flush = close = close_without_final = abandon = _nothing
 
 
 class HostSink(DroppingSink):

@@ -45,6 +45,13 @@ class DroppingSink:
     def discard(self, backwards: Any) -> None:
         """Hold nothing to let go of."""
 
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take nothing."""
+
     def attach(self, files: Any) -> None:
         """Drop files."""
 

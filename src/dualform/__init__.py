@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dualform.errors import DualformError
     from dualform.opening import open
     from dualform.recording.estimate import estimate
-    from dualform.recording.keep import Patterns, Steps
+    from dualform.recording.keep import Patterns, Shares, Steps
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
     from dualform.replaying.replay_training import replay
@@ -27,6 +27,7 @@ _HOME = {
     "Memory": "dualform.attend.memory",
     "Patterns": "dualform.recording.keep",
     "Recorder": "dualform.recording.recorder",
+    "Shares": "dualform.recording.keep",
     "Spotlight": "dualform.attend.spotlight",
     "Steps": "dualform.recording.keep",
     "Top": "dualform.attend.questions",
@@ -46,6 +47,7 @@ __all__ = [
     "Memory",
     "Patterns",
     "Recorder",
+    "Shares",
     "Spotlight",
     "Steps",
     "Top",

@@ -73,6 +73,10 @@ class KeysOnlyError(DualformError, RuntimeError):
     """The answer needs values, and the layer was recorded with its keys only."""
 
 
+class SharesOnlyError(DualformError, RuntimeError):
+    """The answer needs patterns, or groups of them, of which the run keeps no shares."""
+
+
 class DataError(DualformError, RuntimeError):
     """A data set could not be had, or is not what it should be."""
 

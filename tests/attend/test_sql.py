@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dualform.attend.sql import FUNCTIONS, check_condition, database, sql_mask
+from dualform.attend.sql import FUNCTIONS, database, named_columns, sql_mask
 from dualform.errors import SelectionError
 
 NAMES = ("pattern", "step", "label", "task", "x")
@@ -105,10 +105,10 @@ def test_what_may_be_called_depends_on_its_arguments_alone() -> None:
 
 
 def test_a_condition_is_looked_at_once() -> None:
-    check_condition.cache_clear()
+    named_columns.cache_clear()
     for _ in range(3):
         sql_mask(TABLE, "label = 3", NAMES)
-    assert check_condition.cache_info().misses == 1
+    assert named_columns.cache_info().misses == 1
 
 
 def test_nothing_holds_a_connection_when_a_condition_was_evaluated() -> None:

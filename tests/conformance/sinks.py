@@ -6,7 +6,7 @@ And what the recorder promises to every sink: `PromisedSink` stands between the 
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,6 +58,11 @@ class ListSink:
 
     def discard(self, backwards: Sequence[int]) -> None:
         self._pending = {n: record for n, record in self._pending.items() if record.backward not in backwards}
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
     def attach(self, files: Files) -> None: ...
 
@@ -141,6 +146,12 @@ class PromisedSink:
     def pending(self) -> int:
         """How many calls may still reach a step."""
         return len(self._records)
+
+    def state(self) -> Mapping[str, Any]:
+        return self.sink.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.sink.load_state(state)
 
     def attach(self, files: Files) -> None:
         self.sink.attach(files)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.recording.estimate import size_text
+from dualform.recording.keep import Patterns, Shares
 from helpers.loops import batches, loss_of, mlp, record, sgd, state
 
 
@@ -102,3 +103,25 @@ def test_estimates_read_well() -> None:
     assert text.splitlines()[-1].split() == ["total", "8.8", "MB"]
     assert size_text(999) == "999 B"
     assert size_text(5e15) == "5000.0 TB"
+
+
+def test_shares_are_estimated_in_memory_and_on_disk() -> None:
+    model = mlp()
+    inputs = batches(1)[0]
+    shares = Shares(by="label", groups=10)
+    found = dualform.estimate(model, inputs, steps=1_000_000, keep=shares)
+    elements = {"0": 7 * 5 + 7, "2": 3 * 7 + 3}
+    # A share and an average of each group, two more shares, and two more averages.
+    assert dict(found.layers) == {name: 4 * size * (2 * 10 + 4) for name, size in elements.items()}
+    assert found.device == 4 * sum(elements.values()) * (2 * 10 + 2)
+    assert found.free is not None
+    assert found.free > 0
+    assert "of memory for shares while training, where" in repr(found)
+    earlier = dualform.estimate(model, inputs, steps=9, keep=Shares(by="label", groups=10, at=[3, 6]))
+    assert earlier.total - found.total == 2 * 4 * sum(elements.values()) * 12
+    several = dualform.estimate(model, inputs, steps=9, keep=Shares(by=[["label"], ["label", "task"]], groups=5))
+    assert several.device == found.device
+    both = dualform.estimate(model, inputs, steps=6, keep=[shares, Patterns(layers="2")])
+    patterns = dualform.estimate(model, inputs, steps=6, layers="2")
+    assert both.total == found.total + patterns.total
+    assert dualform.estimate(model.double(), inputs.double(), steps=6, keep=shares).device == 2 * found.device

@@ -3,6 +3,7 @@
 The CPU stands for the GPU here: every place that asks where a tensor is gets the answer that it is elsewhere.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import dualform
 from dualform.errors import RefusedError
-from dualform.recording import gradient_samples, late_steps, probes, step_recorder
+from dualform.recording import accumulation, gradient_samples, late_steps, probes, step_recorder
 from dualform.store import taken_steps
 from dualform.store.reader import Run
 
@@ -230,3 +231,44 @@ def test_a_flush_has_every_step(tmp_path: Path) -> None:
             optimizer.step()
             recorder.flush()
             assert Run(tmp_path).manifest.steps == number + 1
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_accumulated_and_cleared_gradients_are_told_apart_without_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulation, "is_at_hand", lambda tensor: False)
+    model, optimizer = network()
+    with dualform.record(model, optimizer, tmp_path):
+        for number, batch in enumerate(batches(12)):
+            model(batch).square().mean().backward()
+            if number % 6 == 1:
+                optimizer.zero_grad(set_to_none=False)  # the first two of six are dropped
+            if number % 6 == 5:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+    memory = dualform.open(tmp_path)
+    assert memory.verify().passed
+    assert memory.info().layers["0"]["patterns"] == 2 * 4 * 8
+
+
+def test_a_captured_backward_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_recorder, "is_capturing", lambda: True)
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    with pytest.raises(RefusedError, match="captured into a CUDA graph"):
+        train(tmp_path)
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+@pytest.mark.filterwarnings("ignore:A recorder")
+def test_a_recorder_that_is_dropped_loses_no_step(tmp_path: Path) -> None:
+    model, optimizer = network()
+    recorder = dualform.record(model, optimizer, tmp_path).start()
+    for batch in batches(3):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    assert recorder.step == 3
+    del recorder
+    gc.collect()
+    assert Run(tmp_path).manifest.steps == 3

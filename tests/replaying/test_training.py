@@ -73,7 +73,7 @@ def test_a_training_opens_its_recording_exactly_once() -> None:
     ("options", "inside", "error", "message"),
     [
         ({"layers": "head"}, {}, TypeError, "record_training got 'layers'.*inside the training"),
-        ({"keep": Shares(by="label")}, {}, RefusedError, "Shares cannot be recorded yet"),
+        ({"keep": [Shares(by="label"), Steps()]}, {}, RefusedError, "both Shares"),
         ({"keep": []}, {}, ValueError, "keep is empty"),
         ({"keep": "steps"}, {}, ValueError, "keep is 's'; expected Patterns"),
         ({}, {"resume": True}, ResumeError, "cannot be resumed"),

@@ -9,6 +9,8 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import dualform
+from dualform.effects.losses import find_losses
+from dualform.engine.local import LocalExecutor
 from dualform.engine.measures import Of
 from dualform.recording.watch import Dtype
 from dualform.store import row_encoding
@@ -139,7 +141,7 @@ def mixed(number: int) -> int:
 def round_plainly(row: list[float], place: int, seed: int) -> list[int]:
     """Round one row of float32 numbers to int8 as the format says, one element after the other."""
     largest = torch.tensor(max(map(abs, row)))
-    scale = largest / 127
+    scale = largest * torch.tensor(1 / 127)
     found = []
     for column, element in enumerate(row):
         of_row = mixed(place ^ seed & 0xFFFFFFFF) ^ seed >> 32
@@ -271,6 +273,7 @@ def test_an_int8_run_is_near_the_exact_one_and_within_its_bound(tmp_path: Path) 
         shared = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(*best, strict=True)]
         assert sum(shared) / len(shared) >= 9
     assert coarse.info().layers["2"]["dtype"] == "int8"
+    assert find_losses(coarse._run, LocalExecutor(), ["0", "2"]).softmax
 
 
 def test_what_int8_stores_does_not_depend_on_how_a_run_is_written(tmp_path: Path) -> None:

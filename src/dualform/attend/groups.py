@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dualform.attend.conditions import Condition, ConditionRows, holds, undecided
+from dualform.attend.kept_groups import KeptGroups, find_kept_groups
 from dualform.binning import Bins, By, bin_edges, grouping_columns, label_order
 from dualform.engine.jobs import Executor, Pass
 from dualform.engine.local import LocalExecutor
@@ -36,11 +37,13 @@ class Grouping:
         parts: the columns.
         labels: (G,) each group's value, or tuple of values where there are several columns.
         codes: (n,) each kept pattern's group, in the order of a stream over them.
+        kept: the sums of these groups, for a layer that keeps shares; there are no patterns and no codes then.
     """
 
     parts: tuple[str | Bins, ...]
     labels: tuple[Any, ...]
     codes: npt.NDArray[np.int64]
+    kept: KeptGroups | None = None
     _there: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def on(self, device: torch.device) -> Tensor:
@@ -112,6 +115,7 @@ class Table:
     groupings: dict[tuple[str, tuple[str | Bins, ...]], Grouping] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     unknown_counts: dict[str, int] = field(default_factory=dict)
+    kept: dict[tuple[str | Bins, ...] | None, KeptGroups] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -132,10 +136,25 @@ class Table:
         return torch.float64 if self.run.layer(layer).dtype == "float64" else torch.float32
 
     def count(self, layer: str) -> int:
-        """Return how many patterns of a layer are kept."""
+        """Return how many patterns of a layer the view holds; of a layer that keeps shares, how many it sums."""
         if layer not in self.counts:
-            self.counts[layer] = count_kept(self.run, layer, horizon=self.horizon, mask=self.mask)
+            if self.keeps_shares(layer):
+                self.counts[layer] = self.kept_groups(None).count(layer)
+            else:
+                self.counts[layer] = count_kept(self.run, layer, horizon=self.horizon, mask=self.mask)
         return self.counts[layer]
+
+    def keeps_shares(self, layer: str) -> bool:
+        """Say whether shares by group are all that the run keeps of a layer."""
+        return self.run.layer(layer).store == "shares"
+
+    def kept_groups(self, by: Sequence[str | Bins] | None) -> KeptGroups:
+        """Return the view's groups of the shares that the run keeps, by these columns; None for one group of all."""
+        at = None if by is None else tuple(by)
+        if at not in self.kept:
+            self.require(part.column if isinstance(part, Bins) else part for part in at or ())
+            self.kept[at] = find_kept_groups(self.run, self.conditions, self.horizon, by)
+        return self.kept[at]
 
     def unknown(self, layer: str) -> int:
         """Return how many patterns of a layer the conditions cannot decide, for want of a value in their columns.
@@ -143,6 +162,8 @@ class Table:
         A pattern that another condition leaves out in any case does not count. `without` keeps such a pattern and
         `where` leaves it out.
         """
+        if layer not in self.unknown_counts and self.keeps_shares(layer):
+            self.unknown_counts[layer] = self.kept_groups(None).count_unknown(layer) if self.conditions else 0
         if layer not in self.unknown_counts:
             found = sum(self._undecided(part, layer) for part in self.run.parts()) if self.conditions else 0
             self.unknown_counts[layer] = found
@@ -214,6 +235,7 @@ class Table:
         """Return the kept patterns' rows with these columns, or with all."""
         wanted = self.names if names is None else tuple(names)
         self.require(wanted)
+        self.run.require_patterns(layer, "a table of patterns")
         parts = []
         for part in self.run.parts():
             kept = kept_rows(part, layer, self.horizon, self.mask)
@@ -243,10 +265,15 @@ class Table:
         at = (layer, parts)
         found = self.groupings.get(at)
         if found is None:
-            found = self.groupings[at] = self._group(layer, parts)
+            found = self._kept_grouping(layer, parts) if self.keeps_shares(layer) else self._group(layer, parts)
+            self.groupings[at] = found
             while sum(g.codes.nbytes for g in list(self.groupings.values())) > GROUPINGS and len(self.groupings) > 1:
                 self.groupings.pop(list(self.groupings)[0], None)  # noqa: RUF015 (another thread may be here too)
         return found
+
+    def _kept_grouping(self, layer: str, parts: tuple[str | Bins, ...]) -> Grouping:
+        kept = self.kept_groups(parts).present_in(layer)
+        return Grouping(parts, kept.labels, _NONE, kept)
 
     def _group(self, layer: str, parts: Sequence[str | Bins]) -> Grouping:
         encoded = [self._encode(layer, part) for part in parts]
@@ -271,6 +298,7 @@ class Table:
     def numbered_codes_of(self, part: PatternPart, layer: str, groups: Numbered) -> npt.NDArray[np.int64]:
         """Return the values of a numbered column for the kept patterns of one part; `groups.size` for no value."""
         self.require([groups.column])
+        self.run.require_patterns(layer, f"a table by {groups.column!r}")
         kept = kept_rows(part, layer, self.horizon, self.mask)
         rows = part.addresses(layer)["annotation"][kept]
         column = part.annotation(groups.column, keep=False)

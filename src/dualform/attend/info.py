@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualform.engine.source import PatternSource
-from dualform.engine.verification import stored_bytes
+from dualform.engine.verification import seen_patterns, stored_bytes
 from dualform.identity.families.naming import class_name
 from dualform.recording.estimate import size_text
 
@@ -68,7 +68,7 @@ def describe_run(run: PatternSource, view: str) -> Info:
             "d_out": entry.d_out,
             "store": entry.store,
             "dtype": entry.dtype,
-            "patterns": run.count(name),
+            "patterns": seen_patterns(run, name),
             "bytes": stored_bytes(run, name),
             "rows": dataclasses.asdict(described.rows[name]) if name in described.rows else None,
         }

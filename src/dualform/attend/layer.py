@@ -65,6 +65,11 @@ class LayerSpotlight:
         return self._table.names
 
     @property
+    def keeps_patterns(self) -> bool:
+        """Whether single patterns of the layer are kept; otherwise shares by group are."""
+        return self._entry.store != "shares"
+
+    @property
     def media(self) -> Media:
         """What the run keeps for people to look at."""
         return self._table.run.require_files().media()

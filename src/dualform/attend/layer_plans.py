@@ -94,6 +94,7 @@ class LayerPlans:
         if k < 1:
             raise QueryError(f"top({k}) asks for no patterns. Ask for at least one.")
         check_per(question.per)
+        self.table.run.require_patterns(self.name, "a ranking of patterns")
         self.require_patterns()
         measure = PatternMeasure(of)
         if of == "contribution":
@@ -127,6 +128,8 @@ class LayerPlans:
         self.check_affordable(8 * count * groups * d_out, "totals of contributions")
         size = sum(math.prod(shape) for shape in self.sums.shapes.values())
         plain = not self.sums.replayed and matrix_and_bias(self._entry.uses) is not None
+        if self.table.keeps_shares(self.name):
+            plain = False
         if not plain:
             self.check_affordable(16 * groups * size, "totals of contributions by so many groups")
         if not plain or (count * (d_in + d_out) >= d_in * d_out and 8 * groups * size <= MAX_SHARES_BYTES):
@@ -144,6 +147,7 @@ class LayerPlans:
         most_queries: int | None = None,
     ) -> Plan[R]:
         """Plan the reduction of the measures of all patterns, by passes of at most so many queries each."""
+        self.table.run.require_patterns(self.name, self._question_text(measure.of))
         self.require_patterns()
         if measure.of == "effect":
             effects = self.require_effects()
@@ -216,9 +220,17 @@ class LayerPlans:
                 f"{what} would take {size / 1e9:.0f} GB. Use totals() or top(), fewer queries, or a narrower view."
             )
 
+    def _question_text(self, of: Of) -> str:
+        """Name a question about every pattern, for a layer that has none."""
+        if of == "magnitude":
+            return "magnitude, which sums of keys give only where neither keys nor queries are negative,"
+        return f"{of} of single patterns"
+
     def _never_negative(self) -> bool:
-        low, high = self.table.run.key_range(self.name)
         least, greatest = torch.aminmax(self.queries)
+        if self.table.keeps_shares(self.name):
+            return self.table.kept_groups(None).key_sums(self.name).lowest >= 0 and bool(least >= 0)
+        low, high = self.table.run.key_range(self.name)
         return (low >= 0 and bool(least >= 0)) or (high <= 0 and bool(greatest <= 0))
 
     def _units(self, unit: int | Tensor | None) -> Plan[Tensor]:

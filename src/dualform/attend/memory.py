@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import pyarrow as pa
 import torch
@@ -26,11 +26,13 @@ from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.questions import Question
 from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
 from dualform.attend.spotlight import Spotlight
+from dualform.attend.sums import view_parts
 from dualform.attend.text_answers import TextSpotlight
 from dualform.attend.training_history import TrainingHistory, find_training_history
+from dualform.attend.view_shares import ViewShares
 from dualform.attend.warn import MaskWarning, OtherModelWarning
 from dualform.attend.weights import GroupWeights
-from dualform.binning import Bins, By
+from dualform.binning import By, grouping_columns
 from dualform.corpus import Corpus
 from dualform.effects.moments import outside
 from dualform.effects.output_gradients import OutputGradients, Quantity, find_output_gradients
@@ -42,8 +44,9 @@ from dualform.engine.description import LayerEntry, RowsEntry
 from dualform.engine.fingerprints import matching_steps
 from dualform.engine.jobs import Executor
 from dualform.engine.local import LocalExecutor
+from dualform.engine.share_source import ParameterShares
 from dualform.engine.source import Cost, PatternSource
-from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, verify
+from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, compare_shares, verify
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.pieces import Tokenizer
@@ -96,6 +99,11 @@ class Memory:
     def columns(self) -> tuple[str, ...]:
         """The names of all columns that patterns have."""
         return self._table.names
+
+    @property
+    def kept_groupings(self) -> tuple[tuple[str, ...], ...]:
+        """The groupings by which the run keeps shares; none where it keeps patterns alone."""
+        return () if self._run.kept_shares is None else self._run.kept_shares.groupings
 
     @property
     def rows(self) -> Mapping[str, RowsEntry]:
@@ -210,7 +218,9 @@ class Memory:
         """Look at the memory as it was after `step` steps."""
         if not 0 <= step <= self._run.steps:
             raise SelectionError(f"Step {step} is outside the memory, which has steps 0 to {self._run.steps}.")
-        return Memory(self._run, conditions=self._conditions, horizon=step, shared=self._shared)
+        view = Memory(self._run, conditions=self._conditions, horizon=step, shared=self._shared)
+        view._require_kept()
+        return view
 
     def _view(self, more: Condition) -> "Memory":
         self._table.require(name for name, _ in more.equal)
@@ -218,7 +228,13 @@ class Memory:
         if more.sql is not None and self._run.parts():
             # One part is enough to find a malformed condition now rather than at the first question.
             view._table.mask(self._run.parts()[0], next(iter(self.layers)))
+        view._require_kept()
         return view
+
+    def _require_kept(self) -> None:
+        """Raise where the run keeps shares alone, and not those of this view."""
+        if self.layers and all(entry.store == "shares" for entry in self.layers.values()):
+            self._table.kept_groups(None)
 
     def unknown(self, layers: str | Collection[str] | None = None) -> dict[str, int]:
         """Return how many patterns of each layer this view's mask cannot decide, for want of a value in its columns.
@@ -240,10 +256,29 @@ class Memory:
 
     # Weights ------------------------------------------------------------------------------------------------------
 
+    @overload
+    def shares(self) -> dict[str, Tensor]: ...
+
+    @overload
+    def shares(self, by: By) -> dict[str, ParameterShares]: ...
+
     @in_own_dtype
-    def shares(self) -> dict[str, Tensor]:
-        """Return what the view's patterns add to each parameter; those of `where` and `without` sum to the whole."""
-        return {name: part.share.to(self._dtype(name), copy=True) for name, part in self._exact_parts().items()}
+    def shares(self, by: By | None = None) -> dict[str, Tensor] | dict[str, ParameterShares]:
+        """Return what the view's patterns add to each parameter; those of `where` and `without` sum to the whole.
+
+        Args:
+            by: a column, `dualform.bins(column, width=...)`, or several of these: each group's share then, beside what
+                is left of the start, what no pattern explains, and rounding. All of them sum to the parameter.
+        """
+        if by is None:
+            return {name: part.share.to(self._dtype(name), copy=True) for name, part in self._exact_parts().items()}
+        source = self.share_source(by)
+        return {name: source.shares(name, source.groupings[0]) for name in self._run.exact_parameters()}
+
+    def share_source(self, *by: By) -> ViewShares:
+        """Return the sums of this view by one or several groupings: shares of parameters, and of keys."""
+        self._require_values()
+        return ViewShares(self._table, self._cache, [grouping_columns(one) for one in by])
 
     @in_own_dtype
     def weights(self) -> dict[str, Tensor]:
@@ -259,8 +294,7 @@ class Memory:
 
         With them a mask of groups and steps is a subtraction; see `GroupWeights`.
         """
-        parts = [by] if isinstance(by, str | Bins) else list(by)
-        return GroupWeights(self._table, self._cache, parts, budget=budget)
+        return GroupWeights(self._table, self._cache, grouping_columns(by), budget=budget)
 
     @in_own_dtype
     def rebuild_errors(self, weights: GroupWeights) -> dict[str, LayerCheck]:
@@ -268,8 +302,9 @@ class Memory:
         final = self._run.final
         if final is None or self._conditions or self._horizon != self._run.steps:
             return {}
-        checks = compare(self._run, weights.rebuilt(), final, self._shared.executor, horizon=self._horizon)
-        return by_layer(self._run, checks)
+        rebuilt = {n: part for n, part in weights.rebuilt().items() if n not in self._run.shared_parameters()}
+        checks = compare(self._run, rebuilt, final, self._shared.executor, horizon=self._horizon)
+        return by_layer(self._run, checks | compare_shares(self._run, final, horizon=self._horizon))
 
     @in_own_dtype
     def apply(self, model: nn.Module, *, layers: str | Collection[str] | None = None) -> nn.Module:
@@ -551,11 +586,15 @@ class Memory:
             self._shared.said.add(self._conditions)
             warn_user(f"The mask {self._describe()}: {message}", MaskWarning)
 
+    def _require_values(self) -> None:
+        """Raise where no layer's values are kept."""
+        if not self._run.exact_parameters():
+            self._run.require_values(next(iter(self.layers)))
+
     def _exact_parts(self) -> dict[str, rebuild.ParameterParts]:
         if self._parts is None:
-            if not self._run.exact_parameters():
-                self._run.require_values(next(iter(self.layers)))
-            self._parts = rebuild.parts(self._run, self._table, self._table.executor)
+            self._require_values()
+            self._parts = view_parts(self._table)
             self._say_unknown()
         return self._parts
 

@@ -67,7 +67,7 @@ def sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.
         sql.encode()
     except UnicodeError as error:
         raise SelectionError(_cannot(sql, f"{error}.", names)) from error
-    check_condition(sql, tuple(names))
+    named_columns(sql, tuple(names))
     with database().cursor() as connection:
         try:
             relation = connection.from_arrow(table)
@@ -85,8 +85,15 @@ def sql_mask(table: pa.Table, sql: str, names: Sequence[str]) -> npt.NDArray[np.
 
 
 @functools.lru_cache(maxsize=256)
-def check_condition(sql: str, names: tuple[str, ...]) -> None:
-    """Raise unless a text is one expression about one pattern that gives the same answer every time."""
+def named_columns(sql: str, names: tuple[str, ...]) -> frozenset[str]:
+    """Return the columns that a condition names.
+
+    Raise unless the text is one expression about one pattern that gives the same answer every time.
+
+    Args:
+        sql: the condition.
+        names: every column there is.
+    """
     with database().cursor() as connection:
         (found,) = connection.execute("select json_serialize_sql(?)", [f"SELECT\n{sql}\n"]).fetchone()
         parsed = json.loads(found)
@@ -96,11 +103,15 @@ def check_condition(sql: str, names: tuple[str, ...]) -> None:
         alone = len(parsed["statements"]) == 1 and node.get("type") == "SELECT_NODE"
         if not alone or len(node["select_list"]) != 1 or not _is_bare(node):
             raise SelectionError(_cannot(sql, "expected one expression, and nothing around it.", names))
-        known = {name.casefold() for name in names}
+        known = {name.casefold(): name for name in names}
+        found = set()
         for part in _expressions(node["select_list"]):
-            reason = _objection(part, known)
+            reason = _objection(part, set(known))
             if reason is not None:
                 raise SelectionError(_cannot(sql, reason, names))
+            if part["class"] == "COLUMN_REF":
+                found.add(known[str(part["column_names"][0]).casefold()])
+        return frozenset(found)
 
 
 def _is_bare(node: dict[str, Any]) -> bool:

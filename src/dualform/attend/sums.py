@@ -3,7 +3,7 @@
 Computed once for a view and a grouping, and cached. No query is involved.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ class LayerSums:
 
     def plan_keys(self, grouping: Grouping) -> Plan[Tensor]:
         """Plan the sum of keys per group, (G, d_in)."""
+        if grouping.kept is not None:
+            return grouping.kept.key_sums(self.layer).sums.to(self.like.device)
         what = ("key sums", *self._view(), grouping.parts)
         found = self.cache.find(what)
         if found is None:
@@ -66,6 +68,9 @@ class LayerSums:
     def plan_shares(self, grouping: Grouping | None) -> Plan[dict[ParameterUse, Tensor]]:
         """Plan each group's share of each parameter, use -> (G, *shape)."""
         entry = self.table.run.require_values(self.layer)
+        if self.table.keeps_shares(self.layer):
+            kept = self._kept_shares(grouping)
+            return {use: kept[use.name].to(self.like.device) for use in entry.uses}
         what = ("group shares", *self._view(), None if grouping is None else grouping.parts)
         found = self.cache.find(what)
         if found is None:
@@ -77,8 +82,18 @@ class LayerSums:
         found: dict[str, Tensor] = self._answer(self._plan_computed_shares(grouping))
         return found
 
+    def _kept_shares(self, grouping: Grouping | None) -> dict[str, Tensor]:
+        """Return each group's share of each parameter from those that the run keeps, by the name of the use."""
+        kept = self.table.kept_groups(None) if grouping is None else grouping.kept
+        assert kept is not None, "the grouping of a layer that keeps shares"
+        return {
+            use.name: kept.shares(use.parameter, self.layer).shares for use in self.table.run.layer(self.layer).uses
+        }
+
     def _plan_computed_shares(self, grouping: Grouping | None) -> Plan[dict[str, Tensor]]:
         entry = self.table.run.require_values(self.layer)
+        if self.table.keeps_shares(self.layer):
+            return self._kept_shares(grouping)
         groups = 1 if grouping is None else len(grouping.labels)
         folded = replayed_parameters(self.table.run, [self.layer])
         jobs: list[Job] = [self._fold(grouping, groups=groups)] if folded else []
@@ -98,9 +113,16 @@ class LayerSums:
         return answer_all(self.table.run, self.table.executor, [plan])[0]
 
     def starts(self) -> dict[ParameterUse, Tensor]:
-        """Return each parameter's part that no pattern added, by use: the rest of the start, and Muon's rounding."""
+        """Return each parameter's part that no pattern added, by use: the rest of the start, and Muon's rounding.
+
+        Where the run keeps shares, what no pattern explains is in it too.
+        """
         run, horizon = self.table.run, self.table.horizon
         entry = run.require_values(self.layer)
+        if self.table.keeps_shares(self.layer):
+            kept = {use: self.table.kept_groups(None).shares(use.parameter) for use in entry.uses}
+            fixed = {use: found.start + found.unexplained + found.rounding for use, found in kept.items()}
+            return {use: part.to(self.like.device) for use, part in fixed.items()}
 
         def compute() -> dict[str, Tensor]:
             folded = self.table.executor.run(run, [self._fold(None, groups=0)])[0]
@@ -122,7 +144,7 @@ class LayerSums:
         others = [n for n, e in run.layers.items() if n != self.layer and set(e.parameters.values()) & names]
         if not others:
             return {}
-        everywhere = rebuild.parts(run, self.table, self.table.executor, layers=[self.layer, *others])
+        everywhere = view_parts(self.table, [self.layer, *others])
         here = self.shares(None)
         return {
             use: everywhere[use.parameter].share.to(self.like.device) - here[use][0]
@@ -144,6 +166,23 @@ class LayerSums:
             codes_by_part[part.index] = codes
         by = LayerGroups(self.layer, codes_by_part)
         return fold_shares(table.run, [self.layer], horizon=table.horizon, groups=groups, by=by)
+
+
+def view_parts(table: Table, layers: Collection[str] | None = None) -> dict[str, rebuild.ParameterParts]:
+    """Return start and share of each parameter in a view, from patterns or from the shares that the run keeps.
+
+    Args:
+        table: the view.
+        layers: the layers whose parameters are wanted; by default all that have values.
+    """
+    run = table.run
+    wanted = run.exact_parameters() if layers is None else [p for n in layers for p in run.layer(n).parameters.values()]
+    found = {}
+    for name in dict.fromkeys(name for name in run.shared_parameters() if name in wanted):
+        kept = table.kept_groups(None).shares(name)
+        found[name] = rebuild.ParameterParts(kept.start, kept.shares[0], rest=kept.unexplained + kept.rounding)
+    of_patterns = [n for n in rebuild.layers_with_values(run) if layers is None or n in layers]
+    return found | (rebuild.parts(run, table, table.executor, layers=of_patterns) if of_patterns else {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,9 @@ class TrainingHistory:
 
     Attributes:
         edges: (B + 1,) the first step of each bin, and the number of steps.
-        errors: (B,) the mean norm of the last layer's values, relative to the largest bin; nothing for keys only.
-            It falls as the loss falls, which is not recorded.
+        errors: (B,) the mean norm of the last layer's values, relative to the largest bin; nothing for keys only,
+            and nothing, neither epochs nor tasks, where no patterns are kept. It falls as the loss falls, which is not
+            recorded.
         epochs: the steps at which some sample came for the second, third, ... time.
         tasks: (step, task) wherever the `task` column changed.
     """
@@ -39,6 +40,8 @@ def find_training_history(table: Table, *, width: int) -> TrainingHistory:
     run, steps = table.run, table.horizon
     edges = np.append(np.arange(0, max(steps, 1), width), steps).astype(np.int64)
     last = list(run.layers)[-1]
+    if table.keeps_shares(last):
+        return TrainingHistory(edges, None, (), ())
     columns = run.description.columns
     wanted = [name for name in ("sample", "task") if name in columns]
     rows = table.rows(last, ["step", *wanted])

@@ -17,7 +17,7 @@ from torch import Tensor
 from dualform.attend.conditions import Condition
 from dualform.attend.groups import Table
 from dualform.attend.removal import Removal, split_into_bins
-from dualform.attend.sums import LayerSums
+from dualform.attend.sums import LayerSums, view_parts
 from dualform.binning import Bins
 from dualform.engine import rebuild
 from dualform.engine.answer_cache import AnswerCache
@@ -49,7 +49,8 @@ def make_plan(table: Table, by: Sequence[str | Bins], *, budget: int) -> GroupWe
         size += sum(4 * torch.Size(shape).numel() for shape in LayerSums.shapes_of(run, layer).values())
     each = len(found) * size  # bytes of one share per group
     # One more: the groups' own shares, summed over the bins.
-    bins = min(MAX_STEP_BINS, steps, budget // each - 1) if each else 0
+    most = 1 if run.shared_parameters() else min(MAX_STEP_BINS, steps)  # shares are kept by group, not by step
+    bins = min(most, budget // each - 1) if each else 0
     if bins < 1:
         return GroupWeightsPlan(tuple(by), tuple(found), 0, steps, 0, budget)
     width = -(-steps // bins)
@@ -131,7 +132,7 @@ class GroupWeights:
                     _add(total[use.parameter], cells, use.name, groups, set(bins))
         if rest:
             view = self._table.narrowed(rest)
-            for name, part in rebuild.parts(run, view, view.executor).items():
+            for name, part in view_parts(view).items():
                 total[name] += part.share.float()
         return total
 
@@ -154,6 +155,9 @@ class GroupWeights:
             return 0
         if not (removal.steps or removal.samples or removal.random):
             grouping = self._table.group(layer, list(removal.by))
+            if grouping.kept is not None:
+                counts = grouping.kept.key_sums(layer).counts.tolist()
+                return sum(n for n, label in zip(counts, grouping.labels, strict=True) if label in removal.groups)
             wanted = {i for i, label in enumerate(grouping.labels) if label in removal.groups}
             return int(sum((grouping.codes == i).sum() for i in wanted))
         view = self._table.narrowed(_selected(removal))
@@ -185,6 +189,8 @@ class GroupWeights:
 
     def _layer(self, layer: str) -> _Cells:
         sums = LayerSums(self._table, self._cache, layer, torch.empty(0))
+        if self._table.keeps_shares(layer):
+            return self._kept_layer(layer, sums)
         grouping = self._table.group(layer, [*self.plan.by, Bins("step", self.plan.width)])
         shares = self._cache.get(
             ("group weights", layer, self._table.conditions, self._table.horizon, grouping.parts),
@@ -199,6 +205,13 @@ class GroupWeights:
             for name, share in shares.items()
         }
         return _Cells(labels, shares, groups, places)
+
+    def _kept_layer(self, layer: str, sums: LayerSums) -> _Cells:
+        """Return the shares that the run keeps of a layer, as the one bin of all steps."""
+        grouping = self._table.group(layer, self.plan.by)
+        shares = {use.name: share.float() for use, share in sums.shares(grouping).items()}
+        labels = tuple((label, 0) for label in grouping.labels)
+        return _Cells(labels, shares, shares, {label: i for i, label in enumerate(grouping.labels)})
 
 
 def _selected(removal: Removal) -> tuple[Condition, ...]:

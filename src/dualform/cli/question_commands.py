@@ -40,7 +40,9 @@ def attend_command(
     by: Annotated[str | None, typer.Option(help="Totals by columns: label, task,label or step:500.")] = None,
     of: Annotated[str, typer.Option(help="attention, magnitude, contribution or effect.")] = "attention",
     quantity: Annotated[str, typer.Option(help="What effects are effects on: margin or loss.")] = "margin",
-    top: Annotated[int, typer.Option(help="How many patterns to list; 0 for none.")] = 5,
+    top: Annotated[
+        int | None, typer.Option(help="How many patterns to list; 0 for none; default 5, where patterns are kept.")
+    ] = None,
     per: Annotated[str, typer.Option(help="Rank each pattern, or each sample over its occurrences.")] = "pattern",
     smallest: Annotated[bool, typer.Option("--smallest", help="The most negative instead.")] = False,
     where: WhereOption = None,
@@ -53,7 +55,7 @@ def attend_command(
 ) -> None:
     """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
     from dualform.show.grouping import parse_by
-    from dualform.show.input_answers import answer_inputs, show_answers
+    from dualform.show.input_answers import DEFAULT_TOP, answer_inputs, show_answers
     from dualform.show.prompt_answers import answer_prompt
     from dualform.show.terminal_tables import print_json
     from dualform.show.text_output import show_text
@@ -66,7 +68,7 @@ def attend_command(
             prompt,
             model=model,
             layers=layer,
-            top=top,
+            top=DEFAULT_TOP if top is None else top,
             tokenizer=tokenizer,
             context=context,
             accept_untrained=accept_untrained,

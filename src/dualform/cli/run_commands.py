@@ -53,7 +53,13 @@ def verify_command(
                 "bytes": layer.bytes,
                 "relative_error": layer.error,
                 "bound": layer.bound,
-                **({} if layer.rounding is None else {"rounding": layer.rounding, "replay_equal": layer.replayed}),
+                **({} if layer.rounding is None else {"rounding": layer.rounding}),
+                **({} if layer.replayed is None else {"replay_equal": layer.replayed}),
+                **(
+                    {}
+                    if layer.unexplained is None
+                    else {"unexplained": layer.unexplained, "explained": layer.explained}
+                ),
                 "passed": layer.passed,
                 "parameters": [
                     {

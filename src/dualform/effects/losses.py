@@ -8,6 +8,7 @@ turns e eᵀ, which knows the label, into what it is on average over the network
 loss. Where the loss is something else, w = 1.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from dualform.engine.source import PatternPart, PatternSource
 FloatArray = npt.NDArray[np.float64]
 MAX_LOSS_WEIGHT = 1e4  # weight
 SUM_SLACK = 2e-3  # of a sum, relatively: float16 rows are off by less
+INT8_DEVIATIONS = 6  # of the random rounding of int8 rows, that a sum may be off: there are many rows
 PROBABILITY_ROUNDING = 1e-5  # of a probability
 
 
@@ -161,6 +163,8 @@ def _features(values: Tensor) -> Tensor:
 
 def _weigh(run: PatternSource, layer: str, heads: Mapping[int, _Head], way: str, *, scaled: bool) -> Losses | None:
     """Return the losses if N counted this way makes every value a softmax's."""
+    entry = run.layer(layer)
+    slack = SUM_SLACK if entry.dtype != "int8" else _int8_slack(entry.d_out)
     weights: dict[int, FloatArray] = {}
     terms: dict[int, FloatArray] = {}
     largest = 0.0
@@ -173,8 +177,8 @@ def _weigh(run: PatternSource, layer: str, heads: Mapping[int, _Head], way: str,
         if not factor.all():  # not what was trained
             return None
         positive, target = n * factor * head.positive, n * factor * head.target
-        balanced = np.abs(positive + target) <= SUM_SLACK * positive + PROBABILITY_ROUNDING
-        if not bool((balanced & (positive <= 1 + SUM_SLACK)).all()):
+        balanced = np.abs(positive + target) <= slack * np.maximum(positive, -target) + PROBABILITY_ROUNDING
+        if not bool((balanced & (positive <= 1 + slack)).all()):
             return None
         square = (n * factor) ** 2 * head.square  # |N e|²
         # p is N e but at the label, where it is 1 + N e; so |p|² = |N e|² + 1 + 2 N e_label
@@ -186,6 +190,15 @@ def _weigh(run: PatternSource, layer: str, heads: Mapping[int, _Head], way: str,
     if largest < 100 * PROBABILITY_ROUNDING:  # anything would pass
         return None
     return Losses(run, layer, True, scaled, weights, terms)
+
+
+def _int8_slack(d_out: int) -> float:
+    """Return how far the sum of a softmax's int8 value may be off, relative to its label's element, which is 127 units.
+
+    An element of y units has a variance of f · (1 − f) with f = y − floor(y): at most 1/4, and at most |y|, of which
+    there are 127 beside the label.
+    """
+    return INT8_DEVIATIONS * math.sqrt(min(d_out / 4, 127)) / 127
 
 
 def _count(part: PatternPart, layer: str, way: str, head: _Head | None) -> FloatArray:

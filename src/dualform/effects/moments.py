@@ -79,8 +79,13 @@ class MomentSums(Reducer[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]):
 
 
 def outside(run: PatternSource, layer: str) -> str | None:
-    """Say why a layer has no effects: it is outside the linear family, or too wide. Nothing where it may have them."""
+    """Say why a layer has no effects: its patterns are not kept, it is outside the linear family, or too wide.
+
+    Nothing where it may have them.
+    """
     entry = run.layer(layer)
+    if entry.store == "shares":
+        return f"its patterns are not kept; record them too, keep=[..., dualform.Patterns(layers={layer!r})]"
     if not is_linear(run, layer):
         return f"{entry.kind} is not of the linear family"
     if max(entry.d_in, entry.d_out) > WIDEST:

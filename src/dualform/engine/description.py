@@ -12,8 +12,11 @@ from dualform.recording.rowcheck import Outcome
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A number of things. No file of a run holds as many as 2⁵³."""
 Shape = tuple[Count, ...]
-Stored = Literal["keys+values", "keys", "steps"]
-"""What a run stores of a layer's patterns; of `"steps"` nothing: they come back when the training is replayed."""
+Stored = Literal["keys+values", "keys", "shares", "steps"]
+"""What is stored of a layer. With "shares" its patterns are not: sums over groups of them are all there is.
+
+With "steps" they are not either: they come back when the training is replayed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,11 @@ class LayerEntry:
     store: Stored
     dtype: str  # of the stored keys and values
     optional: bool = False  # whether readers leave it out when it has no patterns
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are patterns with values to ask for: stored ones, or ones that a replay brings back."""
+        return self.store in ("keys+values", "steps")
 
     @property
     def parameters(self) -> dict[str, str]:

@@ -75,6 +75,7 @@ def kept_by_part(
     source: PatternSource, layer: str, *, horizon: int, mask: PartMask = keep_all
 ) -> Iterator[tuple[PatternPart, npt.NDArray[np.int64], int, int]]:
     """Yield each part within the horizon, its kept rows, and how many patterns come before: all, and kept ones."""
+    source.require_patterns(layer)
     before = kept_before = 0
     for part in source.parts():
         if part.start >= horizon:
@@ -96,6 +97,7 @@ def pattern_ranges(
 
 def count_kept(source: PatternSource, layer: str, *, horizon: int, mask: PartMask = keep_all) -> int:
     """Return how many patterns of a layer a view keeps."""
+    source.require_patterns(layer)
     total = 0
     for part in source.parts():
         within, kept = _count_within(part, layer, horizon), mask(part, layer)

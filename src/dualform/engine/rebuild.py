@@ -24,30 +24,36 @@ from dualform.recording.sinks import RESIDUAL
 
 @dataclass(frozen=True, slots=True)
 class ParameterParts:
-    """A parameter in two parts, float64, or three where its optimizer rounds more coarsely than its dtype."""
+    """A parameter in two parts, float64; three where its optimizer rounds coarsely, or where the run keeps shares."""
 
     start: Tensor  # what decay and momentum left of the start
     share: Tensor  # what the kept patterns added
     rounding: Rounding | None = None
+    rest: Tensor | None = None  # of a run that keeps shares: what no pattern explains, and rounding
     noise: float = 0.0  # the size of what coarsely rounded gradients did beyond their patterns, at random
 
     @property
     def whole(self) -> Tensor:
         """The parameter: all parts together. Rounding is no pattern's, so that every view keeps it, like the start."""
-        total = self.start + self.share
+        total = self.start + self.share if self.rest is None else self.start + self.share + self.rest
         return total if self.rounding is None else total + self.rounding.term
 
 
 def parts(
     source: PatternSource, view: View, executor: Executor, *, layers: Collection[str] | None = None
 ) -> dict[str, ParameterParts]:
-    """Return start and share of each parameter of these layers in a view; by default of all layers with values."""
+    """Return start and share of each parameter of these layers in a view; by default of all layers with values.
+
+    The patterns are read. Parameters of layers that keep shares alone are not among the default.
+    """
     if layers is None:
         layers = layers_with_values(source)
     horizon = view.horizon
     scalar = shares(source, view, executor, layers=layers)
     found = {
-        name: ParameterParts(start(source, name, horizon=horizon), share, noise=_noise(source, name, horizon))
+        name: ParameterParts(
+            start(source, name, horizon=horizon), share, noise=coefficient_noise(source, name, horizon)
+        )
         for name, share in scalar.items()
     }
     if replayed_parameters(source, layers):
@@ -58,11 +64,16 @@ def parts(
 
 
 def layers_with_values(source: PatternSource) -> list[str]:
-    """Return the layers whose values are kept, so that their parameters can be rebuilt."""
-    return [name for name, entry in source.layers.items() if entry.store != "keys"]
+    """Return the layers whose values are kept, so that their parameters can be rebuilt from patterns."""
+    shared = set(source.shared_parameters())
+    return [
+        name
+        for name, entry in source.layers.items()
+        if entry.has_values and not shared & set(entry.parameters.values())
+    ]
 
 
-def _noise(source: PatternSource, parameter: str, horizon: int) -> float:
+def coefficient_noise(source: PatternSource, parameter: str, horizon: int) -> float:
     """Return the root of the sum of squares of what each step's residual did to a parameter with coefficients."""
     facts, _ = source.facts(parameter)
     if RESIDUAL not in facts.settings:

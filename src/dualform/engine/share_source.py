@@ -73,3 +73,7 @@ class ShareSource(ABC):
     @abstractmethod
     def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> KeySums:
         """Return a layer's key sums by group."""
+
+    def stored_bytes(self, layer: str) -> int:
+        """Return how many bytes the sums of a layer take where they are stored; 0 where they are not."""
+        return 0

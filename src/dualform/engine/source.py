@@ -22,7 +22,7 @@ from dualform.engine.addresses import Calls, addresses
 from dualform.engine.beside_patterns import KnownState, Media, Tests
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.engine.share_source import ShareSource
-from dualform.errors import KeysOnlyError, QueryError, UnknownLayerError
+from dualform.errors import KeysOnlyError, QueryError, SharesOnlyError, UnknownLayerError
 from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
 from dualform.identity.families.optimizer_facts import CoefficientsOf
 from dualform.recording.estimate import size_text
@@ -251,7 +251,14 @@ class PatternSource(ABC):
     def layers(self) -> dict[str, LayerEntry]:
         """The layers of the run, without optional ones that were never used."""
         every = self.description.layers
-        return {name: entry for name, entry in every.items() if not entry.optional or self.count(name)}
+        return {name: entry for name, entry in every.items() if not entry.optional or self._was_used(name, entry)}
+
+    def _was_used(self, name: str, entry: LayerEntry) -> bool:
+        """Say whether a layer took part in the training."""
+        if entry.store != "shares":
+            return self.count(name) > 0
+        kept = self.require_shares()
+        return bool(kept.key_sums(name, kept.groupings[0]).counts.any())
 
     def layer(self, name: str) -> LayerEntry:
         """Return a layer's entry, or raise with the names of all layers."""
@@ -271,8 +278,36 @@ class PatternSource(ABC):
             )
         return entry
 
+    def require_patterns(self, layer: str, what: str = "this question") -> LayerEntry:
+        """Return a layer's entry if its patterns are kept, or raise.
+
+        Args:
+            layer: the layer's name.
+            what: the question that needs patterns, for the message.
+        """
+        entry = self.layer(layer)
+        if entry.store == "shares":
+            kept = self.require_shares()
+            raise SharesOnlyError(
+                f"Layer {layer!r} keeps shares by {groupings_text(kept.groupings)} and no patterns: {what} needs "
+                f"patterns. Record them too: keep=[dualform.Shares(...), dualform.Patterns(layers={layer!r})]."
+            )
+        return entry
+
+    def require_shares(self) -> ShareSource:
+        """Return the sums by group that the run keeps, or raise where it keeps none."""
+        kept = self.kept_shares
+        if kept is None:
+            raise QueryError(f"{self.name} keeps no shares. Record them: keep=dualform.Shares(by=...).")
+        return kept
+
+    def shared_parameters(self) -> tuple[str, ...]:
+        """Return the parameters whose shares by group are all there is: those of layers without patterns."""
+        layers = [entry for entry in self.layers.values() if entry.store == "shares"]
+        return tuple(dict.fromkeys(parameter for entry in layers for parameter in entry.parameters.values()))
+
     def count(self, layer: str) -> int:
-        """Return how many patterns of a layer there are."""
+        """Return how many patterns of a layer are kept."""
         return sum(part.count(layer) for part in self.parts())
 
     def key_range(self, layer: str) -> tuple[float, float]:
@@ -349,6 +384,15 @@ class PatternSource(ABC):
             return pa.nulls(len(rows), kind)
         # Only whole numbers become floating-point ones here; beyond 2⁵³ they are rounded.
         return column.combine_chunks().cast(kind, safe=False).take(pa.array(rows, mask=rows < 0))
+
+
+def groupings_text(groupings: Sequence[tuple[str, ...]]) -> str:
+    """Return groupings as a message names them.
+
+    >>> groupings_text([("source",), ("label", "step:100")])
+    'source, or (label, step:100)'
+    """
+    return ", or ".join(by[0] if len(by) == 1 else f"({', '.join(by)})" for by in groupings)
 
 
 def find_part(source: PatternSource, step: int) -> PatternPart:

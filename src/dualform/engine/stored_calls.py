@@ -113,6 +113,7 @@ class StepReader:
         self._layers = [n for n, entry in source.layers.items() if set(entry.parameters.values()) & wanted]
         for layer in self._layers:
             source.require_values(layer)
+            source.require_patterns(layer, f"taking the steps of {', '.join(map(repr, sorted(wanted)))} again")
         self._part: PatternPart | None = None
         self._opened: dict[str, tuple[Calls, Rows, Rows]] = {}
 

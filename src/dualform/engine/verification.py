@@ -13,6 +13,11 @@ same side. It passes when the rest of the error, element by element, is within t
 An optimizer that rounds more coarsely than the parameter's dtype (Muon) leaves a third term, rounding, and then
 `rebuilt = start + shares + rounding`. Rounding absorbs whatever the linear maps of the steps do not say, so its size is
 part of the proof: `‖start + shares − live‖` may be 5e-2 · ‖change‖ and four times what bfloat16 does at random.
+
+A run that keeps shares keeps two such terms, `unexplained` and `rounding`, so that its sum is complete whatever the
+training did, and completeness proves nothing. It passes only where each of the two is within the bound that the error
+of a pattern memory must keep; otherwise the verdict is how much of the change the shares explain,
+`1 − ‖unexplained + rounding‖² / ‖change‖²`.
 """
 
 import dataclasses
@@ -28,10 +33,11 @@ from dualform.engine.coverage import Coverage, coverage
 from dualform.engine.description import LayerEntry
 from dualform.engine.doubt import fold_doubts
 from dualform.engine.jobs import Executor, Pass, WholeView
-from dualform.engine.rebuild import ParameterParts, parts
+from dualform.engine.rebuild import ParameterParts, coefficient_noise, parts
 from dualform.engine.reducers import Sums
 from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import storage_variance
+from dualform.identity.families import find_optimizer_kind
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.estimate import size_text
 
@@ -46,7 +52,7 @@ MAX_INT8_DEVIATIONS = 4
 """How many standard deviations of its patterns' random rounding a parameter may be off."""
 
 MAX_INT8_ERROR = 0.25
-"""How much the random rounding of int8 patterns may excuse under an optimizer with second moments, of the change."""
+"""How much the random rounding of int8 patterns may excuse under an optimizer without coefficients, of the change."""
 
 MAX_ROUNDING = 5e-2
 """How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
@@ -87,6 +93,30 @@ class RoundingCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class RestCheck:
+    """How much of a parameter is no group's, in a run that keeps shares.
+
+    Attributes:
+        unexplained: ‖unexplained‖, what those parts of the gradients made that no pattern explains.
+        rounding: ‖rounding‖, what the steps did beyond their linear maps.
+        size: ‖unexplained + rounding‖.
+        unexplained_bound: what the first may be.
+        rounding_bound: what the second may be.
+    """
+
+    unexplained: float
+    rounding: float
+    size: float
+    unexplained_bound: float
+    rounding_bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether both are what a pattern memory could leave as rounding."""
+        return self.unexplained <= self.unexplained_bound and self.rounding <= self.rounding_bound
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterCheck:
     """How well one parameter is rebuilt."""
 
@@ -96,6 +126,7 @@ class ParameterCheck:
     bound: float
     rounding: RoundingCheck | None = None  # where the optimizer rounds more coarsely than the parameter's dtype
     noise: float = 0.0  # what gradients that autocast rounded may have moved beyond their patterns
+    rest: RestCheck | None = None  # in a run that keeps shares
 
     @property
     def relative(self) -> float:
@@ -105,7 +136,13 @@ class ParameterCheck:
     @property
     def passed(self) -> bool:
         """Whether the error is within the bound, which is none where it is infinite, and the rounding is no more."""
-        return self.error <= self.bound < math.inf and (self.rounding is None or self.rounding.passed)
+        rounded = self.rounding is None or self.rounding.passed
+        return self.complete and rounded and (self.rest is None or self.rest.passed)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parts together are the live parameter."""
+        return self.error <= self.bound < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +180,19 @@ class LayerCheck:
     def rounding(self) -> float | None:
         """The size of the rounding term relative to the change, over all parameters that have one; nothing for none."""
         rounded = [(c.rounding.size, c.change) for c in self.parameters if c.rounding is not None]
+        rounded += [(c.rest.rounding, c.change) for c in self.parameters if c.rest is not None]
         return relative(*(math.hypot(*parts) for parts in zip(*rounded, strict=True))) if rounded else None
+
+    @property
+    def unexplained(self) -> float | None:
+        """The size of what no pattern explains relative to the change; nothing where the run keeps patterns."""
+        found = [(c.rest.unexplained, c.change) for c in self.parameters if c.rest is not None]
+        return relative(*(math.hypot(*parts) for parts in zip(*found, strict=True))) if found else None
+
+    @property
+    def explained(self) -> float | None:
+        """How much of the change the shares explain, 0 to 1; nothing where the run keeps patterns."""
+        return explained_part(self.parameters)
 
     @property
     def replayed(self) -> bool | None:
@@ -155,6 +204,15 @@ class LayerCheck:
     def passed(self) -> bool:
         """Whether every parameter passed."""
         return all(check.passed for check in self.parameters)
+
+    @property
+    def result(self) -> str:
+        """The outcome in words: passed, failed, or how much of the change the shares explain."""
+        if self.passed:
+            return "passed"
+        if self.explained is None or not all(check.complete for check in self.parameters):
+            return "FAILED"
+        return f"explains {percent_text(self.explained)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +231,14 @@ class Verification:
         return all(layer.passed for layer in self.layers)
 
     @property
+    def explained(self) -> float | None:
+        """How much of the change the shares explain, 0 to 1, where that is all that keeps the run from passing."""
+        checks = [check for layer in self.layers for check in layer.parameters]
+        if self.passed or any(not check.passed and (check.rest is None or not check.complete) for check in checks):
+            return None
+        return explained_part(list({check.parameter: check for check in checks}.values()))
+
+    @property
     def uncovered(self) -> Mapping[str, int]:
         """The trained parameters that no recorded layer covers, with their number of elements."""
         return self.coverage.uncovered
@@ -186,7 +252,7 @@ class Verification:
     def verdict(self) -> str:
         """The outcome in words, with its limits."""
         if not self.passed:
-            return "FAILED"
+            return "FAILED" if self.explained is None else f"explains {percent_text(self.explained)} of the change"
         if not any(layer.parameters for layer in self.layers) and self.coverage.recorded:
             return "files whole; nothing to compare: keys only"
         if not self.step and not any(layer.patterns for layer in self.layers):
@@ -198,21 +264,17 @@ class Verification:
 
     def __repr__(self) -> str:
         width = max([len(layer.layer) for layer in self.layers] + [5])
-        rounded = any(layer.rounding is not None for layer in self.layers)
-        more = f"  {'rounding':>8}  {'replay':>7}" if rounded else ""
+        extra = [name for name in EXTRA if any(_extra_cell(layer, name) for layer in self.layers)]
+        more = "".join(f"  {name:>{EXTRA[name]}}" for name in extra)
         lines = [
             f"{'layer':<{width}}  {'patterns':>10}  {'stored':>9}  {'relative error':>14}  {'bound':>9}{more}  result"
         ]
         for layer in self.layers:
             error = "keys only" if layer.error is None else f"{layer.error:.1e}"
-            result = "passed" if layer.passed else "FAILED"
             bound = "-" if layer.bound is None or math.isinf(layer.bound) else f"{layer.bound:.1e}"
             row = f"{layer.layer:<{width}}  {layer.patterns:>10,}  {size_text(layer.bytes):>9}  {error:>14}  {bound:>9}"
-            if rounded:
-                size = "" if layer.rounding is None else f"{layer.rounding:.1e}"
-                replay = {None: "", True: "equal", False: "differs"}[layer.replayed]
-                row += f"  {size:>8}  {replay:>7}"
-            lines.append(f"{row}  {result}")
+            row += "".join(f"  {_extra_cell(layer, name):>{EXTRA[name]}}" for name in extra)
+            lines.append(f"{row}  {layer.result}")
         failed = {check.parameter: check for layer in self.layers for check in layer.parameters if not check.passed}
         lines += [_failure_text(check) for check in failed.values()]
         coarse = sum(check.noise > 0 for layer in self.layers for check in layer.parameters)
@@ -224,8 +286,51 @@ class Verification:
         return "\n".join([*lines, self.hint] if self.hint else lines)
 
 
+EXTRA = {"unexplained": 11, "rounding": 8, "replay": 7}
+"""Columns of a verification that not every run has, with their widths."""
+
+
+def _extra_cell(layer: LayerCheck, name: str) -> str:
+    """Return a layer's cell in a column that not every run has."""
+    if name == "replay":
+        return {None: "", True: "equal", False: "differs"}[layer.replayed]
+    size = layer.unexplained if name == "unexplained" else layer.rounding
+    return "" if size is None else f"{size:.1e}"
+
+
+def explained_part(checks: Sequence[ParameterCheck]) -> float | None:
+    """Return how much of the change of some parameters their shares explain, 0 to 1; nothing where none keeps shares.
+
+    1 − ‖rest‖² / ‖change‖², over all of them together.
+    """
+    kept = [(check.rest.size, check.change) for check in checks if check.rest is not None]
+    if not kept:
+        return None
+    rest, change = (math.hypot(*sizes) for sizes in zip(*kept, strict=True))
+    return max(0.0, 1.0 - relative(rest, change) ** 2)
+
+
+def percent_text(part: float) -> str:
+    """Return a part of the whole in percent, with as many digits as it takes to tell it from the whole.
+
+    >>> percent_text(0.93125), percent_text(0.999997), percent_text(1.0)
+    ('93.1 %', '99.9997 %', '100 %')
+    """
+    if part >= 1.0:
+        return "100 %"
+    digits = max(1, math.ceil(-math.log10(100 * (1.0 - part))))
+    scale = 10**digits
+    return f"{math.floor(100 * part * scale + 1e-6) / scale:.{digits}f} %"
+
+
 def _failure_text(check: ParameterCheck) -> str:
     """Say how far a parameter that did not pass is from its bound."""
+    if check.rest is not None and check.complete:
+        rest = check.rest
+        return (
+            f"{check.parameter!r}: {rest.unexplained:.1e} is no pattern's, at most {rest.unexplained_bound:.1e} is "
+            f"rounding; {rest.rounding:.1e} is beyond the steps' maps, at most {rest.rounding_bound:.1e} is rounding"
+        )
     if check.error > check.bound or check.rounding is None:
         return f"{check.parameter!r} is off by {check.error:.1e}; at most {check.bound:.1e} is rounding"
     if check.rounding.error > check.rounding.bound:
@@ -266,6 +371,8 @@ def compare(
         if rounding is None:
             checks[name] = ParameterCheck(name, error, change, bound, noise=found.noise)
             continue
+        if coarse.get(name) == "int8":  # its orthogonalisation makes as much of small directions as of large ones
+            bound += MAX_INT8_ERROR * change
         chance = 4 * rounding.expected
         check = RoundingCheck(
             size=float(rounding.term.norm()),
@@ -370,7 +477,7 @@ class RoundingPower(PatternPower):
 
 def _coarse_layers(run: PatternSource) -> dict[str, LayerEntry]:
     """Return the layers with values whose patterns are stored in a coarser dtype than any that is trained."""
-    return {n: e for n, e in run.layers.items() if e.dtype in ("float16", "int8") and e.store != "keys"}
+    return {n: e for n, e in run.layers.items() if e.dtype in ("float16", "int8") and e.store == "keys+values"}
 
 
 def _storage_noise(run: PatternSource, executor: Executor, *, horizon: int) -> dict[str, float]:
@@ -399,8 +506,46 @@ def verify(run: PatternSource, live: Mapping[str, Tensor], executor: Executor, *
     """Check the files, rebuild every parameter after `horizon` steps, and compare with the live ones."""
     files = 0 if run.run_files is None else run.run_files.check()
     rebuilt = parts(run, WholeView(run, horizon), executor)
-    checks = compare(run, rebuilt, live, executor, horizon=horizon)
+    checks = compare(run, rebuilt, live, executor, horizon=horizon) | compare_shares(run, live, horizon=horizon)
     return Verification(horizon, files, tuple(by_layer(run, checks).values()), coverage(run))
+
+
+def compare_shares(run: PatternSource, live: Mapping[str, Tensor], *, horizon: int) -> dict[str, ParameterCheck]:
+    """Compare the parameters that a run keeps shares of with live ones, and their rest with a pattern memory's bounds.
+
+    What no pattern explains and what rounding did are two terms of the kept sum. Each may be as large as the error of
+    a pattern memory may be: a parameter that is not float32 or float64, which no pattern memory takes, has the bound
+    of one that is float32.
+    """
+    checks = {}
+    for name in run.shared_parameters():
+        kept = run.require_shares()
+        found = kept.shares(name, kept.groupings[0], horizon=horizon)
+        now = live[name].detach().cpu().double()
+        change = float((now - run.initial[name].double()).norm())
+        dtype = run.description.parameters[name].dtype
+        exact = dtype if dtype in ("float32", "float64") else "float32"
+        eps = torch.finfo(getattr(torch, exact)).eps / 2
+        bound = REBUILD_TOLERANCE[exact] * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm())
+        unexplained, rounding = found.unexplained.cpu().double(), found.rounding.cpu().double()
+        whole = found.start.cpu().double() + found.shares.cpu().double().sum(dim=0) + unexplained + rounding
+        noise = 0.0 if run.is_replayed(name) else coefficient_noise(run, name, horizon)
+        coarse = rounds_coarsely(run, name)
+        rest = RestCheck(
+            unexplained=float(unexplained.norm()),
+            rounding=float(rounding.norm()),
+            size=float((unexplained + rounding).norm()),
+            unexplained_bound=bound + 4 * noise,
+            rounding_bound=MAX_ROUNDING * change + bound if coarse else bound,
+        )
+        checks[name] = ParameterCheck(name, float((whole - now).norm()), change, bound, noise=noise, rest=rest)
+    return checks
+
+
+def rounds_coarsely(run: PatternSource, parameter: str) -> bool:
+    """Say whether a parameter's optimizer rounds more coarsely than the parameter's dtype."""
+    kind = find_optimizer_kind(run.facts(parameter)[0].optimizer)
+    return kind is not None and kind.rounds
 
 
 def by_layer(run: PatternSource, checks: Mapping[str, ParameterCheck]) -> dict[str, LayerCheck]:
@@ -408,10 +553,20 @@ def by_layer(run: PatternSource, checks: Mapping[str, ParameterCheck]) -> dict[s
     layers = {}
     for name, entry in run.layers.items():
         mine = tuple(checks[p] for p in entry.parameters.values() if p in checks)
-        layers[name] = LayerCheck(name, run.count(name), stored_bytes(run, name), mine)
+        layers[name] = LayerCheck(name, seen_patterns(run, name), stored_bytes(run, name), mine)
     return layers
 
 
+def seen_patterns(run: PatternSource, layer: str) -> int:
+    """Return how many patterns of a layer are kept, or how many its shares sum."""
+    if run.layer(layer).store != "shares":
+        return run.count(layer)
+    kept = run.require_shares()
+    return int(kept.key_sums(layer, kept.groupings[0]).counts.sum())
+
+
 def stored_bytes(run: PatternSource, layer: str) -> int:
-    """Return the bytes of a layer's keys and values on disk."""
+    """Return the bytes of a layer's keys and values, or of its shares, on disk."""
+    if run.layer(layer).store == "shares":
+        return run.require_shares().stored_bytes(layer)
     return sum(part.stored_bytes(layer) for part in run.parts())

@@ -13,8 +13,12 @@ from dualform.recording.check_schedule import CheckSchedule
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.gradient_history import Accumulation
 from dualform.recording.hooks import Arrival
+from dualform.recording.probes import is_at_hand
 from dualform.recording.sinks import CallRecord, Sink
 from dualform.recording.step_in_progress import AccumulatedCall, Backward, StepInProgress
+
+BACKWARDS_BETWEEN_LOOKS = 8
+"""Of this many backwards without a step one asks whether all gradients on a GPU were cleared."""
 
 
 class Accumulations:
@@ -42,8 +46,16 @@ class Accumulations:
         history.waiting = self._check.sample(name, parameter, projected=history.projected, look="now")
 
     def is_unstepped(self, name: str, task: int) -> bool:
-        """Say whether a graph task is a new backward, and every gradient so far was cleared without a step."""
-        return self._step.micro(task) is None and self._step.is_cleared(self._parameters, name)
+        """Say whether a graph task is a new backward, and every gradient so far was cleared without a step.
+
+        To look at gradients on a GPU is to wait for it, so there only one backward in several is asked. Patterns whose
+        gradients were cleared reach no step in any case; they are only kept for longer.
+        """
+        if self._step.micro(task) is not None:
+            return False
+        if len(self._step.backwards) % BACKWARDS_BETWEEN_LOOKS and not is_at_hand(self._parameters[name]):
+            return False
+        return self._step.is_cleared(self._parameters, name)
 
     def discard(self) -> None:
         """Let go of everything that was accumulated since the last step: no step will have it."""

@@ -5,6 +5,7 @@ weakly, so it is collected when its owner is. Then the hooks come off, what was 
 free for another recording.
 """
 
+import contextlib
 import os
 import threading
 import warnings
@@ -68,21 +69,39 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def end_when_dropped(recorder: object, hooks: Hooks, handles: list[HookHandle], sink: Sink) -> Callable[[], object]:
-    """End a recording when its recorder is collected, or the program ends; return what calls that off."""
-    return weakref.finalize(recorder, _end, hooks, handles, sink, os.getpid()).detach
+def end_when_dropped(
+    recorder: object, hooks: Hooks, handles: list[HookHandle], sink: Sink, hand_on: Callable[[], object]
+) -> Callable[[], object]:
+    """End a recording when its recorder is collected, or the program ends; return what calls that off.
+
+    Args:
+        recorder: whose end is waited for.
+        hooks: are taken off.
+        handles: of the optimizers' hooks, which are taken off too.
+        sink: is abandoned.
+        hand_on: gives the sink a step that was made and that it does not have yet, before it is abandoned.
+    """
+    return weakref.finalize(recorder, _end, hooks, handles, sink, hand_on, os.getpid()).detach
 
 
-def _end(hooks: Hooks, handles: list[HookHandle], sink: Sink, process: int) -> None:
+def _end(hooks: Hooks, handles: list[HookHandle], sink: Sink, hand_on: Callable[[], object], process: int) -> None:
     if os.getpid() != process:  # a forked worker: hooks, thread and lock are its parent's
         return
     hooks.detach()
     remove_handles(handles, running=False)
-    ending = threading.Thread(target=sink.abandon, name="dualform-ending", daemon=True)
+
+    def abandon() -> None:
+        try:
+            with contextlib.suppress(Exception):  # a step that is refused is no step of the run, and nobody can be told
+                hand_on()
+        finally:
+            sink.abandon()
+
+    ending = threading.Thread(target=abandon, name="dualform-ending", daemon=True)
     try:
         ending.start()
     except RuntimeError:  # the interpreter is ending
-        sink.abandon()
+        abandon()
     else:
         # Garbage may be collected on any thread, also on one that the sink waits for.
         ending.join(0 if threading.current_thread().name.startswith("dualform") else WAIT_SECONDS)

@@ -1,8 +1,8 @@
 """How many bytes a recording will take, from one example batch, before it takes them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,13 +14,26 @@ from dualform.recording.processes import refuse_wrapped
 from dualform.recording.watch import Dtype, Layers, What, stored_dtype, watch
 from dualform.torch_modes import without_gradients
 
+if TYPE_CHECKING:
+    from dualform.recording.keep import Keep, Shares
+    from dualform.recording.watch import Watched
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes of keys and values per layer over a whole run; tables and annotations add a little."""
+    """Bytes of keys and values, or of shares, per layer over a whole run; tables and annotations add a little.
+
+    Attributes:
+        steps: how many steps.
+        layers: bytes on disk by layer.
+        device: bytes that shares take on the training device, or where they are kept; 0 without shares.
+        free: bytes that are free there now; None where nobody knows.
+    """
 
     steps: int
     layers: Mapping[str, int]
+    device: int = 0
+    free: int | None = None
 
     @property
     def total(self) -> int:
@@ -30,9 +43,12 @@ class Estimate:
     def __repr__(self) -> str:
         rows = [(name, size) for name, size in self.layers.items()] + [("total", self.total)]
         width = max(len(name) for name, _ in rows)
-        return f"Estimate for {self.steps} steps\n" + "\n".join(
-            f"  {name:<{width}}  {size_text(size):>9}" for name, size in rows
-        )
+        lines = [f"Estimate for {self.steps} steps"]
+        lines += [f"  {name:<{width}}  {size_text(size):>9}" for name, size in rows]
+        if self.device:
+            free = "" if self.free is None else f", where {size_text(self.free)} are free"
+            lines.append(f"and {size_text(self.device)} of memory for shares while training{free}")
+        return "\n".join(lines)
 
 
 def estimate(
@@ -42,25 +58,69 @@ def estimate(
     steps: int,
     layers: Layers = None,
     dtype: Dtype = None,
+    keep: "Keep | Sequence[Keep] | None" = None,
 ) -> Estimate:
     """Say how many bytes a recording will take, per layer, if every step sees a batch like this one.
+
+    Shares take what so many groups take as they may have (`Shares(groups=...)`), under an optimizer that keeps one
+    average of the gradients (momentum, or a first moment); `device` says how much memory that is while training.
 
     >>> estimate(nn.Linear(3, 2), torch.zeros(10, 3), steps=100).total
     20000
     """
+    from dualform.recording.keep import divided  # which imports much, and `size_text` is imported everywhere
+
     refuse_wrapped(model)
-    watched = watch(model, layers)
+    patterns, shares = divided(keep)
+    watched = watch(model, layers, patterns=False if patterns is None else patterns.layers)
+    sizes = dict.fromkeys((layer.name for layer in watched), 0)
+    device, free = 0, None
+    if shares is not None:
+        device, free = _add_shares(sizes, watched, shares)
+    if patterns is not None:
+        chosen = [layer for layer in watched if not layer.shares_only]
+        _add_patterns(sizes, model, inputs, chosen, dtype if patterns.dtype is None else patterns.dtype, steps)
+    return Estimate(steps, sizes, device, free)
+
+
+def _add_patterns(
+    sizes: dict[str, int], model: nn.Module, inputs: Any, watched: "Sequence[Watched]", dtype: Dtype, steps: int
+) -> None:
+    """Add the bytes of some layers' keys and values over so many steps."""
     with catch_keys({layer.name: layer for layer in watched}) as caught:
         forward(model, inputs)
-    sizes = {}
     for layer in watched:
         patterns = sum(keys.numel() // layer.d_in for keys in caught[layer.name])
         trained = next(iter(layer.parameters.values()))[1].dtype
         what: What = "keys" if layer.keys_only else "keys+values"
         stored = stored_dtype(dtype, layer.name) or str(trained).removeprefix("torch.")
         size = row_bytes(layer.d_in, layer.d_out, stored, what, integer=takes_ids(layer.parameters))
-        sizes[layer.name] = steps * patterns * size
-    return Estimate(steps, sizes)
+        sizes[layer.name] += steps * patterns * size
+
+
+def _add_shares(sizes: dict[str, int], watched: "Sequence[Watched]", shares: "Shares") -> tuple[int, int | None]:
+    """Add the bytes of layers' shares on disk; return those that they take in memory, and those that are free there."""
+    from dualform.recording.share_fold import fold_dtype, free_bytes, share_bytes  # see above
+
+    groups = shares.groups * len(shares.groupings)
+    each: dict[str, int] = {}
+    uses: dict[str, list[str]] = {}
+    for layer in watched:
+        if layer.keys_only:
+            continue
+        mine = {
+            name: parameter.numel() * fold_dtype(parameter.dtype).itemsize
+            for name, parameter in layer.parameters.values()
+        }
+        for name in mine:
+            uses.setdefault(name, []).append(layer.name)
+        each |= mine
+        one = share_bytes({name: [layer.name] for name in mine}, mine, dict.fromkeys(mine, 1), groups=groups)
+        earlier = sum(size * (groups + 2) for size in mine.values())  # at each of the chosen steps
+        sizes[layer.name] += one.disk + len(shares.at) * earlier
+    place = next((parameter.device for layer in watched for _, parameter in layer.parameters.values()), None)
+    device = torch.device(shares.device) if shares.device is not None else place or torch.device("cpu")
+    return share_bytes(uses, each, dict.fromkeys(each, 1), groups=groups).device, free_bytes(device)
 
 
 def row_bytes(d_in: int, d_out: int, dtype: str, what: What, *, integer: bool) -> int:

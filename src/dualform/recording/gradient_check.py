@@ -24,6 +24,7 @@ from dualform.recording.probes import (
     Prediction,
     ProbeSpec,
     as_float64,
+    is_at_hand,
     length,
     norm_of,
     predict,
@@ -120,6 +121,8 @@ class GradientCheck:
         """Take a sample of a parameter's gradient, if there is one; with options as `take_sample` has them."""
         if parameter.grad is None:
             return None
+        if not is_at_hand(parameter):
+            return take_sample(parameter.grad, self.columns(name, parameter), look=look)
         if projected is None and name in self._sparse:
             projected = True
         with one_thread(bytes_read=parameter.grad.nbytes, device=parameter.device):

@@ -67,10 +67,6 @@ class GradientSample:
         """Whether the sample is zero although the gradient is not, so that it cannot show a factor."""
         return self.norm is not None and not self.array.any() and not self.zero
 
-    def with_norm(self, norm: Tensor) -> "GradientSample":
-        """Return the sample with the norm of G, and without G itself, which may be overwritten."""
-        return GradientSample(self.elements, self.projected, norm)
-
 
 def take_sample(
     gradient: Tensor, columns: Tensor | None, *, projected: bool | None = None, look: Look = "later"
@@ -86,9 +82,8 @@ def take_sample(
             change, so its norm is taken. "later": the sample is what a later one is compared with, and needs no norm.
     """
     gradient = gradient.detach()
-    on_cpu = is_at_hand(gradient)
-    if not on_cpu:  # G R is as cheap there as a sample, shows all of G, and nobody has to look whether it is zero
-        projected = True
+    if not is_at_hand(gradient):
+        return _take_elsewhere(gradient, columns, look)
     if columns is None:
         elements, projected = gradient.flatten().clone(), False
     elif projected:
@@ -96,7 +91,7 @@ def take_sample(
     else:
         flat = gradient.view(-1) if gradient.is_contiguous() else gradient.flatten()
         elements = flat[:: max(1, len(flat) // SAMPLE_ELEMENTS)].clone()
-        few = on_cpu and len(elements) < len(flat) and np.count_nonzero(_as_array(elements)) < FEW_NONZERO
+        few = len(elements) < len(flat) and np.count_nonzero(_as_array(elements)) < FEW_NONZERO
         if few and projected is None:
             return take_sample(gradient, columns, projected=True, look=look)
     if columns is None:
@@ -107,6 +102,19 @@ def take_sample(
         needed = not bool(elements.any())
     norm = norm_of(gradient) if needed else None
     return GradientSample(elements, bool(projected), norm, gradient if look == "at the step" else None)
+
+
+def _take_elsewhere(gradient: Tensor, columns: Tensor | None, look: Look) -> GradientSample:
+    """Take a sample of a gradient on a GPU: always G R, whatever was asked for, or all of a gradient with one axis.
+
+    G R is as cheap there as some elements, and nobody has to look whether it shows anything, which would be waited for.
+    """
+    kept = gradient if look == "at the step" else None
+    if columns is None:
+        return GradientSample(gradient.clone().view(-1), False, None, kept)
+    whole = gradient if gradient.dim() == 2 else gradient.flatten(1)
+    norm = norm_of(gradient) if look == "now" else None
+    return GradientSample(torch.mm(whole, columns).view(-1), True, norm, kept)
 
 
 def _as_array(elements: Tensor) -> npt.NDArray[Any]:

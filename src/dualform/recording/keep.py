@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from dualform.binning import Bins, grouping_columns
 from dualform.recording.watch import Dtype, Layers
 
 
@@ -40,6 +41,29 @@ class Shares:
     rest: bool = False
     device: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ValueError(f"Shares(groups={self.groups}): expected at least one group.")
+        wrong = [step for step in self.at if isinstance(step, bool) or not isinstance(step, int) or step < 1]
+        if wrong:
+            raise ValueError(f"Shares(at=...) names {wrong[0]!r}; expected numbers of steps, from 1 on.")
+        names = [tuple(map(str, columns)) for columns in self.groupings]
+        if len(set(names)) < len(names):
+            raise ValueError("Shares(by=...) names one grouping twice.")
+
+    @property
+    def groupings(self) -> tuple[tuple[str | Bins, ...], ...]:
+        """The columns of each grouping.
+
+        >>> Shares(by="source").groupings, Shares(by=["source", "epoch"]).groupings
+        ((('source',),), (('source', 'epoch'),))
+        >>> Shares(by=[["source"], ["source", "epoch"]]).groupings
+        (('source',), ('source', 'epoch'))
+        """
+        if isinstance(self.by, list | tuple) and any(isinstance(part, list | tuple) for part in self.by):
+            return tuple(grouping_columns(part) for part in self.by)
+        return (grouping_columns(self.by),)
+
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -70,3 +94,18 @@ def keeps_patterns(keep: Sequence[Keep], layer: str) -> bool:
             if any(pattern == layer or fnmatchcase(layer, pattern) for pattern in wanted):
                 return True
     return False
+
+
+def divided(keep: Keep | Sequence[Keep] | None) -> tuple[Patterns | None, Shares | None]:
+    """Return what is kept of patterns and of shares; without anything all patterns are kept."""
+    if keep is None:
+        return Patterns(), None
+    kept = [keep] if isinstance(keep, Patterns | Shares | Steps) else list(keep)
+    patterns = [one for one in kept if isinstance(one, Patterns)]
+    shares = [one for one in kept if isinstance(one, Shares)]
+    if len(patterns) + len(shares) < len(kept) or not kept or len(patterns) > 1 or len(shares) > 1:
+        raise ValueError(
+            f"keep is {keep!r}; expected dualform.Patterns(...), dualform.Shares(...) or a list of one of each. "
+            "Several groupings are one Shares(by=[[...], [...]])."
+        )
+    return (patterns[0] if patterns else None), (shares[0] if shares else None)

@@ -9,11 +9,14 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from dualform.recording.baseline import LaterComparison
 from dualform.recording.gradient_check import GradientView, PredictedPart
-from dualform.recording.gradient_history import Seen, tensors_of, with_tensors
+from dualform.recording.gradient_history import Factors, Seen, are_usual, follow_all, tensors_of, with_tensors
+from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.packing import NumbersUnderWay
 from dualform.recording.parameter_facts import BeforeStep, StepContext
 from dualform.recording.probes import norms_of
@@ -21,17 +24,65 @@ from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.step_in_progress import Backward
 
 
+class JoinedSamples:
+    """The samples of gradients that were all accumulated once, as three tensors: most steps leave them as they were.
+
+    Attributes:
+        tensors: all elements after the backward, all elements at the step, and the norms of the gradients.
+    """
+
+    def __init__(self, seen: Sequence[Seen]) -> None:
+        """Join the samples of histories that are `are_usual`."""
+        self._seen = seen
+        finals = [final for _, final in seen if final is not None]
+        afters = [history.accumulations[0].after for history, _ in seen]
+        self._counts = [len(final.elements) for final in finals]
+        norms = [final.norm for final in finals if final.norm is not None]
+        self.tensors = [
+            torch.cat([sample.elements for sample in afters]),
+            torch.cat([sample.elements for sample in finals]),
+            torch.stack(norms),
+        ]
+
+    def follow(
+        self, before: Tensor, now: Tensor, norms: Tensor, *, samples: bool
+    ) -> tuple[Sequence[Factors], list[GradientSample | None]]:
+        """Return what happened to each gradient, and where `samples` are wanted, its sample at the step.
+
+        Args:
+            before: `tensors` in the CPU's memory, as are the others.
+            now: see `tensors`.
+            norms: see `tensors`.
+            samples: whether the samples at the step are wanted.
+        """
+        same = np.array_equal(before.numpy(), now.numpy())
+        begins = np.cumsum([0, *self._counts[:-1]])
+        shown = same and bool((np.logical_or.reduceat(now.numpy() != 0, begins) | (norms.numpy() == 0)).all())
+        unchanged = shown and bool(np.isfinite(norms.numpy()).all())
+        if unchanged and not samples:
+            return [Factors({history.accumulations[0].micro: 1.0}) for history, _ in self._seen], []
+        here = iter(
+            [
+                tensor
+                for one in zip(before.split(self._counts), now.split(self._counts), norms.unbind(), strict=True)
+                for tensor in one
+            ]
+        )
+        seen = with_tensors(self._seen, here)
+        return follow_all(seen), [final for _, final in seen]
+
+
 @dataclass(frozen=True, slots=True)
 class LateNumbers:
     """The numbers of a late step in the CPU's memory.
 
     Attributes:
-        seen: each gradient's history, and its sample at the step.
+        followed: what happened to each gradient between its backwards and the step.
         views: parameter -> its gradient beside its patterns' predictions, where they are to be compared.
         changed: the parameters that something else than recorded steps has changed before the step.
     """
 
-    seen: Sequence[Seen]
+    followed: Sequence[Factors]
     views: Mapping[str, GradientView]
     changed: Sequence[str]
 
@@ -77,17 +128,24 @@ class LateStep:
         self._norms = {key: i for i, key in enumerate(measured)}
         columns = [part.columns for view in views.values() for part in view.parts]
         differs = [one.differs for one in comparisons if one.differs is not None]
-        self._numbers = NumbersUnderWay([*tensors_of(seen), *norms_of(list(measured.values())), *columns, *differs])
+        self._joined = JoinedSamples(seen) if are_usual(seen) else None
+        samples = tensors_of(seen) if self._joined is None else self._joined.tensors
+        self._numbers = NumbersUnderWay([*samples, *norms_of(list(measured.values())), *columns, *differs])
 
     def read(self) -> LateNumbers:
         """Return the numbers, waiting until they have arrived."""
         here = iter(self._numbers.read())
-        seen = with_tensors(self._seen, here)
+        finals: list[GradientSample | None]
+        if self._joined is not None:
+            followed, finals = self._joined.follow(next(here), next(here), next(here), samples=bool(self._views))
+        else:
+            seen = with_tensors(self._seen, here)
+            followed, finals = follow_all(seen), [final for _, final in seen]
         norms = [float(next(here)) for _ in self._norms]
-        finals = dict(zip(self.before, (final for _, final in seen), strict=True))
         views = {}
+        at = {name: i for i, name in enumerate(self.before)} if self._views else {}
         for name, view in self._views.items():
-            final = finals[name]
+            final = finals[at[name]]
             assert final is not None, "a gradient that is compared was there"
             assert final.norm is not None, "the norm of every gradient is taken"
             views[name] = GradientView(
@@ -100,7 +158,7 @@ class LateStep:
         changed = [
             name for one in self._comparisons if one.differs is None or bool(next(here)) for name in one.changed()
         ]
-        return LateNumbers(seen, views, changed)
+        return LateNumbers(followed, views, changed)
 
     def _parts_here(self, view: GradientView, norms: Sequence[float], here: Iterator[Tensor]) -> list[PredictedPart]:
         """Return the predictions for a gradient with numbers in the CPU's memory."""

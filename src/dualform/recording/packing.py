@@ -6,14 +6,45 @@ import torch
 from torch import Tensor
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all elements of tensors; their bytes where types differ, those of wide elements first.
+class PackedLayout:
+    """Where tensors lie when they are packed: those of one dtype together, dtypes of wide elements first.
 
     So each one lies where its elements may.
     """
-    if _alike(tensors):
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return torch.cat([tensors[i].contiguous().reshape(-1).view(torch.uint8) for i in _order(tensors)])
+
+    __slots__ = ("_groups", "_shapes")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Lay tensors out."""
+        groups: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            groups.setdefault(tensor.dtype, []).append(i)
+        self._groups = sorted(groups.items(), key=lambda group: -group[0].itemsize)
+        self._shapes = [tensor.shape for tensor in tensors]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return all elements of the tensors; their bytes where types differ."""
+        parts = [torch.cat([tensors[i].reshape(-1) for i in places]) for _, places in self._groups]
+        return parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts])
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """Return the tensors that were packed."""
+        found: list[Tensor] = [packed] * len(self._shapes)
+        start = 0
+        for dtype, places in self._groups:
+            counts = [self._shapes[i].numel() for i in places]
+            group = packed
+            if len(self._groups) > 1:
+                stop = start + sum(counts) * dtype.itemsize
+                group, start = packed[start:stop].view(dtype), stop
+            for i, part in zip(places, group.split(counts), strict=True):
+                found[i] = part if len(self._shapes[i]) == 1 else part.view(self._shapes[i])
+        return found
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all elements of tensors, of which there is at least one; their bytes where types differ."""
+    return PackedLayout(tensors).pack(tensors)
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -24,13 +55,7 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     [tensor([[1., 1.],
             [1., 1.]]), tensor([0, 1, 2])]
     """
-    if _alike(like):
-        parts = packed.split([tensor.numel() for tensor in like])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-    order = _order(like)
-    parts = packed.split([like[i].nbytes for i in order])
-    found = {i: part.view(like[i].dtype).view(like[i].shape) for i, part in zip(order, parts, strict=True)}
-    return [found[i] for i in range(len(like))]
+    return PackedLayout(like).unpack(packed)
 
 
 class NumbersUnderWay:
@@ -38,28 +63,17 @@ class NumbersUnderWay:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Start to copy tensors, all on one device."""
-        self._like = tensors
-        self._here: Tensor | None = None
+        self._layout = PackedLayout(tensors)
+        self._here = self._layout.pack(tensors) if tensors else torch.empty(0)
         self._arrived: torch.cuda.Event | None = None
-        if tensors and tensors[0].device.type == "cuda":
-            packed = pack(tensors)
-            self._here = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        if self._here.is_cuda:
+            packed, self._here = self._here, torch.empty(self._here.shape, dtype=self._here.dtype, pin_memory=True)
             self._here.copy_(packed, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
-            self._like = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
 
     def read(self) -> list[Tensor]:
         """Return the tensors in the CPU's memory, waiting until they have arrived."""
-        if self._here is None or self._arrived is None:
-            return [tensor.cpu() for tensor in self._like]
-        self._arrived.synchronize()
-        return unpack(self._here, self._like)
-
-
-def _alike(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.dtype == tensors[0].dtype for tensor in tensors)
-
-
-def _order(tensors: Sequence[Tensor]) -> list[int]:
-    return sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._layout.unpack(self._here)

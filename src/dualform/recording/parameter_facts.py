@@ -16,7 +16,7 @@ from dualform.recording.sinks import RESIDUAL, ParameterFacts
 class StepContext:
     """What is the same for all parameters of a step."""
 
-    exact: Collection[str]  # parameters of layers whose values are recorded
+    exact: Collection[str]  # parameters whose gradients patterns have to explain
     graph_of: str | None  # a layer whose backward built a graph of itself
     micros: int  # backwards since the last step
     scale: float  # what the step still divides gradients by

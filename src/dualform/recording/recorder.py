@@ -4,9 +4,9 @@ It chooses the layers, describes the start of the recording to its sink, and lea
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,14 +47,32 @@ class Recorder:
         check: Check = "sampled",
         stored_loosely: Callable[[str], bool] = lambda layer: False,
         world: World | None = None,
+        patterns: Layers | Literal[False] = None,
     ) -> None:
+        """Prepare a recording; `dualform.record` says what most of the arguments are.
+
+        Args:
+            model: the model that is trained.
+            optimizer: its optimizer, or several.
+            sink: takes the recording.
+            layers: which layers to record.
+            strict: raise, instead of warning, when trained parameters are not covered.
+            batch_axis: which leading axis of an input is the batch.
+            check_rows: find out by a trial which layers have the rows of the batch.
+            on_failure: `"raise"` or `"detach"`.
+            check: how often every gradient is compared with the sum of its patterns.
+            stored_loosely: says of a layer whether its patterns are stored so coarsely that every step is checked.
+            world: the processes that train together; by default this one alone.
+            patterns: the layers whose patterns the sink keeps, nothing for all and False for none. Of the others it
+                keeps sums, and a gradient that patterns do not explain is measured there, and not refused.
+        """
         self._model = model
         self._sink = sink
         self._batch_axis = 0 if batch_axis is None else batch_axis
         world = OneProcess() if world is None else world
         optimizers = unwrap_all(optimizer)
         refuse_wrapped(model)
-        self._layers = watch(model, layers, optimizers)
+        self._layers = watch(model, layers, optimizers, patterns=patterns)
         refuse_several_processes(self._layers, world)
         self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         self._parameters = covered(self._layers)
@@ -113,6 +131,7 @@ class Recorder:
             uncovered=self._uncovered,
             batch_axis=self._batch_axis,
             state=self._uncovered_state.parts,
+            devices={name: parameter.device for name, parameter in self._parameters.items()},
         )
         self._steps.start(start)
         return self
@@ -181,6 +200,23 @@ class Recorder:
         if self._steps.state == "recording":
             self._steps.flush()
 
+    @keeping_modes
+    def state_dict(self) -> dict[str, Any]:
+        """Return what your checkpoint has to hold so that a recording of shares can go on from it.
+
+        Save it with the model's and the optimizer's own, and give it to `load_state_dict` of the recorder that resumes.
+        A recording of patterns alone needs nothing: they are in the run folder.
+        """
+        if self._steps.state != "recording":
+            raise RuntimeError("The state of a recording can be had while it records, between two steps.")
+        return {"step": self.step, "sink": self._steps.sink_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of an earlier recording of the same run; call it before the recording is started."""
+        if self._steps.state != "new":
+            raise RuntimeError("Load the state before the recorder is started.")
+        self._sink.load_state(state["sink"])
+
     def estimate(self, inputs: Any, *, steps: int) -> Estimate:
         """Say how many bytes the run will take, per layer, if every step sees a batch like this one."""
         return estimate(self._model, inputs, steps=steps, layers={
@@ -202,4 +238,6 @@ class Recorder:
 
 def _describe(layer: Watched) -> LayerStart:
     uses = tuple(layer.parameters)
-    return LayerStart(layer.kind.name, layer.d_in, layer.d_out, uses, layer.keys_only, layer.kind.optional)
+    return LayerStart(
+        layer.kind.name, layer.d_in, layer.d_out, uses, layer.keys_only, layer.kind.optional, layer.shares_only
+    )

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.annotations import Binding
@@ -32,6 +33,7 @@ class LayerStart:
     uses: tuple[ParameterUse, ...]
     keys_only: bool
     optional: bool = False  # whether it is no layer of the run when it has no patterns
+    shares_only: bool = False  # whether its patterns are not kept, but only sums over groups of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Start:
     batch_axis: int
     state: Callable[..., Mapping[str, StatePart] | None] | None = None
     """`UncoveredState.parts`: the model's uncovered state as it is when called, on the training thread only."""
+    devices: Mapping[str, torch.device] = field(default_factory=dict)  # where the covered parameters are; the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,27 @@ class ParameterFacts:
     factors: Sequence[float]  # per micro, what the gradient was multiplied with between backward and step
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveParameter:
+    """A covered parameter as its optimizer holds it. Nobody but the optimizer writes to it.
+
+    Attributes:
+        parameter: the parameter, with its gradient as the step takes it, but for `scale`.
+        optimizer: the optimizer that trains it.
+        scale: what the step still divides the gradient by (a fused step under a gradient scaler).
+    """
+
+    parameter: nn.Parameter
+    optimizer: Optimizer
+    scale: float = 1.0
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The optimizer's state of the parameter, as it is now."""
+        found: Mapping[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     """One optimizer's part of a step, just before it moves its parameters."""
@@ -115,6 +139,7 @@ class PreparedStep:
     step: int
     facts: Sequence[ParameterFacts]  # of the covered parameters that this optimizer trains
     calls: Sequence[StepCall]  # whose gradients reach the step through this optimizer or one that has stepped already
+    live: Mapping[str, LiveParameter] = field(default_factory=dict)  # those parameters themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +195,12 @@ class Sink(Protocol):
         Either its step was taken, or the gradients were cleared without one. After the end of a recording, `close` or
         `abandon`, no backward is discarded any more: what is left then never reaches a step.
         """
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what a later recording needs, beyond what is published, to go on from the last step."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave an earlier recording; called before `open`."""
 
     def attach(self, files: Files) -> None:
         """Take files that belong to the run but are no patterns: media, test examples."""

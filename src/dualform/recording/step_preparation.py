@@ -4,25 +4,33 @@ The histories of the gradients are resolved to a factor per backward, the optimi
 whose gradients reach the step are joined with the user's columns.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from torch import nn
 
-from dualform.errors import AnnotationError
+from dualform.errors import AnnotationError, RefusedError
 from dualform.recording.alignment import Alignment
 from dualform.recording.baseline import LaterComparison
 from dualform.recording.changes import Changes
 from dualform.recording.check_schedule import CheckSchedule
 from dualform.recording.gradient_check import GradientCheck, Resolution, explain
-from dualform.recording.gradient_history import Factors, GradientHistory, Seen, fetch_histories, follow_all
+from dualform.recording.gradient_history import (
+    NOT_FINITE,
+    Factors,
+    GradientHistory,
+    Seen,
+    fetch_histories,
+    follow_all,
+)
 from dualform.recording.hooks import Arrival
 from dualform.recording.late_steps import LateStep
 from dualform.recording.optimizers import pending_scale
 from dualform.recording.parameter_facts import StepContext, gather_facts, look_before_step
 from dualform.recording.probes import norms_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
-from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
+from dualform.recording.sinks import LiveParameter, ParameterFacts, PreparedStep, StepCall
 from dualform.recording.step_calls import UnfittingColumn, gather_calls
 from dualform.recording.step_in_progress import Backward, StepInProgress
 from dualform.recording.user_warnings import WarnOnce, warn_user
@@ -40,6 +48,7 @@ class StepPreparation:
     def __init__(
         self,
         exact: Collection[str],
+        measured: Collection[str],
         alignment: Alignment,
         check: GradientCheck,
         schedule: CheckSchedule,
@@ -52,6 +61,8 @@ class StepPreparation:
 
         Args:
             exact: names of the parameters of layers whose values are recorded.
+            measured: those of them of which sums are kept and no patterns: what patterns do not explain of their
+                gradients is measured by the sink, and not refused.
             alignment: what is known of the layers' rows.
             check: takes samples of gradients, and compares gradients with their patterns.
             schedule: says which steps are checked in full.
@@ -60,6 +71,7 @@ class StepPreparation:
             on_failure: "raise" where columns fit no layer, or "detach": leave them out.
         """
         self._exact = exact
+        self._measured = measured
         self._alignment = alignment
         self._check = check
         self._schedule = schedule
@@ -82,7 +94,8 @@ class StepPreparation:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         seen = [self._seen(step.history(name, parameter), name, parameter, skipped) for name, parameter in mine.items()]
         seen = seen if on_cpu else fetch_histories(seen)
-        context = StepContext(self._exact, step.graph_of, len(step.backwards), scale, skipped)
+        explained = {name for name in self._exact if name not in self._measured}
+        context = StepContext(explained, step.graph_of, len(step.backwards), scale, skipped)
         step.graph_of = None
         with one_thread():  # samples are small
             followed = follow_all(seen)
@@ -91,7 +104,8 @@ class StepPreparation:
             gather_facts(owned, name, look_before_step(owned, parameter, groups[id(parameter)]), resolution, context)
             for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
         ]
-        return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number))
+        live = {name: LiveParameter(parameter, optimizer, scale) for name, parameter in mine.items()}
+        return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number), live)
 
     def begin(
         self, owned: RecordedOptimizer, step: StepInProgress, number: int, comparisons: Sequence[LaterComparison]
@@ -110,9 +124,10 @@ class StepPreparation:
         context = StepContext(self._exact, step.graph_of, len(step.backwards), 1.0, False)
         step.graph_of = None
         seen = [self._seen(step.history(name, parameter), name, parameter, False) for name, parameter in mine.items()]
-        gradients = [parameter.grad.detach() for parameter in mine.values() if parameter.grad is not None]
-        norms = iter(norms_of(gradients))
-        seen = [(history, None if final is None else final.with_norm(next(norms))) for history, final in seen]
+        finals = [final for _, final in seen if final is not None]
+        gradients = [final.gradient for final in finals if final.gradient is not None]
+        for one, norm in zip(finals, norms_of(gradients), strict=True):
+            one.norm, one.gradient = norm, None  # the gradient itself may be overwritten
         # What happened to the gradients of this step is not known yet; a change is noticed one step later.
         kind = (owned.name, len(step.backwards), self._last_factors, frozenset(_with_gradient(mine)))
         full = self._schedule.is_full(number, kind)
@@ -127,10 +142,10 @@ class StepPreparation:
 
     def finish(self, late: LateStep, changes: Changes) -> PreparedStep:
         """Read the numbers of a step that was made, and return what it did, or refuse it."""
-        numbers = late.read()
-        changes.refuse(numbers.changed, late.number)
         with one_thread():  # samples are small
-            followed = follow_all(numbers.seen)
+            numbers = late.read()
+        changes.refuse(numbers.changed, late.number)
+        followed = numbers.followed
         self._last_factors = _kind_of_factors(followed)
         facts = []
         for (name, before), factors in zip(late.before.items(), followed, strict=True):
@@ -161,9 +176,22 @@ class StepPreparation:
             calls = arrivals.get(name, [])
             if skipped or name not in self._exact:
                 found.append(Resolution(factors.of, factors.objection))
+            elif name in self._measured:
+                found.append(self._measure(name, parameter, calls, factors))
             else:
                 found.append(self._check.resolve(name, parameter, calls, factors, full=full))
         return found
+
+    def _measure(
+        self, name: str, parameter: nn.Parameter, calls: Sequence[tuple[int, Arrival]], factors: Factors
+    ) -> Resolution:
+        """Return what is known of a gradient that patterns need not explain: where no factor fits, it is 1."""
+        if factors.objection == NOT_FINITE:
+            raise RefusedError(f"Parameter {name!r} cannot be recorded: {NOT_FINITE}.")
+        found = Resolution(factors.of, None)
+        if factors.blind:
+            found = self._check.resolve(name, parameter, calls, factors, full=False)
+        return Resolution({micro: one if math.isfinite(one) else 1.0 for micro, one in found.factors.items()}, None)
 
     def _annotated_calls(
         self, step: StepInProgress, facts: Sequence[ParameterFacts], number: int

@@ -8,7 +8,6 @@ finished step to its sink. It stores nothing and derives nothing. The recorder t
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_h
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.late_steps import LateStep
+from dualform.recording.made_steps import MadeSteps
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
@@ -43,6 +43,18 @@ from dualform.torch_modes import keeping_grad_mode, without_gradients
 
 INTERRUPTED = StoreError("it was interrupted")
 """Stands for the error of a step that was made while a Ctrl-C kept its recording from ending."""
+
+
+CAPTURED = (
+    "A backward is being captured into a CUDA graph. A graph that is launched again runs no hook and overwrites the "
+    "layers' inputs, so its patterns would be lost. Train without torch.cuda.graph, or leave the layers that are "
+    "captured out of layers=[...]."
+)
+
+
+def is_capturing() -> bool:
+    """Say whether what is computed now on the current GPU is captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 class StepRecorder:
@@ -89,17 +101,18 @@ class StepRecorder:
         self._parameters = covered(layers)
         self._held = held([owned.optimizer for owned in optimizers])  # ids of parameters
         exact = {name for layer in layers if not layer.keys_only for name, _ in layer.parameters.values()}
+        measured = {name for layer in layers if layer.shares_only for name, _ in layer.parameters.values()}
         self._changes = Changes(model, layers, self._parameters, exact)
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._unclaimed: UnclaimedParameters | None = None
         self._on_cpu = True  # whether all parameters are in the CPU's memory
         self._on_gpu = False  # whether all of them are on one GPU
-        self._late: _MadeStep | None = None  # the last step, while the sink does not have it yet
         self._step_now = StepInProgress()
         gradient_check, schedule = GradientCheck(), CheckSchedule(check, torch.initial_seed())
         self._accumulations = Accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         self._preparation = StepPreparation(
             exact,
+            measured,
             alignment,
             gradient_check,
             schedule,
@@ -111,6 +124,7 @@ class StepRecorder:
         self._handles: list[HookHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
+        self._made = MadeSteps(self._preparation, self._changes, alignment, sink, self._snapshot, self._parameters)
         self._finalizer: Callable[[], object] = lambda: None
         self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
 
@@ -127,7 +141,7 @@ class StepRecorder:
             self.steps = self._sink.open(start)
             opened = True
             self._attach_hooks()
-            self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink)
+            self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink, self._made.hand_on)
             leave_in_forks(self)
         except BaseException as error:
             if opened or not isinstance(error, Exception):  # an interrupt may come just after the sink was opened
@@ -209,6 +223,12 @@ class StepRecorder:
             self._settle()
             self._sink.flush(self._snapshot)
 
+    def sink_state(self) -> Mapping[str, Any]:
+        """Return what the sink needs to go on from the last step; a step that some optimizers took part in ends."""
+        with self._guarding():
+            self._end_step()
+        return self._sink.state()
+
     def check_columns(self, binding: Binding) -> None:
         """Let the sink check a batch's columns, while anything is recorded."""
         if self.state == "recording":
@@ -250,6 +270,8 @@ class StepRecorder:
         if self._changes.is_converted(name, parameter):
             with self._guarding():
                 self._follow(name)
+        if parameter.is_cuda and is_capturing():
+            raise RefusedError(CAPTURED)
         if self._step_now.done.ids:
             with self._guarding():
                 self._end_step()
@@ -385,9 +407,7 @@ class StepRecorder:
         if step.evaluations > 1:
             self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
         if isinstance(prepared, LateStep):
-            gone = step.clear()
-            rows = dict(self._alignment.outcomes)
-            self._late = _MadeStep(prepared, gone, dict(self._samples), rows)
+            self._made.note(prepared, step.clear(), dict(self._samples))
             self.steps += 1
             self._sink.stepped(partial(_copies, self._parameters, None))  # type: ignore[attr-defined]
             return
@@ -415,23 +435,14 @@ class StepRecorder:
 
     def _settle(self) -> None:
         """Hand on the step whose numbers had to come from the GPU first, if there is one; or refuse it, after it."""
-        late, self._late = self._late, None
-        if late is None:
-            return
         before, self._lost = self._lost, INTERRUPTED
         try:
-            prepared = self._preparation.finish(late.step, self._changes)
-            rows = {**late.rows, **self._alignment.outcomes}
-            found = prepared.calls, prepared.facts
-            self._sink.step(StepFacts(prepared.step, *found, late.samples, self._snapshot, rows, self._parameters))
+            self._made.hand_on()
         except Exception as error:
             self._lost = before  # a sink knows itself what it missed
             if not isinstance(error, StoreError):
                 self._lost = error if isinstance(error, DualformError) else RefusedError(str(error))
             raise
-        finally:
-            if late.gone:
-                self._sink.discard(late.gone)
         self._lost = before
 
     def _hand_on(self, done: OptimizersDone) -> None:
@@ -532,23 +543,6 @@ class StepRecorder:
             self._sink.abandon()
         self._finalizer()
         warn_user(f"Recording stopped at step {self.steps} and training goes on without it: {error}")
-
-
-@dataclass(frozen=True, slots=True)
-class _MadeStep:
-    """A step that was made, and that the sink gets when its numbers have been read.
-
-    Attributes:
-        step: the step.
-        gone: the numbers of its backwards, of which no other step will have any part.
-        samples: of the parameters after it.
-        rows: what was known then of the layers' rows.
-    """
-
-    step: LateStep
-    gone: Sequence[int]
-    samples: Mapping[str, Tensor]
-    rows: Mapping[str, RowCheck]
 
 
 def is_one_gpu(devices: Collection[torch.device]) -> bool:

@@ -41,6 +41,7 @@ class Watched:
     d_out: int
     composite: Composite | None = None  # where the module computes several layers in one call
     part: str = ""  # which of them this is
+    shares_only: bool = False  # whether its patterns are not kept, but only sums over groups of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +73,13 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
     return found
 
 
-def watch(model: nn.Module, layers: Layers, optimizers: Sequence[Optimizer] | None = None) -> tuple[Watched, ...]:
+def watch(
+    model: nn.Module,
+    layers: Layers,
+    optimizers: Sequence[Optimizer] | None = None,
+    *,
+    patterns: Layers | Literal[False] = None,
+) -> tuple[Watched, ...]:
     """Choose the layers to record.
 
     Args:
@@ -81,6 +88,7 @@ def watch(model: nn.Module, layers: Layers, optimizers: Sequence[Optimizer] | No
             several; or a mapping from names or patterns to `"keys+values"` or `"keys"`, of which the first that matches
             decides.
         optimizers: what trains the model; without any, a layer is trained where it requires a gradient.
+        patterns: the layers whose patterns are kept, nothing for all, False for none; of the others only sums are.
     """
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     candidates = find_candidates(model)
@@ -96,14 +104,16 @@ def watch(model: nn.Module, layers: Layers, optimizers: Sequence[Optimizer] | No
     else:
         chosen = _choose(candidates, layers)
         named = set(chosen) & set([layers] if isinstance(layers, str) else layers)
+    kept = set(chosen) if patterns is None else set(_choose(chosen, patterns)) if patterns else set()
     watched = []
     for name, what in chosen.items():
+        shares_only = name not in kept and what != "keys"
         candidate, parameters = candidates[name], found[name]
         module, kind = candidate.module, candidate.kind
         if any(is_lazy(parameter) for _, parameter in parameters.values()):
             raise RefusedError(f"Layer {name!r} is not initialised yet. Run the model once before recording it.")
         low = [parameter for _, parameter in parameters.values() if parameter.dtype not in _EXACT]
-        if low and what != "keys":
+        if low and what != "keys" and not shares_only:
             if name not in named and not any(parameter.requires_grad for parameter in low):
                 continue  # frozen, and nobody asked for it
             raise RefusedError(
@@ -113,7 +123,18 @@ def watch(model: nn.Module, layers: Layers, optimizers: Sequence[Optimizer] | No
             )
         d_in, d_out = kind.widths(module)
         watched.append(
-            Watched(name, module, kind, what == "keys", parameters, d_in, d_out, candidate.composite, candidate.part)
+            Watched(
+                name,
+                module,
+                kind,
+                what == "keys",
+                parameters,
+                d_in,
+                d_out,
+                candidate.composite,
+                candidate.part,
+                shares_only,
+            )
         )
     if not watched:
         raise UnknownLayerError(_nothing_trained(model, optimizers))
@@ -205,9 +226,16 @@ def _check_shared(watched: Sequence[Watched]) -> None:
     """Refuse a parameter whose patterns are kept in one layer and not in another: its sum would be incomplete."""
     exact: dict[str, Watched] = {}
     keys_only: dict[str, Watched] = {}
+    shares_only: dict[str, Watched] = {}
     for layer in watched:
         for name, _ in layer.parameters.values():
-            (keys_only if layer.keys_only else exact)[name] = layer
+            (keys_only if layer.keys_only else shares_only if layer.shares_only else exact)[name] = layer
+    for name in exact.keys() & shares_only.keys():
+        raise RefusedError(
+            f"Layers {exact[name].name!r} and {shares_only[name].name!r} share parameter {name!r}, but patterns are to "
+            "be kept of the first alone. Name both in Patterns(layers=...), or neither."
+        )
+    exact |= shares_only
     for name in exact.keys() & keys_only.keys():
         raise RefusedError(
             f"Layers {exact[name].name!r} and {keys_only[name].name!r} share parameter {name!r}, but the second is to "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -147,6 +147,13 @@ class ReplaySink:
         gone = set(backwards)
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
         self._inputs = {number: one for number, one in self._inputs.items() if number in self._records}
+
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing: a replay is never continued."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: a replay begins at the first step."""
 
     def attach(self, files: Files) -> None:
         """Do nothing: the run has its files already."""

@@ -185,6 +185,12 @@ class _ProvedSink:
         for sink in self._both:
             sink.discard(backwards)
 
+    def state(self) -> Mapping[str, Any]:
+        return self._sink.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._sink.load_state(state)
+
     def attach(self, files: Files) -> None:
         self._sink.attach(files)
 

@@ -62,15 +62,17 @@ def offered_groupings(memory: Memory, layer: str) -> list[OfferedGrouping]:
     if "task" in names and "label" in names:
         candidates.insert(0, ["task", "label"])
     found: list[OfferedGrouping] = []
+    kept = [list(by) for by in memory.kept_groupings]
+    candidates += [by for by in kept if by not in candidates]
     for columns in candidates:
         try:
-            count = memory.count_groups(layer, columns)
+            count = memory.count_groups(layer, parse_by(",".join(columns)) if columns in kept else columns)
         except DualformError:
             continue
-        if 1 < count <= MAX_OFFERED_GROUPS or columns == ["label"]:
+        if 1 < count <= MAX_OFFERED_GROUPS or columns == ["label"] or columns in kept:
             found.append(OfferedGrouping(",".join(columns), count))
     if not any(entry.by == "task" and entry.groups > 1 for entry in found):
-        found = [entry for entry in found if entry.by not in ("task,label", "task")]
+        found = [entry for entry in found if entry.by not in ("task,label", "task")] or found
     return sorted(found, key=lambda entry: _place_in(FIRST_OFFERED, entry.by))
 
 

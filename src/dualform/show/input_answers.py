@@ -18,6 +18,7 @@ from dualform.printable import printable
 from dualform.show.model_loading import load_inputs, load_model
 from dualform.show.terminal_tables import console, print_grid
 
+DEFAULT_TOP = 5  # patterns that are listed where nobody says how many
 ALL = "*"  # in place of a layer's name: all of them together
 
 
@@ -43,14 +44,17 @@ def answer_inputs(
     layers: Sequence[str],
     by: By | None,
     of: str,
-    top: int,
+    top: int | None,
     per: str,
     largest: bool,
     quantity: str = "margin",
     accept_untrained: bool = False,
     trust: bool = False,
 ) -> list[LayerAnswer]:
-    """Ask for totals and top patterns of the chosen inputs, per layer; of effects also over all layers together."""
+    """Ask for totals and top patterns of the chosen inputs, per layer; of effects also over all layers together.
+
+    Without a number of top patterns, those of layers that keep shares alone are left out.
+    """
     rows, targets = load_inputs(memory, inputs)
     outside = [test for test in tests if not 0 <= test < len(rows)]
     if outside:
@@ -58,6 +62,10 @@ def answer_inputs(
     loaded = load_model(memory, model, accept_untrained=accept_untrained, trust=trust)
     net = loaded.model
     memory = memory.unwarned()
+    without = [name for name, entry in memory.layers.items() if entry.store == "shares"]
+    if top is None and by is None and without:
+        kept = ",".join(memory.kept_groupings[0])
+        raise QueryError(f"This run keeps shares and no patterns of {without[0]!r}: ask for totals, --by {kept}.")
     answers = []
     for test in tests:
         if of == "effect":
@@ -70,7 +78,8 @@ def answer_inputs(
                 layers=list(layers) or None,
                 other_model=True,  # load_model has compared it with the run; the answer carries its warnings
             )
-            answers.append(_all_layers(spotlight, test, by, top, largest=largest))
+            most = DEFAULT_TOP if top is None else top
+            answers.append(_all_layers(spotlight, test, by, most, largest=largest))
         else:
             spotlight = memory.attend(net, rows[test : test + 1], layers=list(layers) or None, other_model=True)
         left = spotlight.outside() if of == "effect" else {}
@@ -79,7 +88,8 @@ def answer_inputs(
                 continue
             measure = cast("Of", of)
             totals = [] if by is None else layer.totals(by, of=measure).to_arrow().to_pylist()
-            best = layer.top(top, of=measure, per=cast("Per", per), largest=largest) if top else None
+            most = (DEFAULT_TOP if layer.keeps_patterns else 0) if top is None else top
+            best = layer.top(most, of=measure, per=cast("Per", per), largest=largest) if most else None
             found = [] if best is None else best.to_arrow().to_pylist()
             note = EFFECT_NOTE if of == "effect" else ""
             answers.append(LayerAnswer(test, name, layer.count(), of, totals, found, note))

@@ -198,6 +198,11 @@ class Session:
         """Whether every layer has its values, so that masks can be asked for."""
         return all(entry.store != "keys" for entry in self.memory.layers.values())
 
+    @property
+    def shares_only(self) -> bool:
+        """Whether some layer keeps shares and no patterns, so that masks are unions of its groups."""
+        return any(entry.store == "shares" for entry in self.memory.layers.values())
+
     def weights(self, by: GroupingColumns) -> GroupWeights:
         """Return the group weights by these columns; they are ready when `prepare` was called."""
         return self._weights.get(by, lambda: self.memory.group_weights(list(by), budget=self.budget))

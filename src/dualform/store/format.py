@@ -13,8 +13,19 @@ INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
 FROZEN = "frozen.safetensors"
 UNCOVERED = "uncovered.safetensors"
+SHARES = "shares/"  # the folder of shares by group
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
+
+
+def shares_file(step: int) -> str:
+    """Return the name of the blob of shares after a step."""
+    return f"{SHARES}{step:09d}.safetensors"
+
+
+def shares_state_file(step: int) -> str:
+    """Return the name of the blob that a recording of shares goes on from after a step."""
+    return f"{SHARES}state-{step:09d}.safetensors"
 
 
 def shard_files(index: int) -> dict[str, str]:

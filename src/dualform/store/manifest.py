@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -38,6 +38,8 @@ MAX_DEPTH = 64
 
 MaybeChecksum = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 """An xxh3 checksum as hexadecimal, or nothing."""
+LabelType = Literal["none", "bool", "int64", "double", "string"]
+"""The type of a group's value in one column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,42 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupColumnEntry:
+    """A column that groups patterns; with a width, its numbers cut into bins."""
+
+    column: str
+    width: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupingEntry:
+    """One way in which shares are grouped.
+
+    Attributes:
+        columns: the columns, one after the other.
+        labels: the groups in the order in which they came: for each column the type of its value and the value as text.
+    """
+
+    columns: tuple[GroupColumnEntry, ...]
+    labels: tuple[tuple[tuple[LabelType, str], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharesEntry:
+    """What is kept of shares by group.
+
+    Attributes:
+        groupings: how they are grouped.
+        horizons: after which steps they are kept, ascending, each with a file.
+        state: after which step the recording of them can go on, with a file; None where it cannot.
+    """
+
+    groupings: tuple[GroupingEntry, ...]
+    horizons: tuple[Count, ...] = ()
+    state: Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything that the run folder promises."""
 
@@ -93,6 +131,7 @@ class Manifest:
     factory_arguments: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, RowsEntry] = field(default_factory=dict)  # layers that were tried
     uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
+    shares: SharesEntry | None = None  # nothing where the run keeps no shares
     training: TrainingEntry | None = None  # nothing where the training cannot be run again
 
     @property
@@ -107,6 +146,10 @@ class Manifest:
         for entry in (*body["files"].values(), *(e for shard in body["shards"] for e in shard["files"].values())):
             if not entry["at"]:
                 del entry["at"]
+        if self.shares is None:
+            del body["shares"]
+        if self.training is None:
+            del body["training"]
         for layer in body["layers"].values():
             layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
         return sealed(head | body)
@@ -187,7 +230,7 @@ def _check_seal(text: str | bytes, path: object) -> None:
         )
 
 
-_OPTIONAL = {"no_final", "rows", "uncovered_state", "training"}  # entries that runs of earlier versions lack
+_OPTIONAL = {"no_final", "rows", "uncovered_state", "shares", "training"}  # entries that runs of earlier versions lack
 _REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if entry.name not in _OPTIONAL))
 
 

@@ -11,9 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualform.identity.parameter_maps import PARAMETER_MAPS
+from dualform.printable import cut
 from dualform.recording.annotations import RESERVED
 from dualform.store.blobs import FileEntry
-from dualform.store.format import FINAL, FROZEN, INITIAL, STORABLE_DTYPES, UNCOVERED, shard_files
+from dualform.store.format import (
+    FINAL,
+    FROZEN,
+    INITIAL,
+    SHARES,
+    STORABLE_DTYPES,
+    UNCOVERED,
+    shard_files,
+    shares_file,
+    shares_state_file,
+)
+from dualform.store.label_text import label_problem
 from dualform.store.use_check import use_problem
 
 if TYPE_CHECKING:
@@ -47,6 +59,7 @@ def problems(manifest: "Manifest") -> Iterator[str]:
     for name in (*manifest.uncovered, *(manifest.uncovered_state or ())):
         if name in manifest.parameters:
             yield f"parameter {name!r} is listed as covered and as uncovered"
+    yield from _shares_problems(manifest)
     yield from _shards_problems(manifest)
     for name, layer in manifest.layers.items():
         if layer.store == "steps" and manifest.training is None:
@@ -83,7 +96,7 @@ def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Ite
 def _file_problems(manifest: "Manifest") -> Iterator[str]:
     for name, entry in manifest.files.items():
         attached = _ATTACHED.fullmatch(name)
-        if name not in _OWN_FILES and attached is None:
+        if name not in _OWN_FILES and attached is None and not name.startswith(SHARES):
             yield f"'files' lists {name!r}, which is no name of a run's file"
         elif entry.at and (attached is None or entry.at != f"media/{attached[1]}-{entry.xxh3}.{attached[2]}"):
             yield f"{name!r} lies at {entry.at!r}; expected a name after its content"
@@ -95,6 +108,34 @@ def _file_problems(manifest: "Manifest") -> Iterator[str]:
         for name, part in (manifest.uncovered_state or {}).items():
             if part.kind != "frozen" and not part.reason and getattr(torch, part.dtype, None) in STORABLE_DTYPES:
                 yield f"{name!r} was kept when the run was closed, but 'files' does not list {UNCOVERED!r}"
+
+
+def _shares_problems(manifest: "Manifest") -> Iterator[str]:
+    kept = manifest.shares
+    listed = {name for name in manifest.files if name.startswith(SHARES)}
+    if kept is None:
+        for name in listed:
+            yield f"'files' lists {name!r}, but the run keeps no shares"
+        for name, layer in manifest.layers.items():
+            if layer.store == "shares":
+                yield f"layer {name!r} keeps shares, but the run keeps none"
+        return
+    expected = {shares_file(step) for step in kept.horizons}
+    expected |= set() if kept.state is None else {shares_state_file(kept.state)}
+    for name in listed ^ expected:
+        yield f"{name!r} is listed among the files or among the shares, but not among both"
+    if list(kept.horizons) != sorted(set(kept.horizons)) or any(step > manifest.steps for step in kept.horizons):
+        yield f"shares are kept after steps {list(kept.horizons)[:8]}; expected ascending steps up to {manifest.steps}"
+    if kept.state is not None and kept.state not in kept.horizons:
+        yield f"a state of shares is kept after step {kept.state}, but no shares are"
+    if not kept.groupings:
+        yield "'shares' has no grouping"
+    for grouping in kept.groupings:
+        if not grouping.columns or any(len(label) != len(grouping.columns) for label in grouping.labels):
+            yield "a group of 'shares' has not one value for each column of its grouping"
+        for part in (part for label in grouping.labels for part in label):
+            if label_problem(*part):
+                yield f"a group of 'shares' has the value {cut(repr(part[1]))}, which is no {part[0]}"
 
 
 def _shards_problems(manifest: "Manifest") -> Iterator[str]:

@@ -33,7 +33,7 @@ from dualform.store.checked_tables import (
 )
 from dualform.store.derived_sums import StoredSums
 from dualform.store.folder_blobs import as_blobs
-from dualform.store.format import FINAL, INITIAL, STATE, shard_files
+from dualform.store.format import FINAL, INITIAL, SHARES, STATE, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
 from dualform.store.pool import DIGESTS, REFERENCES
@@ -50,6 +50,7 @@ from dualform.store.tensors import OpenFiles, TensorFile
 
 if TYPE_CHECKING:
     from dualform.store.run_files import StoredFiles
+    from dualform.store.stored_shares import StoredShares
 
 CallColumns = dict[str, npt.NDArray[Any]]
 MAX_OPEN_FILES = 100
@@ -279,6 +280,9 @@ class Run(PatternSource):
             manifest.batch_axis,
             manifest.columns,
         )
+        if manifest.shares is not None:
+            files = [entry for name, entry in manifest.files.items() if name.startswith(SHARES)]
+            parts = (*parts, manifest.shares, files)  # type: ignore[assignment]
         return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
     @property
@@ -292,6 +296,13 @@ class Run(PatternSource):
         from dualform.store.run_files import StoredFiles  # which reads this run
 
         return StoredFiles(self)
+
+    @cached_property
+    def kept_shares(self) -> "StoredShares | None":
+        """The shares by group that the run keeps; None where it keeps none."""
+        from dualform.store.stored_shares import StoredShares  # which reads this run
+
+        return None if self.manifest.shares is None else StoredShares(self, self.manifest.shares)
 
     @property
     def derived_sums(self) -> StoredSums:

@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 from dualform.errors import RefusedError, ResumeError, RunFactoryError
 from dualform.recording.check_schedule import Check
-from dualform.recording.keep import Keep, Patterns, Shares, Steps, as_keeps
+from dualform.recording.keep import Keep, Shares, Steps, as_keeps, divided
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers, StoredDtype, stored_dtype
 from dualform.store.blobs import Blobs
 from dualform.store.folder_blobs import as_blobs
+from dualform.store.share_writer import ShareWriter
 from dualform.store.writer import DiskWriter
 
 _STORED_DTYPES = (None, *get_args(StoredDtype))
@@ -26,6 +27,7 @@ def record(
     optimizer: Optimizer | Sequence[Optimizer],
     path: str | os.PathLike[str] | Blobs,
     *,
+    keep: Keep | Sequence[Keep] | None = None,
     layers: Layers = None,
     dtype: Dtype = None,
     strict: bool = False,
@@ -39,7 +41,6 @@ def record(
     queue_bytes: int = 512 << 20,
     factory: str | None = None,
     factory_arguments: Mapping[str, Any] | None = None,
-    keep: Keep | Sequence[Keep] | None = None,
     training: str | None = None,
 ) -> Recorder:
     """Record a training run while the returned context lasts.
@@ -56,6 +57,10 @@ def record(
         model: the model that is trained.
         optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
         path: the run folder to make, or the `Blobs` to keep the run in.
+        keep: what is kept of the training: `dualform.Patterns()`, every key and value, the default;
+            `dualform.Shares(by="source")`, what each group of patterns made of every weight, in constant size; or a
+            list of both. `dualform.Steps()`, facts and marks of the steps, whose patterns come back when the training
+            is replayed; or a list of it and of `dualform.Patterns(layers=...)`, for the layers to store.
         layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
             pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
             `"keys"` (attention only), of which the first match decides.
@@ -77,23 +82,24 @@ def record(
         queue_bytes: how much may wait to be written before training has to wait.
         factory: `"package.module:function"` that makes the model, so that the command line can.
         factory_arguments: its keyword arguments, of JSON types.
-        keep: what the run stores: `Patterns()`, the default, or `Steps()`, or both in a list, with
-            `Patterns(layers=...)` for the layers to store.
         training: with `Steps()`, `"package.module:function"` that runs this training; see `dualform.record_training`.
     """
     keeps = as_keeps(keep)
-    if any(isinstance(one, Shares) for one in keeps):
-        raise RefusedError("Shares cannot be recorded yet. Record keep=Patterns() or keep=Steps().")
-    patterns = next((one for one in keeps if isinstance(one, Patterns)), None)
-    if patterns is not None and len(keeps) == 1:
-        layers = patterns.layers if layers is None else layers
-    if patterns is not None and patterns.dtype is not None:
-        dtype = patterns.dtype
-    if resume is not False and any(isinstance(one, Steps) for one in keeps):
+    again = any(isinstance(one, Steps) for one in keeps)
+    if again and any(isinstance(one, Shares) for one in keeps):
+        raise RefusedError(
+            "keep has both Shares(...) and Steps(). Record them in two runs: a replay brings either back."
+        )
+    if again and resume is not False:
         raise ResumeError(
             "A recording that keeps steps cannot be resumed: a replay runs the whole training, from its first step. "
             "Record all of it in one go."
         )
+    patterns, shares = divided([one for one in keeps if not isinstance(one, Steps)] or None)
+    if patterns is not None and shares is None and not again:
+        layers = patterns.layers if layers is None else layers
+    if patterns is not None and patterns.dtype is not None:
+        dtype = patterns.dtype
     unknown = [
         found for found in (dtype.values() if isinstance(dtype, Mapping) else [dtype]) if found not in _STORED_DTYPES
     ]
@@ -109,7 +115,7 @@ def record(
         json.dumps(dict(factory_arguments or {}))
     except TypeError as error:
         raise RunFactoryError(f"factory_arguments are no JSON: {error}. Give numbers, strings, lists.") from error
-    sink = DiskWriter(
+    writer = DiskWriter(
         as_blobs(path),
         dtype=dtype,
         shard_bytes=shard_bytes,
@@ -124,7 +130,8 @@ def record(
     return Recorder(
         model,
         optimizer,
-        sink,
+        writer if shares is None else ShareWriter(writer, shares),
+        patterns=None if shares is None else False if patterns is None else patterns.layers,
         layers=layers,
         strict=strict,
         batch_axis=batch_axis,

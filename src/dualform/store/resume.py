@@ -20,7 +20,7 @@ from dualform.identity.families.naming import same_optimizer
 from dualform.recording.sinks import Start
 from dualform.store.attach import remove_unlisted
 from dualform.store.blobs import Blobs, Tag
-from dualform.store.format import FINAL, FROZEN, UNCOVERED, shard_files
+from dualform.store.format import FINAL, FROZEN, SHARES, UNCOVERED, shard_files, shares_file, shares_state_file
 from dualform.store.manifest import Manifest
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
@@ -156,8 +156,15 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
     if kept and kept[-1].stop > step:
         kept[-1] = dataclasses.replace(kept[-1], stop=step, parameters={})
     files = {name: entry for name, entry in manifest.files.items() if name not in (FINAL, FROZEN, UNCOVERED)}
+    shares = manifest.shares
+    if shares is not None:
+        horizons = tuple(horizon for horizon in shares.horizons if horizon <= step)
+        shares = dataclasses.replace(shares, horizons=horizons, state=shares.state if shares.state == step else None)
+        named = {shares_file(horizon) for horizon in horizons}
+        named |= set() if shares.state is None else {shares_state_file(shares.state)}
+        files = {name: entry for name, entry in files.items() if not name.startswith(SHARES) or name in named}
     return dataclasses.replace(
-        manifest, shards=tuple(kept), files=files, closed=False, no_final="", uncovered_state=None
+        manifest, shards=tuple(kept), files=files, closed=False, no_final="", uncovered_state=None, shares=shares
     )
 
 
@@ -167,6 +174,6 @@ def _remove_later_files(blobs: Blobs, manifest: Manifest) -> None:
     listed = {entry.at or name for name, entry in manifest.files.items()}
     listed |= {name for shard in manifest.shards for name in shard.files}
     folders = {name.split("/")[0] for name in shard_files(0).values()}
-    remove_unlisted(blobs, listed, [*(f"{folder}/" for folder in folders), "media/", "cache/"])
+    remove_unlisted(blobs, listed, [*(f"{folder}/" for folder in folders), "media/", "cache/", SHARES])
     for name in (FINAL, FROZEN, UNCOVERED):
         blobs.remove(name)

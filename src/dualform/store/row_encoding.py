@@ -89,7 +89,8 @@ def _encode_int8(rows: Tensor, largest: Tensor, seed: int) -> tuple[Tensor, Tens
     The scale of a row that is not finite is not finite either, and then no element of the row is when it is read.
     """
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32  # quotients of bfloat16 would be rounded
-    scales = (largest.to(wide) / LARGEST_INT8).float().clamp(min=MIN_SCALE)  # (T,)
+    # A product: a GPU divides by a number in Python as it pleases, and scales have to be the same everywhere.
+    scales = (largest.to(wide) * (1 / LARGEST_INT8)).float().clamp(min=MIN_SCALE)  # (T,)
     stored = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     width = rows.shape[1]
     columns = _column_numbers(width, rows.device)

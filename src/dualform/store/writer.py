@@ -36,7 +36,7 @@ from dualform.store.blobs import Blobs
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
 from dualform.store.host_copy import HostCopier, HostCopy
 from dualform.store.kept_state import ShardState, StateKeeper
-from dualform.store.manifest import Manifest
+from dualform.store.manifest import Manifest, SharesEntry
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import count_updates, find_step, resume_at
@@ -112,6 +112,7 @@ class DiskWriter:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
         self.dtype = dtype
+        self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
@@ -245,6 +246,32 @@ class DiskWriter:
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards; what was queued stays queued."""
         self._accumulated.discard(backwards)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing: a resumed recording finds all that it needs in the run."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Do nothing, as there is nothing to take."""
+
+    def publish_beside(
+        self, publish: Callable[[Blobs, Manifest], Mapping[str, Any]], snapshot: Callable[[], Snapshot]
+    ) -> Manifest:
+        """Publish everything taken so far, and then files of another sink beside it.
+
+        Args:
+            publish: publishes files, given the place and the manifest, and returns what changes in the manifest.
+            snapshot: copies the parameters as the last step left them.
+        """
+        self.flush(snapshot)
+        try:
+            self._shards.check_alone()
+            self._shards.publish_manifest(**publish(self.blobs, self._shards.manifest))
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{self.path} cannot be written: {error}.") from error
+        return self._shards.manifest
 
     def attach(self, files: Files) -> None:
         """Queue files; they are published before anything that is handed over later."""
@@ -387,6 +414,7 @@ class DiskWriter:
             versions={"dualform": __version__, "torch": torch.__version__},
             factory=self._factory,
             factory_arguments=self._factory_arguments,
+            shares=self.shares,
             training=self._training,
         )
 
@@ -397,7 +425,7 @@ class DiskWriter:
     def _store(self, name: str, layer: LayerStart) -> Stored:
         """Return what is stored of a layer's patterns."""
         if self._training is None or keeps_patterns(self._keep, name):
-            return "keys" if layer.keys_only else "keys+values"
+            return "keys" if layer.keys_only else "shares" if layer.shares_only else "keys+values"
         if layer.keys_only:
             raise RefusedError(
                 f"Layer {name!r} is recorded with its keys only, and keep=Steps() stores none of its patterns. Leave "

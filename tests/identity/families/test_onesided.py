@@ -286,6 +286,17 @@ def test_a_first_step_of_low_rank_is_mostly_rounding_and_says_so(run: Path) -> N
     assert (found.layers[0].error or 0) < 1e-6
 
 
+def test_patterns_in_int8_are_held_to_a_quarter_of_the_change(run: Path) -> None:
+    model, _ = train(run, tricks=False, stored="int8")
+    found = dualform.open(run).verify(model)
+    assert found.passed, found
+    assert max(layer.error or 0 for layer in found.layers) > 2e-3, "or this shows nothing"
+    with torch.no_grad():
+        weight = model.get_parameter("2.weight")
+        weight.add_(0.5 * (weight - dualform.open(run)._run.initial["2.weight"]))
+    assert not dualform.open(run).verify(model).passed
+
+
 @pytest.mark.parametrize(("stored", "tricks"), [("float16", False), (None, True)], ids=["float16", "rescaled"])
 def test_where_the_replay_need_not_be_equal_rounding_is_allowed_for(run: Path, stored: Any, *, tricks: bool) -> None:
     model, _ = train(run, tricks=tricks, stored=stored)

@@ -35,6 +35,7 @@ from dualform.identity.families.optimizer_kind import (
     Spread,
     State,
     StepMap,
+    StepMatrix,
     register_optimizer,
 )
 from dualform.identity.families.rounding import near
@@ -43,7 +44,7 @@ from dualform.identity.parameter_maps import ParameterMap
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseStep(StepMap):
-    """One step, as the numbers and matrices (float64) of the three lines above; SGD's are numbers throughout."""
+    """One step, as the numbers and matrices of the three lines above; SGD's are numbers throughout."""
 
     alpha: float = 0.0
     beta: Tensor | float = 0.0
@@ -69,9 +70,69 @@ class ElementwiseStep(StepMap):
         after = self.kappa * share - self.on_average * average
         return (after if moved is None else after - self.on_gradient * moved), average
 
+    @property
+    def moves_average(self) -> bool:
+        """Whether a step changes the average."""
+        return self.alpha != 1.0 or isinstance(self.beta, Tensor) or self.beta != 0.0
+
+    @property
+    def matrix(self) -> StepMatrix | None:
+        """The step as numbers; None where one of β, P, Q is a matrix."""
+        if any(isinstance(factor, Tensor) for factor in (self.beta, self.on_average, self.on_gradient)):
+            return None
+        beta, on_average, on_gradient = (float(x) for x in (self.beta, self.on_average, self.on_gradient))
+        direct = on_average * beta + on_gradient  # what W' takes of d
+        return StepMatrix(
+            weight=(self.kappa - direct * self.decay, -on_average * self.alpha),
+            average=(beta * self.decay, self.alpha),
+            gradient=(-direct * self.sign, beta * self.sign),
+        )
+
+    def follow(
+        self,
+        shares: list[Tensor],
+        averages: list[Tensor],
+        gradients: Sequence[Tensor | None],
+        *,
+        averages_moved: bool = False,
+    ) -> None:
+        """Move shares and averages in place, all of them by one kernel for each product."""
+        with_gradient = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        moved: list[Tensor] = [gradient for gradient in gradients if gradient is not None]
+        if self.decay:
+            decayed = torch._foreach_mul(shares, self.decay)
+            if moved:
+                torch._foreach_add_([decayed[place] for place in with_gradient], moved, alpha=self.sign)
+            moved, with_gradient = list(decayed), list(range(len(shares)))
+        elif self.sign != 1.0 and moved:
+            moved = list(torch._foreach_mul(moved, self.sign))
+        if self.moves_average and not averages_moved:
+            if self.alpha != 1.0:
+                torch._foreach_mul_(averages, self.alpha)
+            _add_products([averages[place] for place in with_gradient], moved, self.beta)
+        if self.kappa != 1.0:
+            torch._foreach_mul_(shares, self.kappa)
+        if _is_not_zero(self.on_average):
+            _add_products(shares, averages, self.on_average, sign=-1)
+        _add_products([shares[place] for place in with_gradient], moved, self.on_gradient, sign=-1)
+
     def bias_correction(self, alpha: float) -> float:
         """Return 1 − αᵗ where the step divides the average by it."""
         return 1 - alpha**self.corrected if self.corrected else 1.0
+
+
+def _is_not_zero(factor: Tensor | float) -> bool:
+    return isinstance(factor, Tensor) or factor != 0.0
+
+
+def _add_products(totals: list[Tensor], terms: list[Tensor], factor: Tensor | float, *, sign: int = 1) -> None:
+    """Add each term times a factor, a number or a matrix, to its total, in place."""
+    if not totals or not _is_not_zero(factor):
+        return
+    if isinstance(factor, Tensor):
+        torch._foreach_addcmul_(totals, terms, [factor] * len(totals), value=sign)
+    else:
+        torch._foreach_add_(totals, terms, alpha=sign * factor)
 
 
 Reading = Callable[[Settings, State, State], ElementwiseStep]
@@ -161,10 +222,14 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         *,
         average: str | None,
         state_settings: tuple[str, ...],
+        overwrites_state: tuple[str, ...],
+        decoupled: bool,
     ) -> None:
         super().__init__(optimizer, average)
         self.settings = settings
         self.state_settings = state_settings
+        self.overwrites_state = overwrites_state
+        self._decoupled = decoupled
         self._read = read
 
     def encode(self, group: Mapping[str, Any], state: State) -> dict[str, Setting]:
@@ -183,12 +248,18 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         found = {name: row[name] for name in self.settings if name in row}
         return found | {"betas": (row["beta1"], row["beta2"])} if "betas" in self.settings else found
 
+    def decays_gradient(self, settings: Settings) -> bool:
+        """Say whether the step adds a part of the parameter to its gradient."""
+        decoupled = self._decoupled or settings.get("decoupled_weight_decay", False)
+        return bool(settings.get("weight_decay", 0.0)) and not decoupled
+
     def read(self, taken: ReplayedStep) -> ElementwiseStep:
         """Return a step with its numbers as the step itself rounded them, to the parameter's dtype.
 
         A first moment is a lerp, `m + β (d − m)`, so that its α is what β leaves.
         """
-        linear = self._read(taken.settings, taken.before, taken.after)
+        before, after = (_in_precision(state, taken.precision) for state in (taken.before, taken.after))
+        linear = self._read(taken.settings, before, after)
         rounded = near(taken.gradient.dtype)
         beta = linear.beta if isinstance(linear.beta, Tensor) else rounded(linear.beta)
         alpha = rounded(linear.alpha) if isinstance(beta, Tensor) or not linear.alpha else 1 - beta
@@ -205,7 +276,12 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
 
 
 def reads(
-    optimizer: type[Optimizer], *settings: str, average: str | None = None, state_settings: tuple[str, ...] = ()
+    optimizer: type[Optimizer],
+    *settings: str,
+    average: str | None = None,
+    state_settings: tuple[str, ...] = (),
+    overwrites_state: tuple[str, ...] = (),
+    decoupled: bool = False,
 ) -> Callable[[Reading], Reading]:
     """Register a function that reads a step of an optimizer.
 
@@ -214,17 +290,29 @@ def reads(
         settings: the names of its settings that are logged.
         average: the state entry that m is; None where it keeps no average.
         state_settings: settings that make it keep more state from its first step on.
+        overwrites_state: state entries that a step overwrites and the function needs as they were before it.
+        decoupled: whether its weight decay never goes through the gradient.
     """
 
     def register(read: Reading) -> Reading:
-        register_optimizer(ElementwiseKind(optimizer, settings, read, average=average, state_settings=state_settings))
+        kind = ElementwiseKind(
+            optimizer,
+            settings,
+            read,
+            average=average,
+            state_settings=state_settings,
+            overwrites_state=overwrites_state,
+            decoupled=decoupled,
+        )
+        register_optimizer(kind)
         return read
 
     return register
 
 
-def _moment(tensor: Tensor) -> Tensor:
-    return tensor.double()
+def _in_precision(state: State, dtype: torch.dtype) -> State:
+    """Return a state whose tensors have a dtype; the tensors themselves where they have it already."""
+    return {name: entry.to(dtype) if isinstance(entry, Tensor) else entry for name, entry in state.items()}
 
 
 def _sign(settings: Settings) -> float:
@@ -235,7 +323,7 @@ def _adam(settings: Settings, after: State, *, decoupled: bool) -> ElementwiseSt
     beta1, beta2 = settings["betas"]
     count = float(after["step"])
     second = after["max_exp_avg_sq"] if settings["amsgrad"] else after["exp_avg_sq"]
-    denominator = _moment(second).sqrt() / (1 - beta2**count) ** 0.5 + settings["eps"]
+    denominator = second.sqrt() / (1 - beta2**count) ** 0.5 + settings["eps"]
     decay, lr = settings["weight_decay"], settings["lr"]
     return ElementwiseStep(
         alpha=beta1,
@@ -256,7 +344,7 @@ def _read_adam(settings: Settings, before: State, after: State) -> ElementwiseSt
     return _adam(settings, after, decoupled=settings["decoupled_weight_decay"])
 
 
-@reads(torch.optim.AdamW, *_ADAM, average="exp_avg", state_settings=("amsgrad",))
+@reads(torch.optim.AdamW, *_ADAM, average="exp_avg", state_settings=("amsgrad",), decoupled=True)
 def _read_adamw(settings: Settings, before: State, after: State) -> ElementwiseStep:
     return _adam(settings, after, decoupled=True)
 
@@ -271,7 +359,7 @@ def _read_nadam(settings: Settings, before: State, after: State) -> ElementwiseS
     count, lr, decay = float(after["step"]), settings["lr"], settings["weight_decay"]
     momentum, following = (beta1 * (1 - 0.5 * 0.96 ** (at * settings["momentum_decay"])) for at in (count, count + 1))
     product = float(after["mu_product"])
-    denominator = (_moment(after["exp_avg_sq"]) / (1 - beta2**count)).sqrt() + settings["eps"]
+    denominator = (after["exp_avg_sq"] / (1 - beta2**count)).sqrt() + settings["eps"]
     decoupled = settings["decoupled_weight_decay"]
     return ElementwiseStep(
         alpha=beta1,
@@ -297,7 +385,7 @@ def _read_radam(settings: Settings, before: State, after: State) -> ElementwiseS
     rate: Tensor | float = lr / (1 - beta1**count)
     if length > 5:
         ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        adapted = (1 - beta2**count) ** 0.5 / (_moment(after["exp_avg_sq"]).sqrt() + settings["eps"])
+        adapted = (1 - beta2**count) ** 0.5 / (after["exp_avg_sq"].sqrt() + settings["eps"])
         rate = rate * ratio**0.5 * adapted
     decoupled = settings["decoupled_weight_decay"]
     return ElementwiseStep(
@@ -319,7 +407,7 @@ def _read_adamax(settings: Settings, before: State, after: State) -> Elementwise
     return ElementwiseStep(
         alpha=beta1,
         beta=1 - beta1,
-        on_average=rate / _moment(after["exp_inf"]),
+        on_average=rate / after["exp_inf"],
         decay=settings["weight_decay"],
         sign=_sign(settings),
         corrected=count,
@@ -333,9 +421,9 @@ def _read_adamax(settings: Settings, before: State, after: State) -> Elementwise
     state_settings=("centered", "momentum"),
 )  # fmt: skip
 def _read_rmsprop(settings: Settings, before: State, after: State) -> ElementwiseStep:
-    square = _moment(after["square_avg"])
+    square = after["square_avg"]
     if settings["centered"]:
-        square = square - _moment(after["grad_avg"]).square()
+        square = square - after["grad_avg"].square()
     inverse = 1 / (square.sqrt() + settings["eps"])
     remembered = (1 - settings["alpha"]) ** 0.5 * (1 - settings["momentum"])
     reach = 1 / remembered if remembered else math.inf
@@ -348,14 +436,14 @@ def _read_rmsprop(settings: Settings, before: State, after: State) -> Elementwis
 @reads(torch.optim.Adagrad, "lr", "lr_decay", "eps", "weight_decay", "maximize")
 def _read_adagrad(settings: Settings, before: State, after: State) -> ElementwiseStep:
     rate = settings["lr"] / (1 + (float(after["step"]) - 1) * settings["lr_decay"])
-    scaled = rate / (_moment(after["sum"]).sqrt() + settings["eps"])
+    scaled = rate / (after["sum"].sqrt() + settings["eps"])
     return ElementwiseStep(on_gradient=scaled, decay=settings["weight_decay"], sign=_sign(settings))
 
 
-@reads(torch.optim.Adadelta, "lr", "rho", "eps", "weight_decay", "maximize")
+@reads(torch.optim.Adadelta, "lr", "rho", "eps", "weight_decay", "maximize", overwrites_state=("acc_delta",))
 def _read_adadelta(settings: Settings, before: State, after: State) -> ElementwiseStep:
     eps = settings["eps"]
-    deviation = (_moment(after["square_avg"]) + eps).sqrt()
-    travelled = _moment(before["acc_delta"]) if "acc_delta" in before else torch.zeros_like(deviation)
+    deviation = (after["square_avg"] + eps).sqrt()
+    travelled = before["acc_delta"] if "acc_delta" in before else torch.zeros_like(deviation)
     scaled = settings["lr"] * (travelled + eps).sqrt() / deviation
     return ElementwiseStep(on_gradient=scaled, decay=settings["weight_decay"], sign=_sign(settings))

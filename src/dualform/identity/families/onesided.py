@@ -46,7 +46,7 @@ UNIT = 2.0**-9  # half an ulp of 1 in bfloat16
 
 @dataclass(frozen=True, slots=True)
 class OneSidedStep(StepMap):
-    """One step of Muon, as the numbers of the three lines above and the matrix L (float64)."""
+    """One step of Muon, as the numbers of the three lines above and the matrix L."""
 
     alpha: float
     beta: float
@@ -67,6 +67,28 @@ class OneSidedStep(StepMap):
             update = update + (1 - self.ahead) * gradient
         turned = update @ self.side if self.tall else self.side @ update
         return self.kappa * share - self.gamma * turned, average
+
+    moves_average = True
+
+    def follow(
+        self,
+        shares: list[Tensor],
+        averages: list[Tensor],
+        gradients: Sequence[Tensor | None],
+        *,
+        averages_moved: bool = False,
+    ) -> None:
+        """Move shares and averages in place, one share after the other."""
+        for share, average, gradient in zip(shares, averages, gradients, strict=True):
+            if not averages_moved:
+                average.mul_(self.alpha)
+                if gradient is not None:
+                    average.add_(gradient, alpha=self.beta)
+            update = self.ahead * average
+            if gradient is not None and self.ahead != 1.0:
+                update.add_(gradient, alpha=1 - self.ahead)
+            left, right = (update, self.side) if self.tall else (self.side, update)
+            share.addmm_(left, right, beta=self.kappa, alpha=-self.gamma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +156,25 @@ def polynomial(update: Tensor, coefficients: Sequence[float], steps: int, eps: f
     return side
 
 
+def iterated_polynomial(update: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Return the same L as `polynomial`, by products of matrices in the dtype and on the device of u.
+
+    With A = X Xᵀ, each iteration multiplies X by F = a + b A + c A²; all of these matrices commute, so that L is the
+    product of the factors and the next A is F² A.
+    """
+    a, b, c = coefficients
+    norm = update.norm().clamp(min=eps)
+    square = update @ update.T / norm.square()
+    identity = torch.eye(len(update), dtype=update.dtype, device=update.device)
+    side: Tensor = identity / norm
+    for left in range(steps, 0, -1):
+        factor = a * identity + square @ (b * identity + c * square)
+        side = factor @ side
+        if left > 1:
+            square = factor @ square @ factor
+    return side
+
+
 def adjusted(lr: float, how: str, shape: Sequence[int]) -> float:
     """Return the learning rate as Muon adjusts it to a matrix's shape."""
     rows, cols = shape
@@ -181,7 +222,10 @@ class MuonKind(OptimizerKind[OneSidedStep]):
         rows, cols = update.shape
         tall = rows > cols
         chosen = (settings["ns_coefficients"], settings["ns_steps"], settings["eps"])
-        side = polynomial(update.T if tall else update, *chosen)
+        # Products are faster than eigenvectors where training waits for them. They too need float64: an error in a
+        # small eigenvalue of u uᵀ grows by 3.4² with each iteration.
+        find = polynomial if taken.precision == torch.float64 else iterated_polynomial
+        side = find(update.T if tall else update, *chosen)
         beta = rounded(1 - momentum)
         rate = rounded(adjusted(lr, settings["adjust_lr_fn"], (rows, cols)))
         # Entries of u that are off by UNIT of themselves at random, multiplied by L.
@@ -192,7 +236,7 @@ class MuonKind(OptimizerKind[OneSidedStep]):
             kappa=rounded(1 - lr * settings["weight_decay"]),
             gamma=rate,
             ahead=rounded(momentum) if settings["nesterov"] else 1.0,
-            side=side,
+            side=side.to(taken.precision),
             tall=tall,
             noise=noise,
         )

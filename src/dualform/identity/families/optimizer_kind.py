@@ -34,8 +34,37 @@ Setting = float | bool | str
 """What the steps table holds of a setting."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepMatrix:
+    """A step whose map is made of numbers: (W', m') = A (W, m) + b g.
+
+    Attributes:
+        weight: what W' takes of W and of m, the first row of A.
+        average: what m' takes of W and of m, the second row of A.
+        gradient: what W' and m' take of the gradient, b.
+    """
+
+    weight: tuple[float, float] = (1.0, 0.0)
+    average: tuple[float, float] = (0.0, 1.0)
+    gradient: tuple[float, float] = (0.0, 0.0)
+
+    def after(self, earlier: "StepMatrix") -> "StepMatrix":
+        """Return this map after an earlier one, the earlier one's gradient carried on; its own gradient is left out."""
+
+        def row(mine: tuple[float, float]) -> tuple[float, float]:
+            return (
+                mine[0] * earlier.weight[0] + mine[1] * earlier.average[0],
+                mine[0] * earlier.weight[1] + mine[1] * earlier.average[1],
+            )
+
+        def carried(mine: tuple[float, float]) -> float:
+            return mine[0] * earlier.gradient[0] + mine[1] * earlier.gradient[1]
+
+        return StepMatrix(row(self.weight), row(self.average), (carried(self.weight), carried(self.average)))
+
+
 class StepMap(ABC):
-    """One step of one parameter, as a linear map in float64."""
+    """One step of one parameter, as a linear map; its matrices have the dtype that the step was read in."""
 
     noise: float = 0.0
     """The size that the step's own rounding is expected to have; 0 where it is that of the parameter's dtype."""
@@ -49,6 +78,34 @@ class StepMap(ABC):
     @abstractmethod
     def step(self, share: Tensor, average: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return a share of W and of m after the step, given both before it and its own gradient (None for zero)."""
+
+    @property
+    @abstractmethod
+    def moves_average(self) -> bool:
+        """Whether the step changes the average."""
+
+    @property
+    def matrix(self) -> StepMatrix | None:
+        """The step as numbers; None where its map is not made of numbers alone."""
+        return None
+
+    @abstractmethod
+    def follow(
+        self,
+        shares: list[Tensor],
+        averages: list[Tensor],
+        gradients: Sequence[Tensor | None],
+        *,
+        averages_moved: bool = False,
+    ) -> None:
+        """Do what `step` does to many shares at once, in place, in the dtype and on the device of the shares.
+
+        Args:
+            shares: shares of W before the step; they are W's shares after it when this returns.
+            averages: their averages; nothing where the step neither changes nor uses an average.
+            gradients: the gradient of each share, None for zero.
+            averages_moved: whether the averages are those after the step already, so that they stay as they are.
+        """
 
     def rate(self, gradient: Tensor) -> MeasuredRate:
         """Return how fast the parameter learns in this step, measured along the step's gradient.
@@ -108,12 +165,21 @@ class BackwardRecursion(ABC, Generic[M]):
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step that torch's own optimizer has taken: its settings, its gradient, and the state before and after."""
+    """One step that torch's own optimizer has taken, in a replay or while training.
+
+    Attributes:
+        settings: the optimizer's settings in the step.
+        gradient: the gradient that the step took.
+        before: the state before the step; of a live step, the entries that `OptimizerKind.overwrites_state` names.
+        after: the state after the step.
+        precision: the dtype in which the step's matrices are wanted.
+    """
 
     settings: Settings
     gradient: Tensor
     before: State
     after: State
+    precision: torch.dtype = torch.float64
 
 
 class Spread(ABC, Generic[M]):
@@ -146,6 +212,9 @@ class OptimizerKind(ABC, Generic[M]):
 
     has_coefficients: ClassVar[bool] = False
     """Whether the steps' maps follow from settings alone, so that a pattern has a coefficient."""
+
+    overwrites_state: tuple[str, ...] = ()
+    """State entries that a step overwrites and `read` needs as they were before it."""
 
     options: ClassVar[Mapping[str, Any]] = {"foreach": False}
     """How torch's optimizer is made for a replay: with its plain loop over parameters."""
@@ -185,6 +254,14 @@ class OptimizerKind(ABC, Generic[M]):
 
     def restart(self, settings: Settings, state: MutableMapping[str, Any]) -> None:
         """Clear the state of a replay before a step whose settings say that it was cleared in training."""
+
+    def decays_gradient(self, settings: Settings) -> bool:
+        """Say whether a step adds a part of the parameter to its gradient (coupled weight decay)."""
+        return False
+
+    def overwrites_gradient(self, settings: Settings) -> bool:
+        """Say whether a step may write to the gradient that it takes."""
+        return False
 
     @abstractmethod
     def read(self, taken: ReplayedStep) -> M:

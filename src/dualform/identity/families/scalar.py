@@ -113,6 +113,14 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
         if not settings[_BUFFER]:
             state.pop("momentum_buffer", None)
 
+    def decays_gradient(self, settings: Settings) -> bool:
+        """Say whether there is weight decay, which goes through the gradient."""
+        return bool(settings["weight_decay"])
+
+    def overwrites_gradient(self, settings: Settings) -> bool:
+        """Say whether the step is one of Nesterov's, whose fast versions write the update into the gradient."""
+        return bool(settings["nesterov"])
+
     def read(self, taken: ReplayedStep) -> ElementwiseStep:
         """Return a step, with its settings as the step itself rounded them."""
         settings, rounded = taken.settings, near(taken.gradient.dtype)

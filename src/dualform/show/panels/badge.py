@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from dualform.engine.verification import Verification
 from dualform.recording.estimate import size_text
 from dualform.show.grouping import GroupingColumns
 from dualform.show.job import Progress, job_progress
@@ -17,6 +18,8 @@ class LayerBadge:
     bound: float | None  # the error that rounding explains
     passed: bool
     keys_only: bool
+    unexplained: float | None = None  # where the layer keeps shares: what no pattern explains, of the change
+    rounding: float | None = None  # where the layer keeps shares: what the steps did beyond their maps, of the change
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Badge:
     """How well a run rebuilds its weights.
 
     Attributes:
-        state: "passed", "high", "not measured", "preparing", "failed" or "keys only".
+        state: "passed", "explains", "high", "not measured", "preparing", "failed" or "keys only".
         layers: the measurements, once the group weights are prepared.
         keys_only: the layers that were recorded with their keys only.
         plan: the group weights kept for masks; None if no layer has values.
@@ -43,7 +46,7 @@ class Badge:
         uncovered: trained parameters that no recorded layer covers: name -> number of elements.
         uncovered_share: the share of the trained elements that is not covered.
         not_recorded: the uncovered part in words.
-        verdict: the sentence that a passed run deserves.
+        verdict: the sentence that a passed run deserves, or how much of the change shares explain.
         error: why the preparation failed.
     """
 
@@ -94,11 +97,22 @@ def rebuild_badge(session: Session, by: GroupingColumns, *, wait: bool = False) 
     if preparation.thread.is_alive():
         return replace(badge, state="preparing", progress=job_progress(preparation.job))
     layers = [
-        LayerBadge(name, check.error, check.bound, check.passed, name in keys_only)
+        LayerBadge(
+            name,
+            check.error,
+            check.bound,
+            check.passed,
+            name in keys_only,
+            check.unexplained,
+            None if check.unexplained is None else check.rounding,
+        )
         for name, check in preparation.checks.items()
     ]
     if not layers:
         return replace(badge, state="not measured")
-    if not all(layer.passed for layer in layers):
+    outcome = Verification(session.memory.step, 0, tuple(preparation.checks.values()), covered)
+    if outcome.explained is not None:
+        return replace(badge, state="explains", layers=layers, verdict=outcome.verdict)
+    if not outcome.passed:
         return replace(badge, state="high", layers=layers)
     return replace(badge, state="passed", layers=layers, verdict=covered.passed_text)

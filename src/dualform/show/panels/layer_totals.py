@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dualform.attend.sums import apply_uses
 from dualform.engine.measures import Of
+from dualform.errors import SharesOnlyError
 from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.session import Session, Subject
 
@@ -77,7 +78,11 @@ def layer_totals(
             effects = session.margin_spotlight(subject, unit)[name].effects(list(by))
             found[name] = dict(zip(effects.groups, effects.values[0].tolist(), strict=True))
         elif of != "contribution":
-            answer = layer.totals(list(by), of=of)
+            try:
+                answer = layer.totals(list(by), of=of)
+            except SharesOnlyError as error:
+                found[name], reasons[name] = None, str(error)
+                continue
             found[name] = dict(zip(answer.groups, answer.values[0].tolist(), strict=True))
         elif session.memory.layers[name].store == "keys":
             found[name] = None

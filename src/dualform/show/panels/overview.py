@@ -35,6 +35,7 @@ class Overview:
         prompt: whether an input can be typed.
         labels: the names of the classes.
         exact: whether every layer has its values.
+        shares: the groupings by which the run keeps shares in place of patterns; none where it keeps patterns.
         warnings: which parts of the model are not those of the recording.
         note: that a mask is not a retraining.
     """
@@ -61,6 +62,7 @@ class Overview:
     prompt: bool
     labels: list[str] | None
     exact: bool
+    shares: list[str]
     warnings: list[str]
     note: str = MASK_NOTE
 
@@ -100,5 +102,6 @@ def _overview(session: Session) -> Overview:
         prompt=text is not None and text.unit != "pieces",  # the viewer has no tokenizer
         labels=None if session.media.labels is None else list(session.media.labels),
         exact=session.exact,
+        shares=[", ".join(by) for by in memory.kept_groupings] if session.shares_only else [],
         warnings=list(session.warnings),
     )

@@ -44,7 +44,7 @@ def attention_timeline(
     session: Session, subject: Subject, layer: str, by: GroupingColumns, *, row: int | None = None
 ) -> Timeline:
     """Return how much an input attends in a layer to each group's patterns of each bin of steps."""
-    width = max(1, -(-session.memory.step // MAX_BINS))
+    width = _bin_width(session)
     history = session.answers.get(("history", width), lambda: session.memory.training_history(width=width))
     spotlight, _ = session.spotlight(subject, row=row)
     answer = spotlight[layer].totals([*by, Bins("step", width)])
@@ -69,3 +69,11 @@ def attention_timeline(
         epochs=history.epochs,
         tasks=history.tasks,
     )
+
+
+def _bin_width(session: Session) -> int:
+    """Return how many steps a bin has: so many that all fit, in whole bins of those that the run keeps shares by."""
+    least = max(1, -(-session.memory.step // MAX_BINS))
+    parts = [part.rpartition(":") for by in session.memory.kept_groupings for part in by]
+    kept = [int(float(width)) for column, _, width in parts if column == "step" and session.shares_only]
+    return -(-least // kept[0]) * kept[0] if kept else least

@@ -169,6 +169,8 @@ def _summary(session: Session, badge: Badge) -> "Markup":
     for layer in badge.layers:
         error, bound = layer.relative_error, layer.bound
         text = "keys only" if error is None else f"{error:.1e} of the change; at most {bound:.1e} is rounding"
+        if layer.unexplained is not None:
+            text += f"; unexplained {layer.unexplained:.1e}, rounding {layer.rounding or 0.0:.1e}"
         rows.append((f"rebuild error, {layer.layer}", text))
     rows += [
         (name, f"{entry['kind']} {entry['d_in']} → {entry['d_out']}, {entry['patterns']:,} patterns")

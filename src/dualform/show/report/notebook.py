@@ -45,8 +45,10 @@ def text_spotlight_html(spotlight: TextSpotlight) -> "Markup":
 def _layer(name: str, layer: LayerSpotlight, query: int) -> dict[str, Any]:
     """Return one layer as its template takes it."""
     title, chart = _totals_chart(layer, query)
-    top = layer.top(TOP_SAMPLES, per="sample" if "sample" in layer.columns else "pattern")
-    cards = [_notebook_card(layer.media, row) for row in top.to_arrow().to_pylist() if row["query"] == query]
+    cards: list[Card] = []
+    if layer.keeps_patterns:
+        top = layer.top(TOP_SAMPLES, per="sample" if "sample" in layer.columns else "pattern")
+        cards = [_notebook_card(layer.media, row) for row in top.to_arrow().to_pylist() if row["query"] == query]
     return {
         "name": name,
         "patterns": f"{layer.count():,}",

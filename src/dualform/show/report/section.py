@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualform.attend.questions import Per
 from dualform.attend.removal import Removal
+from dualform.errors import SharesOnlyError
 from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.panels.curves import SortedAttention, sorted_attention
 from dualform.show.panels.layer_totals import LayerTotals, layer_totals
@@ -35,9 +36,10 @@ class TestAnswers:
     contributions: LayerTotals | None
     effects: LayerTotals | None
     curves: list[SortedAttention]
-    time: Timeline
-    positive: TopPatterns
-    negative: TopPatterns
+    time: Timeline | None
+    positive: TopPatterns | None
+    negative: TopPatterns | None
+    needs_patterns: str = ""  # why curves, time and top patterns are not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +62,29 @@ def ask_about_test(session: Session, test: int, by: GroupingColumns) -> TestAnsw
     subject = session.test(test)
     layer = session.output_layer or list(session.memory.layers)[-1]
     per: Per = "sample" if "sample" in session.memory.columns else "pattern"
-    shown = list(session.memory.layers)[-CURVE_LAYERS:]
+    shown = [name for name, entry in session.memory.layers.items() if entry.store != "shares"][-CURVE_LAYERS:]
     exact = session.exact
+    curves: list[SortedAttention] = []
+    time = positive = negative = None
+    needs_patterns = ""
+    try:
+        curves = [sorted_attention(session, subject, name, by, of="attention", count=500) for name in shown]
+        time = attention_timeline(session, subject, layer, by)
+        positive = top_patterns(session, subject, layer, per=per, count=8, by=by)
+        negative = top_patterns(session, subject, layer, per=per, count=4, tab="negative", by=by)
+    except SharesOnlyError as error:
+        needs_patterns = str(error)
     return TestAnswers(
         test=test,
         prediction=model_prediction(session, subject, Mask(Removal())),
         layers=layer_totals(session, subject, by, "attention"),
         contributions=layer_totals(session, subject, by, "contribution") if exact else None,
         effects=layer_totals(session, subject, by, "effect") if exact else None,
-        curves=[sorted_attention(session, subject, name, by, of="attention", count=500) for name in shown],
-        time=attention_timeline(session, subject, layer, by),
-        positive=top_patterns(session, subject, layer, per=per, count=8, by=by),
-        negative=top_patterns(session, subject, layer, per=per, count=4, tab="negative", by=by),
+        curves=curves,
+        time=time,
+        positive=positive,
+        negative=negative,
+        needs_patterns=needs_patterns,
     )
 
 
@@ -96,8 +109,9 @@ def section_html(
         for output in said.outputs
     ]
     images = session.media.image if media else None
-    least = all(card.value > 0 for card in facts.negative.cards)
+    least = facts.negative is not None and all(card.value > 0 for card in facts.negative.cards)
     found = [("Most positive", facts.positive), ("Least" if least else "Most negative", facts.negative)]
+    time, best = facts.time, facts.positive
     effects = facts.effects if facts.effects and any(x.totals is not None for x in facts.effects.layers) else None
     return render(
         "section.html",
@@ -113,12 +127,13 @@ def section_html(
         contributions=None if facts.contributions is None else _layer_charts(session, facts.contributions, by, said),
         effects=None if effects is None else _layer_charts(session, effects, by, said),
         curves=[(curves.layer, _curves_chart(session, curves, by, said)) for curves in facts.curves],
-        time_layer=facts.time.layer,
-        timeline=strip(
-            facts.time.grid, facts.time.names, title="total attention by group and step", steps=session.memory.step
-        ),
-        patterns_layer=facts.positive.layer,
-        patterns=[(title, card_list(answer.cards, images)) for title, answer in found if answer.cards],
+        time_layer="" if time is None else time.layer,
+        timeline=""
+        if time is None
+        else strip(time.grid, time.names, title="total attention by group and step", steps=session.memory.step),
+        patterns_layer="" if best is None else best.layer,
+        patterns=[(title, card_list(answer.cards, images)) for title, answer in found if answer and answer.cards],
+        needs_patterns=facts.needs_patterns,
         masks=_masks_table(session, by, facts, masks) if masks else "",
         mask_note=MASK_NOTE,
     )
@@ -138,7 +153,7 @@ def _layer_charts(session: Session, found: LayerTotals, by: GroupingColumns, sai
     charts: list[tuple[str, Markup | None]] = []
     for layer in found.layers:
         if layer.totals is None:
-            charts.append((layer.layer, None))
+            charts.append((f"{layer.layer}: {layer.reason or 'keys only'}", None))
             continue
         rows = [
             Bar(name, value, _group_marks(by, group, said))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from dualform.errors import CorruptError, DualformError, FormatError, RunNotFoundError
+from dualform.errors import CorruptError, DualformError, FormatError, RunNotFoundError, SharesOnlyError
 from dualform.show.job import Cancelled, job_progress
 from dualform.show.png import png
 from dualform.show.session import Session
@@ -98,6 +98,8 @@ async def _answered(
         return rendered({"error": str(error), "empty": True}, 404)
     except (CorruptError, FormatError) as error:
         return rendered({"error": str(error)}, 503)  # no question can be answered until the run is repaired
+    except SharesOnlyError as error:
+        return rendered({"needs_patterns": str(error)})  # no failure: the panel says so in its place
     except DualformError as error:
         return rendered({"error": str(error)}, 400)
     except OSError as error:

@@ -1,8 +1,9 @@
 // Ask the server. Slow answers report their progress; an aborted one is cancelled over there too.
 
 export class Failure extends Error {
-  constructor(message, { status = 0, empty = false } = {}) {
+  constructor(message, { status = 0, empty = false, needs = false } = {}) {
     super(message);
+    this.needs = needs; // what was asked for needs patterns, and the run keeps shares
     this.status = status;
     this.empty = empty;
   }
@@ -37,6 +38,7 @@ export async function ask(path, parameters = {}, { signal, onProgress } = {}) {
     setGone(false);
     const body = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
     if (!response.ok) throw new Failure(body.error ?? `the server answered ${response.status}`, { status: response.status, empty: body.empty });
+    if (body.needs_patterns) throw new Failure(body.needs_patterns, { status: response.status, needs: true });
     return body;
   } catch (error) {
     if (error instanceof TypeError) {

@@ -42,8 +42,11 @@ export function create(app, element) {
   function show(found) {
     app.badge = found;
     const worst = Math.max(0, ...found.layers.map((layer) => layer.relative_error ?? 0));
+    const shares = found.layers.filter((layer) => layer.unexplained !== null);
+    const rest = shares.length ? `, unexplained ${Math.max(...shares.map((layer) => layer.unexplained)).toExponential(1)}` : "";
     const words = {
-      passed: `${found.not_recorded ? found.verdict : "exact"}: rebuild error ${worst.toExponential(1)}`,
+      passed: `${found.not_recorded ? found.verdict : "exact"}: rebuild error ${worst.toExponential(1)}${rest}`,
+      explains: `${found.verdict}${rest}`,
       high: `rebuild error ${worst.toExponential(1)}: higher than rounding explains`,
       "keys only": "keys only: attention, no reconstruction",
       "not measured": "rebuild error not measured: the run is not closed, or its weights do not fit into memory",
@@ -53,7 +56,7 @@ export function create(app, element) {
     const mixed = found.keys_only.length && found.state !== "keys only" ? `; keys only in ${found.keys_only.join(", ")}` : "";
     badge.textContent = words + mixed;
     badge.className = `badge ${found.state === "passed" && !found.not_recorded ? "good" : found.state === "preparing" ? "" : "amber-box"}`;
-    const rows = found.layers.map((layer) => `${layer.layer}: ${layer.relative_error === null ? "keys only" : `${layer.relative_error.toExponential(2)}, at most ${layer.bound?.toExponential(2) ?? "–"} is rounding`}`);
+    const rows = found.layers.map((layer) => `${layer.layer}: ${layer.relative_error === null ? "keys only" : `${layer.relative_error.toExponential(2)}, at most ${layer.bound?.toExponential(2) ?? "–"} is rounding`}${layer.unexplained === null ? "" : `; unexplained ${layer.unexplained.toExponential(2)}, rounding ${layer.rounding.toExponential(2)}`}`);
     badge.title = [...rows, ...(found.not_recorded ? [found.not_recorded] : [])].join("\n");
   }
 

@@ -49,14 +49,18 @@ export class Panel {
     }
   }
 
-  /** Show what failed, what may be the cause, and a way to try again. */
+  /** Show what failed, what may be the cause, and a way to try again; or say that the run keeps no patterns for this. */
   fail(error, retry) {
+    this.loaded = false;
+    if (error.needs) {
+      this.body.replaceChildren(h("p", { class: "muted needs-patterns", role: "note" }, error.message));
+      return;
+    }
     this.body.replaceChildren(h("div", { class: "failure" },
       h("p", {}, h("strong", {}, "This could not be shown. "), error.message),
       h("p", { class: "muted" }, error.status >= 500 ? "Likely cause: a fault in the viewer, or a damaged run; `dualform verify` checks the files."
         : error.status ? "Likely cause: the address asks for something that this run does not have." : "Likely cause: the server was stopped."),
       button("Try again", retry)));
-    this.loaded = false;
   }
 
   #waiting() {

@@ -43,13 +43,14 @@ export function create(app) {
       h("div", { class: "row" },
         button("Undo", app.undo, { disabled: !app.past.length }),
         button("Reset", () => app.changeMask(state.noMask()), { disabled: !masked }),
-        button("Random control", () => control(), { disabled: !masked || !lastOutcome?.removed, title: "a random part of the same size, as a control" })),
+        button("Random control", () => control(), { disabled: !masked || !lastOutcome?.removed || app.run.shares.length > 0, title: app.run.shares.length ? "needs patterns; this run keeps shares by group" : "a random part of the same size, as a control" })),
       plan());
   }
 
   function plan() {
     const kept = app.badge?.plan;
     if (!kept) return "";
+    if (app.run.shares.length) return h("p", { class: "muted" }, `This run keeps shares by ${app.run.shares.join(", or ")}: masks are unions of these groups.`);
     const text = kept.bins ? `Kept for masks: ${kept.groups} groups × ${kept.bins} bins of ${count(kept.width)} steps (${kept.text}). Other masks take a pass.`
       : `One weight per group would not fit into the memory for masks (${kept.text}); every mask takes a pass.`;
     return h("p", { class: "muted" }, text);

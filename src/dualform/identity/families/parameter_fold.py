@@ -1,0 +1,373 @@
+"""The shares of one parameter, moved along with every step of its live training.
+
+    parameter = start + sum of shares + unexplained + rounding
+
+Each share (of one layer's patterns in one group) moves by the linear map of every step, with its own gradient. The
+start moves by the same maps without a gradient, and the *whole* with the gradient that the optimizer really took. What
+the shares lack of the whole is `unexplained`, and what start and whole lack of the live parameter is `rounding`: both
+follow when they are asked for, and cost nothing before.
+
+Where a map is made of numbers (SGD), steps wait, and many of them are folded at once: the values of a step's patterns
+are multiplied by what the later steps made of them. A share that gets no gradient meanwhile is not touched; it
+remembers by how many steps it is behind, as one 2×2 matrix.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.identity.families.optimizer_kind import StepMap, StepMatrix
+from dualform.identity.grouped_products import RowGroups, gradients_by_group
+from dualform.identity.parameter_maps import OuterMap, ParameterMap
+
+UseKey = tuple[int, int, int]
+"""Names a use of a parameter in one grouping: the place of the grouping, of the layer, and of the layer's use."""
+STANDING = StepMatrix()
+
+
+@dataclass(slots=True)
+class GroupShare:
+    """One group's share of a parameter and of the optimizer's average; `behind` are steps that it has yet to follow."""
+
+    weight: Tensor
+    average: Tensor | None = None
+    behind: StepMatrix = STANDING
+
+    def catch_up(self) -> None:
+        """Follow the steps that were left out because they had no gradient for this share."""
+        behind, self.behind = self.behind, STANDING
+        if behind.weight != STANDING.weight or behind.average != STANDING.average:
+            _multiply(self, behind)
+
+
+def _multiply(share: GroupShare, by: StepMatrix) -> None:
+    """Multiply weight and average of a share by a 2×2 matrix."""
+    if share.average is None:
+        if by.average[0]:
+            share.average = share.weight * by.average[0]
+        share.weight.mul_(by.weight[0])
+        return
+    old = share.weight.clone() if by.average[0] else None
+    share.weight.mul_(by.weight[0]).add_(share.average, alpha=by.weight[1])
+    share.average.mul_(by.average[1])
+    if old is not None:
+        share.average.add_(old, alpha=by.average[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UseRows:
+    """The patterns of one call, as one use of a parameter takes them: one use of a layer, in one grouping.
+
+    Attributes:
+        use: names the layer's use of the parameter and the grouping.
+        parameter_map: how the parameter is made of patterns.
+        values: (T, d_out) as the call has them.
+        keys: (T, d_in) as the call has them.
+        codes: (T,) the group of each pattern, on the CPU.
+        factor: what the gradient was multiplied with between backward and step.
+        sorted: the groups, and values and keys sorted by them, once they were asked for; shared by all uses of a call.
+    """
+
+    use: UseKey
+    parameter_map: ParameterMap
+    values: Tensor
+    keys: Tensor
+    codes: Tensor
+    factor: float
+    sorted: "SortedRows"
+
+
+@dataclass(slots=True, eq=False)
+class SortedRows:
+    """Values and keys of one call sorted by group, found when they are first asked for."""
+
+    codes: Tensor
+    values: Tensor
+    keys: Tensor
+    _found: tuple[RowGroups, Tensor, Tensor] | None = None
+
+    def get(self) -> tuple[RowGroups, Tensor, Tensor]:
+        """Return the groups, the sorted values and the sorted keys."""
+        if self._found is None:
+            groups = RowGroups.of_codes(self.codes)
+            self._found = groups, groups.sort(self.values), groups.sort(self.keys)
+        return self._found
+
+
+@dataclass(slots=True)
+class _WaitingStep:
+    """A step of numbers that waits to be folded, with its patterns."""
+
+    matrix: StepMatrix
+    rows: Sequence[UseRows]
+
+
+@dataclass(slots=True)
+class StartPart:
+    """What the steps left of the start: two numbers while they are enough, the tensors themselves afterwards.
+
+    Attributes:
+        initial: reads the parameter as it was at the start, on the CPU.
+        warm: the optimizer's average at the start, on the CPU; None where there was none.
+        matrix: what the steps so far made of the parameter and the average at the start, as numbers.
+        moved: start and average as tensors, once a step's map was not made of numbers alone.
+    """
+
+    initial: Callable[[], Tensor]
+    warm: Tensor | None
+    matrix: StepMatrix = STANDING
+    moved: GroupShare | None = None
+
+    @property
+    def has_average(self) -> bool:
+        """Whether a part of the optimizer's average is the start's."""
+        return self.warm is not None or self.matrix.average[0] != 0.0 or self.moved is not None
+
+    def step(self, linear: StepMap, like: Tensor) -> None:
+        """Follow one step; `like` says where and in which dtype."""
+        if self.moved is None:
+            if (numbers := linear.matrix) is not None:
+                self.matrix = numbers.after(self.matrix)
+                return
+            if not linear.decay and not self.has_average:
+                self.matrix = StepMatrix((linear.kappa * self.matrix.weight[0], 0.0), self.matrix.average)
+                return
+            weight, average = self.parts()
+            self.moved = GroupShare(weight.to(like), average.to(like))
+        assert self.moved.average is not None
+        linear.follow([self.moved.weight], [self.moved.average], [None])
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Return what is left of the start, and its part of the average, in float64."""
+        if self.moved is not None:
+            assert self.moved.average is not None
+            return self.moved.weight.double(), self.moved.average.double()
+        initial = self.initial().double()
+        warm = torch.zeros_like(initial) if self.warm is None else self.warm.double()
+        (a, b), (c, d) = self.matrix.weight, self.matrix.average
+        return a * initial + b * warm, c * initial + d * warm
+
+
+class ParameterFold:
+    """The parts of one parameter on their way through its live steps.
+
+    Attributes:
+        start: what is left of the start.
+        whole: what all gradients together made of the parameter, and of the average where the start has a part of it.
+        shares: by use and group, what the patterns of a use in a group made.
+        noise: the size that the optimizer's own coarse rounding is expected to have by now.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        initial: Callable[[], Tensor],
+        warm: Tensor | None,
+    ) -> None:
+        self.shape = tuple(shape)
+        self.start = StartPart(initial, warm)
+        self.whole = GroupShare(torch.zeros(self.shape, dtype=dtype, device=device))
+        self.shares: dict[UseKey, dict[int, GroupShare]] = {}
+        self.noise = 0.0
+        self._waiting: list[_WaitingStep] = []
+
+    @property
+    def waiting(self) -> int:
+        """The number of steps whose patterns wait to be folded."""
+        return len(self._waiting)
+
+    def keep_average(self, live: Tensor | None) -> None:
+        """Follow the whole's own average from here on, given the optimizer's before the next step.
+
+        So far all of the optimizer's average was the whole's; from the next step on the start has a part of it.
+        """
+        if self.whole.average is None:
+            zero = torch.zeros_like(self.whole.weight)
+            self.whole.average = zero if live is None or self.start.warm is not None else zero.copy_(live)
+
+    def step(self, linear: StepMap, rows: Sequence[UseRows], *, gradient: Tensor, live_average: Tensor | None) -> None:
+        """Follow one step.
+
+        Args:
+            linear: the step's map.
+            rows: the patterns whose gradients reached it.
+            gradient: the gradient that the optimizer took.
+            live_average: the optimizer's average after the step, where it keeps one.
+        """
+        self._move_whole(linear, gradient, live_average)
+        self.start.step(linear, self.whole.weight)
+        self.noise = ((linear.kappa * self.noise) ** 2 + linear.noise**2) ** 0.5
+        numbers = linear.matrix
+        if numbers is not None:
+            self._waiting.append(_WaitingStep(numbers, rows))
+            return
+        self.fold_waiting()
+        self._move_shares(linear, rows)
+
+    def _move_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> None:
+        whole = self.whole
+        taken = gradient.to(whole.weight)
+        if whole.average is not None:
+            linear.follow([whole.weight], [whole.average], [taken])
+        elif live_average is not None:
+            linear.follow([whole.weight], [live_average.to(whole.weight)], [taken], averages_moved=True)
+        else:  # the optimizer keeps no average, and its map uses none
+            linear.follow([whole.weight], [whole.weight], [taken], averages_moved=True)
+
+    def _move_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> None:
+        """Let every share follow a step whose map is made of matrices."""
+        gradients = self._gradients(rows)
+        shares, parts = [], []
+        for use, groups in self.shares.items():
+            for group, share in groups.items():
+                share.catch_up()
+                if share.average is None and linear.moves_average:
+                    share.average = torch.zeros_like(share.weight)
+                shares.append(share)
+                parts.append(gradients.get((use, group)))
+        if shares:
+            averages = [share.weight if share.average is None else share.average for share in shares]
+            linear.follow([share.weight for share in shares], averages, parts)
+
+    def _gradients(self, rows: Sequence[UseRows]) -> dict[tuple[UseKey, int], Tensor]:
+        """Return the gradient of each use and group that the patterns of a step are in."""
+        found: dict[tuple[UseKey, int], Tensor] = {}
+        dtype = self.whole.weight.dtype
+        for one in rows:
+            groups, values, keys = one.sorted.get()
+            parts = gradients_by_group(one.parameter_map, values, keys, groups, self.shape, dtype)
+            if one.factor != 1.0:
+                torch._foreach_mul_(parts, one.factor)
+            for group, part in zip(groups.present, parts, strict=True):
+                self._share(one.use, group)
+                there = part.to(self.whole.weight)
+                earlier = found.get((one.use, group))
+                found[one.use, group] = there if earlier is None else earlier.add_(there)
+        return found
+
+    def _share(self, use: UseKey, group: int) -> GroupShare:
+        """Return the share of a use in a group, which is zero before its first pattern."""
+        groups = self.shares.setdefault(use, {})
+        if group not in groups:
+            groups[group] = GroupShare(torch.zeros_like(self.whole.weight))
+        return groups[group]
+
+    def fold_waiting(self) -> None:
+        """Fold the steps that wait: all their patterns in one product for each use and group."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        carried: list[tuple[float, float]] = []  # what W and m have of the gradient of each step by now
+        later = STANDING
+        for one in reversed(waiting):
+            carried.append(later.after(StepMatrix((0, 0), (0, 0), one.matrix.gradient)).gradient)
+            later = later.after(one.matrix)
+        by_use: dict[UseKey, list[tuple[UseRows, tuple[float, float]]]] = {}
+        for step, factors in zip(waiting, reversed(carried), strict=True):
+            for rows in step.rows:
+                by_use.setdefault(rows.use, []).append((rows, factors))
+        moves_average = any(one.matrix.gradient[1] for one in waiting)
+        behind = StepMatrix(later.weight, later.average)
+        for use, parts in by_use.items():
+            self._fold_use(use, parts, behind, moves_average=moves_average)
+        for use, groups in self.shares.items():
+            present = {int(code) for rows, _ in by_use.get(use, ()) for code in rows.sorted.get()[0].present}
+            for group, share in groups.items():
+                if group not in present:
+                    share.behind = behind.after(share.behind)
+
+    def _fold_use(
+        self,
+        use: UseKey,
+        parts: Sequence[tuple[UseRows, tuple[float, float]]],
+        behind: StepMatrix,
+        *,
+        moves_average: bool,
+    ) -> None:
+        """Add the patterns of one use in several steps to its shares.
+
+        Args:
+            use: the use.
+            parts: its patterns, with what weight and average have by now of the gradient of their step.
+            behind: what these steps do to a share.
+            moves_average: whether the average takes anything of the gradients.
+        """
+        dtype = self.whole.weight.dtype
+        codes = torch.cat([rows.codes for rows, _ in parts])
+        groups = RowGroups.of_codes(codes)
+        values, keys = (groups.sort(_joined([getattr(rows, what) for rows, _ in parts])) for what in ("values", "keys"))
+        factors = torch.cat(
+            [
+                torch.tensor([[rows.factor * number for number in of]], dtype=dtype).expand(len(rows.codes), 2)
+                for rows, of in parts
+            ]
+        )  # (T, 2)
+        factors = groups.sort(factors.to(values.device))
+        values = values.to(dtype)
+        if keys.is_floating_point():
+            keys = keys.to(dtype)
+        scaled = [values * factors[:, place, None] for place in range(2 if moves_average else 1)]
+        parameter_map = parts[0][0].parameter_map
+        for group, part in zip(groups.present, groups.slices, strict=True):
+            share = self._share(use, group)
+            share.catch_up()
+            if moves_average and share.average is None:
+                share.average = torch.zeros_like(share.weight)
+            _multiply_and_add(share, behind, [rows[part] for rows in scaled], keys[part], parameter_map, self.shape)
+
+    def parts(self) -> Iterable[tuple[UseKey, int, GroupShare]]:
+        """Yield every share with its use and group, moved up to the last step."""
+        self.fold_waiting()
+        for use, groups in self.shares.items():
+            for group, share in groups.items():
+                share.catch_up()
+                yield use, group, share
+
+    def rest(self, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what is left of the start, what is unexplained, and rounding, given the live parameter; float64."""
+        start = self.start.parts()[0]
+        whole = self.whole.weight.double()
+        explained = torch.zeros_like(whole)
+        for (grouping, _, _), _, share in self.parts():
+            if not grouping:  # each grouping has every pattern once
+                explained += share.weight
+        return start, whole - explained, live.to(whole) - start.to(whole) - whole
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _multiply_and_add(
+    share: GroupShare,
+    by: StepMatrix,
+    values: Sequence[Tensor],
+    keys: Tensor,
+    parameter_map: ParameterMap,
+    shape: Sequence[int],
+) -> None:
+    """Multiply a share by a 2×2 matrix and add the gradients of scaled values, of the weight's and of the average's."""
+    tensors = [share.weight, share.average]
+    plain = type(parameter_map) is OuterMap and not by.average[0] and keys.device == share.weight.device
+    if not plain:
+        _multiply(share, by)
+        tensors = [share.weight, share.average]
+        for tensor, scaled in zip(tensors, values, strict=False):
+            assert tensor is not None
+            tensor.add_(parameter_map.gradient(scaled, keys, shape).reshape(tensor.shape).to(tensor.device))
+        return
+    if share.average is not None and by.weight[1]:
+        share.weight.mul_(by.weight[0]).add_(share.average, alpha=by.weight[1])
+        betas = (1.0, by.average[1])
+    else:
+        betas = (by.weight[0], by.average[1])
+    for tensor, scaled, beta in zip(tensors, values, betas, strict=False):
+        assert tensor is not None
+        tensor.view(len(tensor), -1).addmm_(scaled.t(), keys, beta=beta)
+    if len(values) == 1 and share.average is not None:
+        share.average.mul_(by.average[1])

@@ -1,0 +1,519 @@
+"""Shares by group while a model trains: the steps and their patterns become each group's part of every parameter.
+
+Runs on the training thread, on the parameters' device or, if asked, in the CPU's memory. Nothing here knows of files:
+the result is tensors by name and the groups' labels, which a sink keeps, and which can be loaded again to go on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualform.errors import RefusedError
+from dualform.identity.families import optimizer_kinds
+from dualform.identity.families.optimizer_kind import (
+    OptimizerKind,
+    ReplayedStep,
+    StepMatrix,
+    require_optimizer_kind,
+)
+from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows
+from dualform.identity.grouped_products import sum_by_group
+from dualform.recording.estimate import size_text
+from dualform.recording.group_labels import GroupLabels, TooManyGroupsError
+from dualform.recording.keep import Shares
+from dualform.recording.sinks import (
+    CallRecord,
+    LayerStart,
+    LiveParameter,
+    ParameterFacts,
+    PreparedStep,
+    Start,
+    StepCall,
+    StepFacts,
+)
+from dualform.torch_modes import call_without_autocast, without_gradients
+
+MAX_WAITING_STEPS = 16
+"""Steps of SGD that wait to be folded at once: a share is read and written once in so many steps."""
+MAX_WAITING_BYTES = 256 << 20
+"""Bytes of patterns that may wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """What a step needs of a parameter as it was just before."""
+
+    live: LiveParameter
+    gradient: Tensor
+    before: Mapping[str, Any]  # state entries that the step overwrites
+
+
+@dataclass(slots=True)
+class _KeySum:
+    """The keys of one layer by group in one grouping."""
+
+    sums: Tensor  # (G, d_in) float64
+    counts: Tensor  # (G,) int64, on the CPU
+
+    def grow(self, groups: int) -> None:
+        """Make room for so many groups."""
+        if groups > len(self.sums):
+            more = groups - len(self.sums)
+            self.sums = torch.cat([self.sums, self.sums.new_zeros(more, self.sums.shape[1])])
+            self.counts = torch.cat([self.counts, self.counts.new_zeros(more)])
+
+
+@dataclass(frozen=True, slots=True)
+class FoldState:
+    """Shares after a step, as tensors by name (docs/format.md says which) and labels.
+
+    Attributes:
+        step: how many steps were folded.
+        labels: the groups of each grouping.
+        shares: what a reader needs: shares, unexplained, rounding, start, sums of keys.
+        resume: what the fold needs beyond the shares to go on.
+    """
+
+    step: int
+    labels: tuple[tuple[Any, ...], ...]
+    shares: Mapping[str, Tensor]
+    resume: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareBytes:
+    """The bytes that shares take.
+
+    Attributes:
+        device: on the device that they are folded on, averages included.
+        disk: in the run folder, for one horizon and what is needed to go on.
+        per_group: what one more group adds on the device.
+    """
+
+    device: int
+    disk: int
+    per_group: int
+
+
+def share_bytes(
+    uses: Mapping[str, Sequence[str]], sizes: Mapping[str, int], averages: Mapping[str, int], *, groups: int
+) -> ShareBytes:
+    """Return the bytes that shares take for a number of groups.
+
+    Args:
+        uses: parameter -> the layers that use it.
+        sizes: parameter -> bytes of one share of it.
+        averages: parameter -> how many averages its optimizer keeps, 0 or 1.
+        groups: how many groups there are, over all groupings.
+
+    >>> share_bytes({"w": ["layer"]}, {"w": 100}, {"w": 1}, groups=3)
+    ShareBytes(device=800, disk=1100, per_group=200)
+    """
+    per_group = sum(len(layers) * sizes[name] * (1 + averages[name]) for name, layers in uses.items())
+    whole = sum(sizes[name] * (1 + averages[name]) for name in uses)
+    readable = sum(len(layers) * sizes[name] * groups + 2 * sizes[name] for name, layers in uses.items())
+    resumed = sum(
+        len(layers) * sizes[name] * averages[name] * groups + 2 * sizes[name] for name, layers in uses.items()
+    )
+    return ShareBytes(groups * per_group + whole, readable + resumed, per_group)
+
+
+def fold_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which shares of a parameter are folded: its own, and at least float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how many bytes a device has free; None where nobody knows."""
+    if device.type == "cuda":
+        return (
+            int(torch.cuda.mem_get_info(device)[0])
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (a file of the system's)
+            found = next(line for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    return int(found.split()[1]) * 1024
+
+
+class ShareFold:
+    """The shares of one training on their way through its steps.
+
+    Attributes:
+        steps: how many steps were folded, those of a resumed run included.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self.steps = 0
+        self.groupings = tuple(
+            GroupLabels(columns, most=shares.groups, rest=shares.rest) for columns in shares.groupings
+        )
+        self._layers: dict[str, tuple[int, LayerStart]] = {}
+        self._folds: dict[str, ParameterFold] = {}
+        self._places: dict[str, int] = {}  # of each parameter with shares, among all covered ones
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._devices: dict[str, torch.device] = {}
+        self._sums: dict[tuple[int, str], _KeySum] = {}
+        self._lowest: dict[str, Tensor] = {}
+        self._captured: dict[str, _Captured] = {}
+        self._records: dict[int, CallRecord] = {}
+        self._codes: dict[tuple[int, ...], Tensor] = {}  # of the step that comes next
+        self._waiting_bytes = 0
+        self._batch_last = False
+        self._several = False
+        self._warm: Mapping[str, Mapping[str, Tensor]] = {}
+        self._initial: Callable[[str], Tensor] = lambda name: torch.empty(0)
+
+    # The beginning ------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        start: Start,
+        initial: Callable[[str], Tensor],
+        states: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Begin to fold.
+
+        Args:
+            start: what the recording starts from.
+            initial: reads a parameter as it was at the start of the run.
+            states: the optimizers' state that was warm at the start of the run: parameter -> entry -> tensor.
+        """
+        self._layers = {name: (place, layer) for place, (name, layer) in enumerate(start.layers.items())}
+        for _, layer in self._layers.values():
+            if not layer.keys_only:
+                for use in layer.uses:
+                    tensor = start.parameters[use.parameter]
+                    self._shapes[use.parameter] = tuple(tensor.shape)
+                    self._dtypes[use.parameter] = fold_dtype(tensor.dtype)
+                    there = start.devices.get(use.parameter, tensor.device)
+                    self._devices[use.parameter] = (
+                        there if self._shares.device is None else torch.device(self._shares.device)
+                    )
+        self._places = {name: place for place, name in enumerate(start.parameters) if name in self._shapes}
+        self._batch_last = start.batch_axis > 0
+        self._several = len(start.optimizers) > 1
+        self._initial, self._warm = initial, states
+
+    def require_memory(self, averages: Mapping[str, int]) -> None:
+        """Raise `RefusedError` where the parameters' device has too little memory for the groups that may come."""
+        device = next(iter(self._devices.values()), torch.device("cpu"))
+        groups = self._shares.groups * len(self.groupings)
+        need, free = self.bytes(averages, groups=groups), free_bytes(device)
+        if free is not None and need.device > free:
+            fits = max(0, (free - (need.device - groups * need.per_group)) // max(need.per_group, 1))
+            raise RefusedError(
+                f"Shares of {groups} groups take {size_text(need.device)} on {device}, which has {size_text(free)} "
+                f"free: room for {fits} groups. Record with Shares(groups=...) that fits, fewer layers, or "
+                f'Shares(device="cpu").'
+            )
+
+    def bytes(self, averages: Mapping[str, int], *, groups: int) -> ShareBytes:
+        """Return the bytes that shares take, given for each parameter how many averages its optimizer keeps."""
+        uses: dict[str, list[str]] = {}
+        for name, (_, layer) in self._layers.items():
+            if not layer.keys_only:
+                for use in layer.uses:
+                    uses.setdefault(use.parameter, []).append(name)
+        sizes = {name: torch.Size(shape).numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
+        return share_bytes(uses, sizes, averages, groups=groups)
+
+    # A step -------------------------------------------------------------------------------------------------------
+
+    def call(self, record: CallRecord) -> None:
+        """Take the patterns of a call that was just accumulated."""
+        if record.values is not None:
+            self._records[record.number] = record
+
+    def discard(self, backwards: Sequence[int]) -> None:
+        """Let go of the patterns of some backwards."""
+        gone = set(backwards)
+        self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
+
+    @without_gradients
+    def before_step(self, prepared: PreparedStep) -> None:
+        """Find the groups of a step's patterns, and keep what the step is about to overwrite."""
+        self._codes = {}
+        for call in prepared.calls:
+            if call.number in self._records:
+                for place in range(len(self.groupings)):
+                    self._codes_of(prepared.step, call, place)
+        for fact in prepared.facts:
+            if fact.updated and fact.parameter in self._shapes:
+                self._captured[fact.parameter] = self._capture(fact, prepared.live[fact.parameter])
+
+    def _capture(self, fact: ParameterFacts, live: LiveParameter) -> _Captured:
+        kind = require_optimizer_kind(fact.optimizer)
+        settings, state = kind.decode(fact.settings), live.state
+        fold = self._fold(fact.parameter, kind)
+        if fold.start.warm is not None or kind.decays_gradient(settings):
+            fold.keep_average(state.get(kind.average) if kind.average else None)
+        gradient = live.parameter.grad
+        assert gradient is not None, "a parameter that is updated has a gradient"
+        gradient = gradient.detach()
+        if live.scale != 1.0:
+            gradient = gradient / live.scale
+        elif kind.overwrites_gradient(settings) or self._several:
+            gradient = gradient.clone()
+        before = {name: state[name].clone() for name in kind.overwrites_state if name in state}
+        return _Captured(live, gradient, before)
+
+    def _fold(self, name: str, kind: OptimizerKind[Any]) -> ParameterFold:
+        """Return the fold of a parameter, which begins with its first step."""
+        if name not in self._folds:
+            warm = self._warm.get(name, {}).get(kind.average or "")
+            self._folds[name] = self._new_fold(name, warm)
+        return self._folds[name]
+
+    def _new_fold(self, name: str, warm: Tensor | None) -> ParameterFold:
+        return ParameterFold(
+            self._shapes[name],
+            dtype=self._dtypes[name],
+            device=self._devices[name],
+            initial=lambda: self._initial(name),
+            warm=warm,
+        )
+
+    def _codes_of(self, step: int, call: StepCall, grouping: int) -> Tensor:
+        """Return the group of each pattern of a call, found once for all calls of the same rows and columns."""
+        labels = self.groupings[grouping]
+        at = (grouping, id(call.binding), call.rows, call.positions, call.inner, call.micro, call.call)
+        if at not in self._codes:
+            try:
+                self._codes[at] = torch.from_numpy(labels.codes(step, call, batch_last=self._batch_last))
+            except TooManyGroupsError as error:
+                averages = dict.fromkeys(self._shapes, 1)
+                more = size_text(self.bytes(averages, groups=1).per_group)
+                raise RefusedError(
+                    f"{error}. Each group takes up to {more} of memory. Record with Shares(groups=...) that are more, "
+                    "with coarser groups (dualform.bins), or with rest=True, which puts later groups into one."
+                ) from error
+        return self._codes[at]
+
+    @without_gradients
+    def step(self, facts: StepFacts) -> None:
+        """Fold a step that was taken."""
+        calls = [(call, self._records[call.number]) for call in facts.calls if call.number in self._records]
+        device = next((record.keys.device.type for _, record in calls), "cpu")
+        call_without_autocast([device], lambda: self._step(facts, calls))
+        self._captured.clear()
+        self._codes = {}
+        self.steps = facts.step + 1
+
+    def _step(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> None:
+        updated = [fact for fact in facts.facts if fact.updated and fact.parameter in self._captured]
+        after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
+        rows = self._rows(facts, calls)
+        for fact in updated:
+            captured, kind = self._captured[fact.parameter], require_optimizer_kind(fact.optimizer)
+            fold, device = self._folds[fact.parameter], self._devices[fact.parameter]
+            before, state = (_moved(one, device) for one in (captured.before, after[fact.parameter]))
+            gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
+            linear = kind.read(ReplayedStep(settings, gradient, before, state, self._dtypes[fact.parameter]))
+            live_average = state.get(kind.average) if kind.average else None
+            fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+        waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
+        if any(fold.waiting for fold in self._folds.values()):
+            self._waiting_bytes += sum(record.nbytes for _, record in calls)
+        if waiting or self._waiting_bytes > MAX_WAITING_BYTES:
+            self.fold_waiting()
+
+    def fold_waiting(self) -> None:
+        """Fold the steps whose patterns wait to be folded at once."""
+        for fold in self._folds.values():
+            fold.fold_waiting()
+        self._waiting_bytes = 0
+
+    def _rows(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> dict[str, list[UseRows]]:
+        """Return the patterns of a step by parameter, and add their keys to the sums of keys."""
+        factors = {fact.parameter: fact.factors for fact in facts.facts if fact.updated}
+        found: dict[str, list[UseRows]] = {}
+        for call, record in calls:
+            place, layer = self._layers[record.layer]
+            values, keys = record.values, call.keys_of(record)
+            assert values is not None, "calls without values are not taken"
+            for grouping in range(len(self.groupings)):
+                codes = self._codes_of(facts.step, call, grouping)
+                rows = SortedRows(codes, values, keys)
+                self._add_keys(grouping, record.layer, layer, rows)
+                for number, use in enumerate(layer.uses):
+                    factor = factors[use.parameter][call.micro] if use.parameter in factors else 0.0
+                    if factor != 0.0 and len(codes):
+                        found.setdefault(use.parameter, []).append(
+                            UseRows((grouping, place, number), use.parameter_map, values, keys, codes, factor, rows)
+                        )
+        return found
+
+    def _add_keys(self, grouping: int, name: str, layer: LayerStart, rows: SortedRows) -> None:
+        groups, _, keys = rows.get()
+        if not groups.present:
+            return
+        at = (grouping, name)
+        if at not in self._sums:
+            zeros = torch.zeros(0, layer.d_in, dtype=torch.float64, device=keys.device)
+            self._sums[at] = _KeySum(zeros, torch.zeros(0, dtype=torch.int64))
+        total = self._sums[at]
+        total.grow(len(self.groupings[grouping].labels))
+        if total.sums.device != keys.device:  # a resumed recording begins on the CPU
+            total.sums = total.sums.to(keys.device)
+        wide = keys if keys.is_floating_point() else keys.double()
+        found = sum_by_group(wide, groups, torch.float64 if wide.dtype == torch.float64 else torch.float32)
+        places = torch.tensor(groups.present)
+        total.counts.index_add_(0, places, torch.tensor(groups.sizes))
+        total.sums.index_add_(0, places.to(keys.device), found.double())
+        if not grouping:
+            lowest = wide.min().double()
+            earlier = self._lowest.get(name)
+            self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
+
+    # The result ---------------------------------------------------------------------------------------------------
+
+    @property
+    def labels(self) -> tuple[tuple[Any, ...], ...]:
+        """The groups of each grouping so far."""
+        return tuple(tuple(grouping.labels) for grouping in self.groupings)
+
+    def result(self, live: Mapping[str, Tensor] | None) -> FoldState:
+        """Return the shares as they are now, on the CPU; without live parameters only what is needed to go on.
+
+        The tensors may share memory with the fold: they are to be written or copied before the next step.
+        """
+        self.fold_waiting()
+        shares: dict[str, Tensor] = {}
+        for name, place in self._places.items():
+            fold = self._folds.get(name)
+            if fold is None:
+                continue  # no step has touched it
+            shares[f"noise.{place}"] = torch.tensor(fold.noise, dtype=torch.float64)
+            if live is None:
+                continue
+            start, unexplained, rounding = fold.rest(live[name])
+            if fold.start.moved is None and fold.start.warm is None:
+                shares[f"start_number.{place}"] = torch.tensor(fold.start.matrix.weight[0], dtype=torch.float64)
+            else:
+                shares[f"start.{place}"] = start.to(self._dtypes[name])
+            shares[f"unexplained.{place}"] = unexplained.to(self._dtypes[name])
+            shares[f"rounding.{place}"] = rounding.to(self._dtypes[name])
+        for use, group, share in self._all_shares():
+            shares[_numbered("share", *use, group)] = share.weight
+        for (grouping, layer), total in self._sums.items():
+            total.grow(len(self.groupings[grouping].labels))
+            place, _ = self._layers[layer]
+            shares[f"keys.{grouping}.{place}"], shares[f"counts.{grouping}.{place}"] = total.sums, total.counts
+        for layer, lowest in self._lowest.items():
+            shares[f"lowest.{self._layers[layer][0]}"] = lowest
+        return FoldState(self.steps, self.labels, _on_cpu(shares), _on_cpu(self._for_resuming()))
+
+    def _all_shares(self) -> list[tuple[tuple[int, int, int], int, GroupShare]]:
+        return [part for fold in self._folds.values() for part in fold.parts()]
+
+    def _for_resuming(self) -> dict[str, Tensor]:
+        """Return what the fold needs beyond the shares to go on from here."""
+        found: dict[str, Tensor] = {}
+        for use, group, share in self._all_shares():
+            if share.average is not None:
+                found[_numbered("average", *use, group)] = share.average
+        for name, place in self._places.items():
+            fold = self._folds.get(name)
+            if fold is None:
+                continue
+            found[f"whole.{place}"] = fold.whole.weight
+            if fold.whole.average is not None:
+                found[f"whole_average.{place}"] = fold.whole.average
+            matrix = fold.start.matrix
+            found[f"start_matrix.{place}"] = torch.tensor([matrix.weight, matrix.average], dtype=torch.float64)
+            if fold.start.moved is not None and fold.start.moved.average is not None:
+                found[f"start_weight.{place}"] = fold.start.moved.weight
+                found[f"start_average.{place}"] = fold.start.moved.average
+        return found
+
+    @without_gradients
+    def load(self, state: FoldState) -> None:
+        """Go on from an earlier state, which `result` gave."""
+        self.steps = state.step
+        for labels, known in zip(self.groupings, state.labels, strict=True):
+            labels.load(known)
+        for name, place in self._places.items():
+            if f"whole.{place}" in state.resume:
+                self._folds[name] = self._loaded_fold(name, place, state)
+        for name, (place, _) in self._layers.items():
+            for grouping in range(len(self.groupings)):
+                if f"keys.{grouping}.{place}" in state.shares:
+                    sums, counts = (state.shares[f"{what}.{grouping}.{place}"].clone() for what in ("keys", "counts"))
+                    self._sums[grouping, name] = _KeySum(sums, counts)
+            if f"lowest.{place}" in state.shares:
+                self._lowest[name] = state.shares[f"lowest.{place}"].clone()
+
+    def _loaded_fold(self, name: str, place: int, state: FoldState) -> ParameterFold:
+        """Return the fold of a parameter as it was."""
+        warm = self._warm.get(name, {})
+        average = next((entry for entry in warm if entry in AVERAGES), None)
+        fold = self._new_fold(name, None if average is None else warm[average])
+
+        def part(tensor: str, of_average: str) -> GroupShare:
+            weight = state.shares[tensor] if tensor in state.shares else state.resume[tensor]
+            found = state.resume.get(of_average)
+            like = fold.whole.weight
+            return GroupShare(weight.to(like, copy=True), None if found is None else found.to(like, copy=True))
+
+        fold.whole = part(f"whole.{place}", f"whole_average.{place}")
+        rows = state.resume[f"start_matrix.{place}"].tolist()
+        fold.start.matrix = StepMatrix((rows[0][0], rows[0][1]), (rows[1][0], rows[1][1]))
+        if f"start_weight.{place}" in state.resume:
+            fold.start.moved = part(f"start_weight.{place}", f"start_average.{place}")
+        fold.noise = float(state.shares[f"noise.{place}"])
+        for key, layer in self._layers.values():
+            for number, use in enumerate(layer.uses):
+                for grouping, labels in enumerate(state.labels) if use.parameter == name else ():
+                    at = (grouping, key, number)
+                    for group in range(len(labels)):
+                        if _numbered("share", *at, group) in state.shares:
+                            share = part(_numbered("share", *at, group), _numbered("average", *at, group))
+                            fold.shares.setdefault(at, {})[group] = share
+        return fold
+
+
+AVERAGES = frozenset(kind.average for kind in optimizer_kinds().values() if kind.average)
+"""The names that optimizers have for the average that is part of a linear step."""
+
+
+def _numbered(what: str, *places: int) -> str:
+    return ".".join([what, *map(str, places)])
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a state on a device; numbers stay on the CPU."""
+    return {
+        name: entry.to(device) if isinstance(entry, Tensor) and entry.dim() else entry for name, entry in state.items()
+    }
+
+
+def _states_after(live: Mapping[str, LiveParameter]) -> dict[str, dict[str, Any]]:
+    """Return the optimizers' states; numbers that lie on a GPU are fetched all at once, which is waited for."""
+    states = {name: dict(one.state) for name, one in live.items()}
+    far = [
+        (name, entry)
+        for name, state in states.items()
+        for entry, tensor in state.items()
+        if isinstance(tensor, Tensor)
+        and not tensor.dim()
+        and tensor.device.type != "cpu"
+        and live[name].parameter.dim()
+    ]
+    if far:
+        numbers = torch.stack([states[name][entry].double() for name, entry in far]).cpu()
+        for (name, entry), number in zip(far, numbers, strict=True):
+            states[name][entry] = number
+    return states

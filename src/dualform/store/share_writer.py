@@ -1,0 +1,213 @@
+"""The sink of a recording that keeps shares: it folds them while the model trains, and publishes them with the run.
+
+Everything else of the run (facts, columns, media, the patterns of layers that keep them) goes to a `DiskWriter`. Shares
+are published after the steps that the user named, with every `flush`, and at the end. Facts are published more often,
+so that a killed program may leave a run with more steps than its last shares.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dualform.binning import Bins
+from dualform.errors import ResumeError
+from dualform.identity.families.optimizer_kind import find_optimizer_kind
+from dualform.recording.annotations import Binding
+from dualform.recording.keep import Shares
+from dualform.recording.media import Files
+from dualform.recording.share_fold import FoldState, ShareFold
+from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
+from dualform.store.blobs import Blobs
+from dualform.store.format import shares_file, shares_state_file
+from dualform.store.label_text import label_text
+from dualform.store.manifest import GroupColumnEntry, GroupingEntry, Manifest, SharesEntry
+from dualform.store.reader import Run
+from dualform.store.stored_shares import grouping_names, stored_labels
+from dualform.store.tables import check_columns
+from dualform.store.tensors import publish_tensors
+from dualform.store.writer import DiskWriter
+
+Snapshot = Callable[[], dict[str, Tensor]]
+
+
+class ShareWriter:
+    """A sink that keeps shares by group in a run folder. Made by `dualform.record`."""
+
+    def __init__(self, run: DiskWriter, shares: Shares) -> None:
+        self.dtype = run.dtype
+        self._run = run
+        self._shares = shares
+        self._fold = ShareFold(shares)
+        self._kept_layers: set[str] = set()  # whose patterns are kept
+        self._columns: dict[str, str] = {}  # of the steps that were taken
+        self._kept_calls: dict[int, int] = {}  # number of a call whose patterns are kept -> its backward
+        self._published: set[int] = set()  # steps after which shares are published
+        self._given: FoldState | None = None  # the state of a checkpoint
+
+    def open(self, start: Start) -> int:
+        """Begin a run, or continue one; return the number of the first step to come."""
+        self._kept_layers = {name for name, layer in start.layers.items() if not layer.shares_only}
+        self._run.shares = SharesEntry(self._entries())
+        first = self._run.open(start)
+        try:
+            self._open_fold(start, first)
+        except BaseException:
+            self._run.abandon()
+            raise
+        return first
+
+    def _open_fold(self, start: Start, first: int) -> None:
+        run = Run(self._run.blobs)
+        self._fold.open(start, lambda name: run.initial[name], run.initial_states)
+        kinds = [find_optimizer_kind(name) for name in start.optimizers]
+        averaged = int(any(kind is not None and kind.average is not None for kind in kinds))
+        self._fold.require_memory(dict.fromkeys(start.parameters, averaged))
+        kept = run.manifest.shares
+        if kept is None or [one.columns for one in kept.groupings] != [one.columns for one in self._entries()]:
+            were = "no shares" if kept is None else f"shares by {[list(grouping_names(one)) for one in kept.groupings]}"
+            raise ResumeError(f"{run.name} keeps {were}. Resume with the same Shares(by=...), or record elsewhere.")
+        self._columns = dict(run.manifest.columns)
+        self._published = set(kept.horizons)
+        if first:
+            self._fold.load(self._state_at(run, first))
+
+    def _state_at(self, run: Run, step: int) -> FoldState:
+        """Return the state of the fold after a step: of the user's checkpoint, or as the run keeps it."""
+        if self._given is not None:
+            if self._given.step != step:
+                raise ResumeError(
+                    f"The recorder's state is that of step {self._given.step}, and the model stands at step {step}. "
+                    "Load the state of the same checkpoint."
+                )
+            return self._given
+        kept, entry = run.kept_shares, run.manifest.shares
+        found = None if kept is None else kept.resume_tensors(step)
+        if found is None or entry is None:
+            raise ResumeError(
+                f"{run.name} keeps no shares that can go on after step {step}. Give the recorder the state of your "
+                "checkpoint: recorder.load_state_dict(...) with what recorder.state_dict() returned there, before it "
+                "is started; or call recorder.flush() with every checkpoint."
+            )
+        return FoldState(step, tuple(stored_labels(one) for one in entry.groupings), *found)
+
+    def updates(self) -> Mapping[str, int]:
+        """Return how many updates of each parameter the run holds."""
+        return self._run.updates()
+
+    def check(self, binding: Binding) -> None:
+        """Raise `AnnotationError` where a column has changed its type."""
+        self._run.check(binding)
+
+    def call(self, record: CallRecord) -> None:
+        """Take the patterns of a call that was just accumulated."""
+        self._fold.call(record)
+        if record.layer in self._kept_layers:
+            self._kept_calls[record.number] = record.backward
+            self._run.call(record)
+
+    def before_step(self, prepared: PreparedStep) -> None:
+        """Find the groups of a step's patterns, and keep what the step is about to overwrite."""
+        self._fold.before_step(prepared)
+        self._run.before_step(prepared)
+
+    def step(self, facts: StepFacts) -> None:
+        """Fold a step, and hand its facts on."""
+        for binding in {id(call.binding): call.binding for call in facts.calls}.values():
+            if binding is not None:
+                check_columns(self._columns, binding)
+        self._fold.step(facts)
+        calls = [call for call in facts.calls if call.number in self._kept_calls]
+        self._run.step(dataclasses.replace(facts, calls=calls))
+        if self._fold.steps in self._shares.at:
+            self._publish(facts.snapshot)
+
+    def discard(self, backwards: Sequence[int]) -> None:
+        """Let go of everything that some backwards accumulated."""
+        gone = set(backwards)
+        self._kept_calls = {number: one for number, one in self._kept_calls.items() if one not in gone}
+        self._fold.discard(backwards)
+        self._run.discard(backwards)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what the fold needs to go on, in tensors of its own."""
+        found = self._fold.result(None)
+        copied = [{name: tensor.clone() for name, tensor in part.items()} for part in (found.shares, found.resume)]
+        return {"step": found.step, "labels": found.labels, "shares": copied[0], "resume": copied[1]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave an earlier recording."""
+        if not {"step", "labels", "shares", "resume"} <= state.keys():
+            raise ResumeError(
+                "The recorder's state is not that of a recording of shares. Give what recorder.state_dict() returned."
+            )
+        self._given = FoldState(state["step"], state["labels"], state["shares"], state["resume"])
+
+    def attach(self, files: Files) -> None:
+        """Take files that belong to the run but are no patterns."""
+        self._run.attach(files)
+
+    def flush(self, snapshot: Snapshot) -> None:
+        """Publish all steps so far, and the shares after the last."""
+        if not self._publish(snapshot):
+            self._run.flush(snapshot)
+
+    def close(self, final: Mapping[str, Tensor]) -> None:
+        """Publish everything, the shares at the end, and the final parameters."""
+        self._publish(lambda: dict(final))
+        self._run.close(final)
+
+    def close_without_final(self, reason: str) -> None:
+        """Publish everything but shares, which cannot be completed without the parameters after the last step."""
+        self._run.close_without_final(reason)
+
+    def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
+        """Return the published step after which the parameters were these, or None."""
+        return self._run.find_step(parameters)
+
+    def abandon(self) -> None:
+        """Stop at once, keeping what is published already."""
+        self._run.abandon()
+
+    def _publish(self, snapshot: Snapshot) -> bool:
+        """Publish all steps so far and the shares after the last, unless they are published; say whether it was done.
+
+        Earlier shares stay only where the user named their step.
+        """
+        step = self._fold.steps
+        parameters = snapshot()
+        if not step or step in self._published or not parameters:
+            return False
+        found = self._fold.result(parameters)
+        replaced: list[str] = []
+
+        def publish(blobs: Blobs, manifest: Manifest) -> dict[str, Any]:
+            entry = manifest.shares
+            before = SharesEntry(()) if entry is None else entry
+            kept = tuple(one for one in before.horizons if one in self._shares.at)
+            files = {name: one for name, one in manifest.files.items() if not name.startswith("shares/")}
+            files |= {shares_file(one): manifest.files[shares_file(one)] for one in kept}
+            replaced.extend(name for name in manifest.files if name not in files)
+            files[shares_file(step)] = publish_tensors(blobs, shares_file(step), found.shares)
+            files[shares_state_file(step)] = publish_tensors(blobs, shares_state_file(step), found.resume)
+            shares = SharesEntry(self._entries(), (*kept, step), step)
+            return {"files": files, "shares": shares, "columns": {**manifest.columns, **self._columns}}
+
+        manifest = self._run.publish_beside(publish, lambda: parameters)
+        for name in replaced:
+            self._run.blobs.remove(name)
+        self._published = set(manifest.shares.horizons if manifest.shares is not None else ())
+        return True
+
+    def _entries(self) -> tuple[GroupingEntry, ...]:
+        """Return the groupings with their groups so far, as the manifest has them."""
+        found = []
+        for grouping in self._fold.groupings:
+            columns = tuple(
+                GroupColumnEntry(part.column, part.width) if isinstance(part, Bins) else GroupColumnEntry(part)
+                for part in grouping.columns
+            )
+            labels = [label if len(columns) > 1 else (label,) for label in grouping.labels]
+            found.append(GroupingEntry(columns, tuple(tuple(label_text(part) for part in label) for label in labels)))
+        return tuple(found)

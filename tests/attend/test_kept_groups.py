@@ -1,0 +1,185 @@
+"""A memory that keeps shares alone answers by group what a memory of patterns does, and refuses the rest by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dualform
+from dualform.attend.memory import Memory
+from dualform.errors import DualformError, SharesOnlyError
+from helpers.paired import Pair
+from helpers.shares_only import planted, shares_only
+
+View = Callable[[Memory], Memory]
+AT = (3, 6)
+VIEWS: dict[str, View] = {
+    "whole": lambda memory: memory,
+    "equal": lambda memory: memory.where(label=1),
+    "without": lambda memory: memory.without(task="früh"),
+    "set": lambda memory: memory.without(label=[0, 2]),
+    "null": lambda memory: memory.where(label=None),
+    "sql": lambda memory: memory.where("label > 0 or label is null"),
+    "two": lambda memory: memory.without("task = 'spät'").without(label=2),
+    "both": lambda memory: memory.without("label <> 1", task="früh"),
+    "nothing": lambda memory: memory.where(label=77),
+    "early": lambda memory: memory.at(step=6).without(label=1),
+}
+
+
+@pytest.fixture(scope="module")
+def kept(pair: Pair) -> Memory:
+    """The run of eleven steps, of which shares by task and label and by bins of five steps are kept."""
+    return shares_only(pair.memory, ["task", "label"], ["label"], [dualform.bins("step", width=5)], at=AT)
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_those_of_the_patterns(pair: Pair, kept: Memory, name: str) -> None:
+    mine, whole = VIEWS[name](kept).unwarned(), VIEWS[name](pair.memory).unwarned()
+    for parameter, weight in whole.weights().items():
+        close(mine.weights()[parameter], weight)
+        close(mine.shares()[parameter], whole.shares()[parameter])
+    assert mine.unknown() == whole.unknown()
+    masked, expected = mine.apply(pair.model), whole.apply(pair.model)
+    for one, other in zip(masked.parameters(), expected.parameters(), strict=True):
+        close(one, other)
+    for layer in kept.layers:
+        queries = {layer: pair.queries(layer)}
+        spot, truth = mine.attend(queries=queries)[layer], whole.attend(queries=queries)[layer]
+        assert spot.count() == truth.count()
+        close(spot.output(), truth.output())
+        close(spot.start(), truth.start())
+        if truth.count():
+            for by in ("label", "task", ["label", "task"]):
+                for of in ("attention", "contribution"):
+                    found, wanted = spot.totals(by, of=of), truth.totals(by, of=of)
+                    assert found.groups == wanted.groups
+                    assert found.by == wanted.by
+                    close(found.values, wanted.values)
+
+
+def test_shares_by_a_column_and_a_vote(pair: Pair, kept: Memory) -> None:
+    for name, found in kept.shares(by="task").items():
+        wanted = pair.memory.shares(by="task")[name]
+        assert found.labels == wanted.labels == ("früh", "spät", None)
+        close(found.shares, wanted.shares)
+        close(found.start + found.shares.sum(dim=0) + found.unexplained + found.rounding, kept.weights()[name])
+    queries = {layer: pair.queries(layer) for layer in kept.layers}
+    votes = [memory.attend(queries=queries).vote("label").winners for memory in (kept, pair.memory)]
+    assert votes[0] == votes[1]
+
+
+def test_magnitude_needs_keys_and_queries_that_are_not_negative(pair: Pair, kept: Memory) -> None:
+    behind_relu = {"2": pair.queries("2")}
+    found = kept.attend(queries=behind_relu)["2"].totals("label", of="magnitude")
+    close(found.values, pair.memory.attend(queries=behind_relu)["2"].totals("label", of="magnitude").values)
+    for queries in ({"0": pair.queries("0").abs()}, {"2": -pair.queries("2")}):
+        (layer,) = queries
+        with pytest.raises(SharesOnlyError, match=f"Layer '{layer}' keeps shares .* magnitude, which sums of keys"):
+            kept.attend(queries=queries)[layer].totals("label", of="magnitude")
+
+
+def test_bins_are_groups_and_their_unions_are_masks(pair: Pair, kept: Memory) -> None:
+    wide = dualform.bins("step", width=10)
+    for layer in kept.layers:
+        queries = {layer: pair.queries(layer)}
+        found, wanted = (m.attend(queries=queries)[layer].totals(wide) for m in (kept, pair.memory))
+        assert found.groups == wanted.groups == (0, 10)
+        close(found.values, wanted.values)
+    for condition in ("step < 5", "step >= 5 and step <= 9", "not step between 5 and 9", "step >= 10 and step < 11"):
+        for name, weight in pair.memory.where(condition).weights().items():
+            close(kept.where(condition).weights()[name], weight)
+    with pytest.raises(SharesOnlyError, match=r"cuts through the group 0 of step:5"):
+        kept.where("step < 3")
+    with pytest.raises(SharesOnlyError, match=r"needs groups by 'step:3'"):
+        kept.attend(queries={"0": pair.queries("0")})["0"].totals(dualform.bins("step", width=3))
+
+
+REFUSED: dict[str, tuple[Callable[[Memory, Pair], Any], str]] = {
+    "another column": (lambda m, p: m.without(sample=3), "needs groups by 'sample'"),
+    "two groupings": (lambda m, p: m.where("task = 'früh' and step < 5"), "needs groups by 'step', 'task'"),
+    "an unknown column": (lambda m, p: m.where("kind = 3"), "no column 'kind'"),
+    "another step": (lambda m, p: m.at(step=4), r"keeps shares after steps 3, 6, 11, and not after step 4"),
+    "a table": (lambda m, p: m.patterns("0"), "a table of patterns needs patterns"),
+    "groups": (lambda m, p: m.count_groups("0", "sample"), "needs groups by 'sample'"),
+    "top": (lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].top(3), "a ranking of patterns needs patterns"),
+    "all attention": (lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].attention(), "needs patterns"),
+    "contributions": (lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].contributions(), "needs patterns"),
+    "samples": (
+        lambda m, p: m.attend(queries={"0": p.queries("0")})["0"].top(3, per="sample"),
+        "a ranking of patterns needs",
+    ),
+    "effects": (
+        lambda m, p: m.attend(p.model, p.queries("0"), quantity="margin")["0"].effects(by="label"),
+        "has no effects: its patterns are not kept; record them too",
+    ),
+    "all effects": (
+        lambda m, p: m.attend(p.model, p.queries("0"), quantity="margin").effects(by="label"),
+        "No layer of the linear family",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_patterns_is_refused_by_name(pair: Pair, kept: Memory, name: str) -> None:
+    ask, text = REFUSED[name]
+    with pytest.raises(DualformError, match=text):
+        ask(kept, pair)
+
+
+def test_a_run_may_keep_shares_of_one_layer_and_patterns_of_another(pair: Pair) -> None:
+    mixed = shares_only(pair.memory, "label", at=AT, patterns=["2"])
+    queries = {layer: pair.queries(layer) for layer in mixed.layers}
+    best = mixed.attend(queries=queries)["2"].top(3)
+    close(best.values, pair.memory.attend(queries=queries)["2"].top(3).values)
+    with pytest.raises(SharesOnlyError, match=r"Record them too: keep=\[dualform.Shares"):
+        mixed.attend(queries=queries)["0"].top(3)
+    for name, weight in pair.memory.without(label=1).unwarned().weights().items():
+        close(mixed.without(label=1).unwarned().weights()[name], weight)
+    only_patterns = mixed.where("sample < 3").unwarned()  # a mask of the layer that has patterns
+    assert only_patterns.attend(queries={"2": queries["2"]})["2"].count()
+    with pytest.raises(SharesOnlyError, match="needs groups by 'sample'"):
+        only_patterns.weights()
+    assert mixed.verify(pair.model).passed
+
+
+def test_verify_passes_where_nothing_is_left_unexplained(pair: Pair, kept: Memory) -> None:
+    outcome = kept.verify(pair.model)
+    assert outcome.passed, outcome
+    assert "unexplained" in repr(outcome)
+    assert outcome.explained is None
+    assert [layer.patterns for layer in outcome.layers] == [
+        kept.attend(queries={"0": pair.queries("0")})["0"].count()
+    ] * 2
+    assert kept.info().layers["0"]["store"] == "shares"
+    assert kept.at(step=3).verify(pair.references[3].weights()).passed
+
+
+@pytest.mark.parametrize("rounding", [False, True], ids=["unexplained", "rounding"])
+def test_verify_says_how_much_is_explained(pair: Pair, rounding: bool) -> None:
+    trained = pair.model.state_dict()
+    change = trained["0.weight"] - pair.memory._run.initial["0.weight"]
+    memory = planted(pair.memory, "0.weight", "label", 0.3 * change, rounding=rounding)
+    outcome = memory.verify(pair.model)
+    assert not outcome.passed
+    (layer,) = [one for one in outcome.layers if not one.passed]
+    bias = float((trained["0.bias"] - pair.memory._run.initial["0.bias"]).norm())
+    both = float(change.norm()) ** 2 + bias**2
+    assert layer.explained == pytest.approx(1 - 0.09 * float(change.norm()) ** 2 / both)
+    assert (layer.rounding if rounding else layer.unexplained) > 0.2  # type: ignore[operator]
+    assert layer.result.startswith("explains 9")
+    assert outcome.verdict.startswith("explains 9")
+    assert "'0.weight'" in repr(outcome)
+
+
+def test_verify_fails_where_the_sum_is_not_the_weight(pair: Pair, kept: Memory) -> None:
+    other = {name: tensor + 0.1 for name, tensor in pair.model.state_dict().items()}
+    outcome = kept.verify(other)
+    assert outcome.verdict == "FAILED"
+    assert outcome.explained is None
