@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dualform
 from dualform.errors import ReplayError
@@ -12,7 +13,7 @@ from dualform.recording.surroundings import find_surroundings
 from dualform.replaying import step_proof
 from dualform.replaying.replay_sink import ReplaySink
 from dualform.replaying.replayed_patterns import ReplayWarning, run_again
-from dualform.replaying.training import Train, record_training
+from dualform.replaying.training import Recording, Train, record_training
 from dualform.store.blobs import Blobs
 from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
@@ -93,3 +94,28 @@ def test_a_run_without_marks_cannot_be_proved() -> None:
     sink = ReplaySink(run, (), lambda step, calls: None, steps=run.steps, on_difference="stop")
     with pytest.raises(ReplayError, match=r"keeps no checksum of its steps"):
         run_again(make_training(), sink)
+
+
+def test_clipping_and_other_seeds_of_the_checks_are_no_difference() -> None:
+    """Recording checks gradients at random steps, which measures the factors of clipping on more of their elements."""
+
+    def train(recording: Recording) -> nn.Module:
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Linear(30, 40)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with recording(model, optimizer):
+            for _ in range(30):
+                optimizer.zero_grad()
+                model(torch.randn(8, 30, generator=generator)).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+        return model
+
+    blobs = MemoryBlobs()
+    torch.manual_seed(1)
+    record_training(train, blobs)
+    torch.manual_seed(2)
+    assert dualform.open(blobs, train=train).verify().passed

@@ -21,7 +21,7 @@ from dualform.recording.alignment import Alignment
 from dualform.recording.annotations import Annotator, Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
-from dualform.recording.check_schedule import Check, CheckSchedule
+from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
@@ -71,7 +71,7 @@ class StepRecorder:
         *,
         strict: bool,
         on_failure: OnFailure,
-        check: Check,
+        check: CheckOrNone,
     ) -> None:
         """Prepare a recording; nothing is attached before `start`.
 

@@ -34,7 +34,7 @@ from dualform.replaying.training import OneRecording, Train
 from dualform.store.reader import Run, Shard
 from dualform.torch_modes import call_without_autocast, with_gradients
 
-RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows", "check")
+RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows")
 """Options of `dualform.record` that decide what is recorded; the others say how it is stored."""
 HELD_BYTES = 256 << 20
 """Size of the patterns of a question's layers up to which they stay in memory after a replay, for the next question."""
@@ -413,7 +413,7 @@ def run_again(train: Train, sink: Sink) -> Any:
 
     def make(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> Recorder:
         chosen = {name: value for name, value in options.items() if name in RECORDER_OPTIONS}
-        return Recorder(model, optimizer, sink, **chosen)
+        return Recorder(model, optimizer, sink, check="never", **chosen)
 
     opened = OneRecording(make)
     result = None

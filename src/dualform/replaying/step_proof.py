@@ -22,6 +22,8 @@ from dualform.store.reader import Run, Shard
 from dualform.store.tables import MARKS, STEPS
 
 What = Literal["start", "calls", "annotations", "inputs", "settings", "parameters", "length"]
+FACTOR_TOLERANCE = 1e-4
+"""How far the measured factor of a gradient may be from the recorded one, relative to it."""
 _SEED = "a generator that is not seeded inside the training function"
 _REASONS: Mapping[What, tuple[str, ...]] = {
     "start": (f"{_SEED}, or seeded with another number", "weights that are loaded from another file"),
@@ -179,13 +181,16 @@ class StepProof:
         for at, fact in enumerate(facts, start=row):
             if at >= len(logged["step"]) or (logged["step"][at], logged["parameter"][at]) != (step, fact.parameter):
                 return self._difference("settings", step, f"the optimizer's groups are others at {fact.parameter!r}")
-            if logged["updated"][at] != fact.updated or logged["factors"][at] != list(fact.factors):
+            before, now = np.asarray(logged["factors"][at]), np.asarray(fact.factors)
+            # A factor is measured, on more elements in a step that is checked in full; parameters tell every bit.
+            near = before.shape == now.shape and np.allclose(before, now, rtol=FACTOR_TOLERANCE, equal_nan=True)
+            if logged["updated"][at] != fact.updated or not near:
                 detail = f"the gradient of {fact.parameter!r} reaches the step otherwise"
                 return self._difference("settings", step, detail, fact.parameter)
             for name in names:
-                before, now = logged[name][at], fact.settings.get(name)
-                if not _same(before, now):
-                    detail = f"{name} of {fact.parameter!r} is {now}; recorded was {before}"
+                logged_setting, setting = logged[name][at], fact.settings.get(name)
+                if not _same(logged_setting, setting):
+                    detail = f"{name} of {fact.parameter!r} is {setting}; recorded was {logged_setting}"
                     return self._difference("settings", step, detail, fact.parameter)
         return None
 
