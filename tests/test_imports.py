@@ -26,6 +26,7 @@ PURE = {
     "drawing",
     "errors",
     "identity",
+    "indexing",
     "lazy",
     "logits",
     "modes",
@@ -44,6 +45,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "corpus": {"errors", "pieces", "tokens"},
     "drawing": set(),
     "identity": {"errors", "torch_modes"},
+    "indexing": {"errors"},
     "errors": set(),
     "lazy": set(),
     "logits": {"errors"},
@@ -65,10 +67,19 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "opening": {"errors", "store", "engine", "replaying", "attend"},
     "show": PURE | {"recording", "engine", "effects", "attend", "opening"},
     "experiments": PURE | {"recording", "engine", "effects", "attend", "opening", "show"},
+    "integrations": {"errors", "recording"},  # and the public names, as a user's program has them
     "cli": PURE | {"recording", "engine", "effects", "attend", "show", "experiments"},
     "__main__": {"cli"},
     "__init__": PURE
-    | {"recording", "store", "replaying", "attend", "show", "opening"},  # when asked for; show registers itself
+    | {
+        "recording",
+        "store",
+        "replaying",
+        "effects",
+        "attend",
+        "show",
+        "opening",
+    },  # when asked for; show registers itself
 }
 COMPARED = {"dualform.show.model_loading": {"dualform.experiments.models"}}
 """Names of modules that a file only compares with: a run may name a factory of that package without being trusted."""
@@ -154,6 +165,8 @@ def test_imports_go_one_way() -> None:
             "experiments",
         ),
         ("dualform.experiments.demo", "from dualform.cli import main", "cli"),
+        ("dualform.integrations.lightning", "from dualform.store.reader import Run", "store"),
+        ("dualform.recording.unwrap", "from dualform.integrations import accelerate", "integrations"),
         ("dualform.attend.spotlight", 'import_module("dualform.show.report.notebook").spotlight_html', "show"),
         ("dualform.attend.spotlight", 'NOTEBOOK = "dualform.show.report.notebook"', "show"),
         ("dualform.attend.spotlight", 'import_module(f"dualform.show.{name}")', "show"),
@@ -201,8 +214,15 @@ def test_importing_dualform_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", seen], check=False).returncode == 1  # the check can fail
 
 
+def test_no_framework_is_imported_unless_its_integration_is() -> None:
+    frameworks = "{'transformers', 'lightning', 'pytorch_lightning', 'accelerate', 'datasets', 'peft', 'trl'}"
+    names = "; ".join(f"dualform.{name}" for name in dualform.__all__)
+    script = f"import dualform, dualform.integrations, sys; {names}; sys.exit(bool({frameworks} & {{*sys.modules}}))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
 def test_public_names_are_few_and_there() -> None:
-    assert len(dualform.__all__) < 20
+    assert len(dualform.__all__) < 22
     for name in dualform.__all__:
         assert getattr(dualform, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'recrod'"):

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from dualform.attend.spotlight import Spotlight
     from dualform.binning import bins
     from dualform.corpus import Corpus
+    from dualform.effects.output_gradients import contrast
     from dualform.errors import DualformError
+    from dualform.indexing import indexed
     from dualform.opening import open
     from dualform.recording.estimate import estimate
     from dualform.recording.keep import Patterns, Shares, Steps
@@ -33,7 +35,9 @@ _HOME = {
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
     "bins": "dualform.binning",
+    "contrast": "dualform.effects.output_gradients",
     "estimate": "dualform.recording.estimate",
+    "indexed": "dualform.indexing",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
     "record_training": "dualform.replaying.training",
@@ -54,7 +58,9 @@ __all__ = [
     "Totals",
     "__version__",
     "bins",
+    "contrast",
     "estimate",
+    "indexed",
     "open",
     "record",
     "record_training",

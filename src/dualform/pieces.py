@@ -6,7 +6,7 @@ tokenizers, tiktoken and sentencepiece have both. No such package is imported he
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from dualform.errors import QueryError
@@ -46,6 +46,31 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
         raise QueryError(
             f"The tokenizer could not encode {text!r}: {type(error).__name__}: {error}. Expected encode(text) to "
             "return a list of whole numbers."
+        ) from error
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that a tokenizer's chat template makes of messages, up to where the model would go on.
+
+    After a message of the assistant nothing is added; after any other the template's beginning of an answer.
+
+    Args:
+        tokenizer: has a method `apply_chat_template`, as those of transformers have.
+        messages: each with `role` and `content`.
+    """
+    render = getattr(tokenizer, "apply_chat_template", None)
+    if not callable(render):
+        raise QueryError(
+            f"The prompt is a chat of {len(messages)} messages, but the tokenizer, of type {type(tokenizer).__name__}, "
+            "has no chat template. Give one with apply_chat_template, or give the prompt as a text."
+        )
+    try:
+        answered = messages[-1].get("role") == "assistant"
+        return str(render([dict(one) for one in messages], tokenize=False, add_generation_prompt=not answered))
+    except Exception as error:
+        raise QueryError(
+            f"The tokenizer's chat template failed: {type(error).__name__}: {error}. Expected messages such as "
+            '{"role": "user", "content": "a text"}.'
         ) from error
 
 

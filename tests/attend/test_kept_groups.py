@@ -1,17 +1,28 @@
 """A memory that keeps shares alone answers by group what a memory of patterns does, and refuses the rest by name."""
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 import dualform
 from dualform.attend.memory import Memory
+from dualform.engine.jobs import Executor, Fold, Job, Pass, WholeView
+from dualform.engine.local import LocalExecutor
+from dualform.engine.plain import PlainExecutor
+from dualform.engine.reducers import KeySums
+from dualform.engine.shares import SharesOf
 from dualform.errors import DualformError, SharesOnlyError
+from dualform.recording.keep import Shares
 from helpers.paired import Pair
-from helpers.shares_only import planted, shares_only
+from helpers.shares_only import DictionaryShares, SharesOnly, planted, shares_only
+from helpers.small import batch, network, sgd
+from helpers.small_models import record_letters
 
 View = Callable[[Memory], Memory]
 AT = (3, 6)
@@ -178,8 +189,114 @@ def test_verify_says_how_much_is_explained(pair: Pair, rounding: bool) -> None:
     assert "'0.weight'" in repr(outcome)
 
 
+def test_what_is_recorded_says_how_much_it_explains(tmp_path: Path) -> None:
+    """A regulariser is unexplained, and Muon's own rounding is within its bound."""
+    for name in ("muon", "regulariser"):
+        model = network()
+        matrices, biases = ([p for p in model.parameters() if p.dim() == n] for n in (2, 1))
+        optimizers: list[torch.optim.Optimizer] = (
+            [torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD(biases, lr=0.1)] if name == "muon" else [sgd(model)]
+        )
+        with dualform.record(model, optimizers, tmp_path / name, keep=Shares(by="label")) as recorder:
+            for step in range(8):
+                inputs, labels = batch(step)
+                recorder.annotate(label=labels)
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss = functional.cross_entropy(model(inputs), labels)
+                (loss if name == "muon" else loss + 1e-3 * matrices[0].square().sum()).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        outcome = dualform.open(tmp_path / name).verify(model)
+        if name == "muon":
+            assert outcome.passed, outcome
+            assert (outcome.layers[0].rounding or 0.0) > 1e-5
+        else:
+            assert [layer.passed for layer in outcome.layers] == [False, True]
+            assert outcome.layers[0].result.startswith("explains 9")
+            assert outcome.hint == ""
+
+
 def test_verify_fails_where_the_sum_is_not_the_weight(pair: Pair, kept: Memory) -> None:
     other = {name: tensor + 0.1 for name, tensor in pair.model.state_dict().items()}
     outcome = kept.verify(other)
     assert outcome.verdict == "FAILED"
     assert outcome.explained is None
+
+
+def test_a_run_that_was_cut_off_is_looked_at_after_its_last_shares(pair: Pair) -> None:
+    run = pair.memory._run
+    cut = Memory(SharesOnly(run, DictionaryShares(pair.memory, ["label"], [3, 6])))
+    assert cut.step == 6
+    assert "at step 6" in repr(cut)
+    for name, weight in pair.memory.at(step=6).weights().items():
+        close(cut.weights()[name], weight)
+    assert cut.info().layers["0"]["patterns"] == pair.memory.at(step=6).patterns("0").num_rows
+    none = Memory(SharesOnly(run, DictionaryShares(pair.memory, ["label"], [])))
+    assert none.info().layers["0"]["patterns"] == 0
+    with pytest.raises(DualformError, match="keeps shares not after step 11"):
+        none.weights()
+
+
+@pytest.mark.parametrize("column", ["sample", "site"])  # numbers and texts
+def test_a_rest_of_groups_is_a_group_that_no_condition_can_look_into(tmp_path: Path, column: str) -> None:
+    def recorded(name: str, keep: Shares | None) -> tuple[Memory, nn.Module]:
+        model = network()
+        optimizer = sgd(model)
+        with dualform.record(model, optimizer, tmp_path / name, keep=keep) as recorder:
+            for step in range(6):
+                inputs, labels = batch(step)
+                recorder.annotate(sample=labels * 10, site=[f"site {label}" for label in labels.tolist()])
+                optimizer.zero_grad()
+                functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        return dualform.open(tmp_path / name), model
+
+    whole, _ = recorded("patterns", None)
+    kept, model = recorded("shares", Shares(by=column, groups=2, rest=True))
+    assert kept.verify(model).passed
+    found = kept.shares(by=column)["0.weight"]
+    first, second = [label for label in found.labels if label != "rest"]
+    assert len(found.labels) == 3
+    views: list[View] = [lambda m: m.without(**{column: first}), lambda m: m.where(**{column: [second]})]
+    for view in views:
+        for name, weight in view(whole).weights().items():
+            torch.testing.assert_close(view(kept).weights()[name], weight, rtol=0, atol=1e-5)
+    other = next(label for label in whole.shares(by=column)["0.weight"].labels if label not in found.labels)
+    refused: list[View] = [lambda m: m.without(**{column: other}), lambda m: m.where(f"{column} is null")]
+    for view in refused:
+        with pytest.raises(SharesOnlyError, match="cannot be decided for the group 'rest'"):
+            view(kept)
+
+
+def test_a_text_needs_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = Shares(by="token")
+    monkeypatch.setattr(dualform, "record", functools.partial(dualform.record, keep=keep), raising=False)
+    model = record_letters(tmp_path / "run", steps=4)
+    memory = dualform.open(tmp_path / "run")
+    assert memory.verify(model).passed
+    assert memory.attend(model, memory.tests()[0])["table"].totals("token", of="contribution").values.dim() == 3
+    questions: list[Callable[[], Any]] = [
+        lambda: memory.attend_text(model, "the "),
+        lambda: memory.place_counts("out"),
+        lambda: memory.place_totals("out", torch.zeros(1, 8)),
+        lambda: memory.attend(model, memory.tests()[0])["table"].totals("token"),
+    ]
+    for ask in questions:
+        with pytest.raises(SharesOnlyError, match="keeps shares by token and no patterns"):
+            ask()
+
+
+@pytest.mark.parametrize("executor", [PlainExecutor(), LocalExecutor()], ids=["plain", "local"])
+def test_executors_refuse_a_layer_without_patterns(kept: Memory, executor: Executor) -> None:
+    source = kept._run
+    like = torch.empty(0, dtype=torch.float64)
+    jobs: list[Job] = [
+        Pass("0", WholeView(source, source.steps), KeySums(1, 5), like),
+        Fold(("0.weight",), source.steps, SharesOf(1)),
+    ]
+    for job in jobs:
+        with pytest.raises(SharesOnlyError, match="Layer '0' keeps shares"):
+            executor.run(source, [job])
+    with pytest.raises(SharesOnlyError, match="Layer '0' keeps shares"):
+        WholeView(source, source.steps).count("0")

@@ -196,7 +196,7 @@ def test_effects_need_a_question(pair: Pair) -> None:
     with pytest.raises(QueryError, match="queries alone have no gradients"):
         pair.memory.attend(queries={"0": pair.queries("0")}, quantity="margin")
     with pytest.raises(QueryError, match="expected one of"):
-        pair.memory.attend(pair.model, pair.queries("0"), quantity="logit")  # type: ignore[arg-type]
+        pair.memory.attend(pair.model, pair.queries("0"), quantity="logits")  # type: ignore[arg-type]
     with pytest.raises(QueryError, match="belong to one layer"):
         pair.memory.attend(pair.model, pair.queries("0"), quantity="loss").effects(per="pattern")
 

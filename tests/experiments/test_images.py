@@ -10,8 +10,8 @@ import torch
 
 import dualform
 from dualform.attend.answers import Vote
-from dualform.errors import DataError
-from dualform.experiments import images, reproduction
+from dualform.errors import DataError, QueryError
+from dualform.experiments import image_studies, images, reproduction
 from dualform.experiments.agreement import agreement
 from dualform.experiments.image_page import image_section
 from dualform.experiments.image_studies import ACCURACY, IMAGE_STUDIES, TABLE_1, image_study
@@ -147,6 +147,30 @@ def test_samples_of_two_tasks_are_distinct():
     assert second.first_sample == len(first.train)
     assert not torch.equal(first.train, second.train)
     torch.testing.assert_close(first.train.sum(1), second.train.sum(1), rtol=1e-4, atol=1e-3)
+
+
+def test_the_continual_study_from_shares(tmp_path, monkeypatch, capsys):
+    study = image_study("continual", "digits")
+    short = replace(study, phases=tuple(replace(phase, steps=25) for phase in study.phases))
+    monkeypatch.setattr(image_studies, "image_study", lambda name, data: short)
+    options = ReproductionOptions("continual", data="digits", folder=tmp_path, keep="shares", page=tmp_path / "page.md")
+    reproduce_studies(options, json=True)
+    (findings,) = json.loads(capsys.readouterr().out)["continual-digits-shares"]
+    assert findings["verified"]
+    assert findings["bytes"] < findings["patterns_bytes"]
+    assert [row["memory"] for row in findings["masks"]][1:3] == ["without digits-permuted", "as it was after step 25"]
+    given = findings["given_back"]
+    assert given["forgotten, right under the mask"] <= given["forgotten"] <= given["right before"]
+    page = (tmp_path / "page.md").read_text()
+    assert "Made by `dualform reproduce continual --data digits --keep shares`. One seed." in page
+    assert "| layers.2 | 3,200 |" in page
+    monkeypatch.setattr(images, "train_classifier", lambda *a, **k: pytest.fail("trained again"))
+    reproduce_studies(options, json=True)
+
+
+def test_other_studies_need_patterns():
+    with pytest.raises(QueryError, match="--keep shares goes with the study continual; 'single' looks at single"):
+        reproduce_studies(ReproductionOptions("single", keep="shares"), json=True)
 
 
 def test_unknown_data_is_named():

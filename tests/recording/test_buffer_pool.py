@@ -10,7 +10,23 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.recording import buffer_pool
-from dualform.recording.buffer_pool import BufferPool
+from dualform.recording.buffer_pool import BufferPool, as_rows, lending, new_rows
+
+
+@pytest.fixture(autouse=True)
+def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let copies of any size come from the pool."""
+    monkeypatch.setattr(buffer_pool, "MIN_POOLED_BYTES", 1)
+
+
+def test_a_small_copy_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_pool, "MIN_POOLED_BYTES", 64)
+    pool = BufferPool()
+    small, large = torch.randn(15), torch.randn(16)
+    copies = [pool.copy(small), pool.copy(large)]
+    assert torch.equal(copies[0], small)
+    assert copies[0].data_ptr() != small.data_ptr()
+    assert [kind[0] for kind in pool._allocated] == [large.shape]
 
 
 def test_memory_is_used_again_only_when_no_tensor_refers_to_it() -> None:
@@ -71,6 +87,29 @@ def test_free_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [memory for found in pool._free.values() for memory in found]
     assert len(free) == 1
     assert free[0].data_ptr() in places
+
+
+def test_rows_are_lent_by_the_pool_of_a_block_on_its_thread_alone() -> None:
+    pool, like = BufferPool(), torch.zeros(1, dtype=torch.bfloat16)
+    found: list[Tensor] = []
+    with lending(pool):
+        with lending(BufferPool()):
+            new_rows((4, 5), like)
+        rows = new_rows((4, 5), like)
+        thread = threading.Thread(target=lambda: found.append(new_rows((4, 5), like)))
+        thread.start()
+        thread.join()
+    new_rows((4, 5), like)
+    assert (rows.shape, rows.dtype) == ((4, 5), torch.bfloat16)
+    assert list(pool._allocated.values()) == [1]
+
+
+def test_rows_of_a_tensor_are_a_view_of_it_where_they_can_be() -> None:
+    whole = torch.randn(2, 3, 4)
+    assert as_rows(whole, 4).data_ptr() == whole.data_ptr()
+    moved = whole.movedim(1, -1)  # (2, 4, 3)
+    assert torch.equal(as_rows(moved, 3), moved.reshape(-1, 3))
+    assert as_rows(torch.randn(4), 4).shape == (1, 4)
 
 
 def test_memory_returns_from_another_thread_and_after_the_pool() -> None:

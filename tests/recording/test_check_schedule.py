@@ -159,6 +159,37 @@ def test_an_edit_between_two_full_checks_is_found_by_verify(run: Path) -> None:
     assert not dualform.open(run).verify(model).passed
 
 
+def infinite_element(at: int) -> Callable[[int, nn.Linear], None]:
+    """Return an edit of one step that makes an element outside of the sample infinite."""
+
+    def edit(step: int, model: nn.Linear) -> None:
+        if -step == at:
+            gradient_of(model.weight)[0, 1] = float("inf")
+
+    return edit
+
+
+def test_a_gradient_that_is_not_finite_is_refused_at_once_in_a_full_check(run: Path) -> None:
+    with pytest.raises(RefusedError, match=r"weight.*not finite"):
+        train(run, infinite_element(3))
+    assert steps_of(run) == 3
+
+
+def test_a_gradient_that_is_not_finite_outside_its_sample_is_noticed_in_the_next_step(run: Path) -> None:
+    """Between full checks its step is recorded; the weight that it leaves makes every later gradient not finite."""
+    begin = next(step for step in range(LATE, 500) if drawn_after(step) > step + 1)
+    with pytest.raises(RefusedError, match=r"not finite"):
+        train(run, infinite_element(begin))
+    assert steps_of(run) == begin + 1
+
+
+def test_a_last_gradient_that_is_not_finite_outside_its_sample_is_found_by_verify(run: Path) -> None:
+    begin = next(step for step in range(LATE, 500) if drawn_after(step) > step)
+    model, made = train(run, infinite_element(begin), steps=begin + 1)
+    assert made == begin + 1
+    assert not dualform.open(run).verify(model).passed
+
+
 def test_a_factor_that_is_new_begins_full_checks(run: Path) -> None:
     begin = next(step for step in range(LATE, 500) if drawn_after(step) > step)
 

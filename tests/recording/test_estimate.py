@@ -119,6 +119,8 @@ def test_shares_are_estimated_in_memory_and_on_disk() -> None:
     assert "of memory for shares while training, where" in repr(found)
     earlier = dualform.estimate(model, inputs, steps=9, keep=Shares(by="label", groups=10, at=[3, 6]))
     assert earlier.total - found.total == 2 * 4 * sum(elements.values()) * 12
+    reading = dualform.estimate(model, inputs, steps=9, keep=Shares(by="label", groups=10, resumable=False))
+    assert reading.total == 4 * sum(elements.values()) * 11
     several = dualform.estimate(model, inputs, steps=9, keep=Shares(by=[["label"], ["label", "task"]], groups=5))
     assert several.device == found.device
     both = dualform.estimate(model, inputs, steps=6, keep=[shares, Patterns(layers="2")])

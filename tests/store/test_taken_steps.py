@@ -48,3 +48,69 @@ def test_rows_encoded_on_their_device_make_the_same_files(
     monkeypatch.setattr(taken_steps, "is_elsewhere", elsewhere)
     assert recorded_files(tmp_path / "early", dtype) == expected
     assert taken
+
+
+def many_small_calls(path: Path, dtype: str | None) -> tuple[dict[str, bytes], list[tuple[object, ...]]]:
+    """Train a network that is called five times in each step; return the shard files, and the columns of patterns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, path, dtype=dtype) as recorder:  # type: ignore[arg-type]
+        for step in range(3):
+            losses = []
+            for moment in range(5):
+                if moment == 3:
+                    recorder.annotate(moment=moment, name=["a", "bc"])
+                elif moment:
+                    recorder.annotate(moment=moment, share=moment / 4)
+                else:
+                    recorder.annotate(moment=moment)
+                losses.append(model(torch.randn(2, 3)).square().sum())
+            optimizer.zero_grad()
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+            if step == 1:
+                recorder.flush()
+    files = {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.glob("shards/*"))}
+    table = dualform.open(path).patterns("0")
+    names = ("step", "call", "row", "moment", "name", "share")
+    return files, list(zip(*(table[name].to_pylist() for name in names), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "int8"])
+def test_small_calls_that_are_joined_make_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None
+) -> None:
+    files, columns = many_small_calls(tmp_path / "joined", dtype)
+    expected = [
+        (
+            step,
+            call,
+            row,
+            call,
+            ["a", "bc"][row] if call == 3 else None,
+            call / 4 if call in (1, 2, 4) else None,
+        )
+        for step in range(3)
+        for call in range(5)
+        for row in range(2)
+    ]
+    assert columns == expected
+    monkeypatch.setattr(taken_steps, "MAX_JOINED_BYTES", -1)
+    assert many_small_calls(tmp_path / "apart", dtype) == (files, columns)
+
+
+def test_waiting_steps_hold_few_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of ten calls of two layers waits as two pairs of tensors."""
+    kept: list[int] = []
+    compact = taken_steps.TakenStep.compact
+
+    def counted(step: taken_steps.TakenStep) -> None:
+        compact(step)
+        kept.append(len(step.calls))
+        assert not step.places
+        assert step.copy is None
+
+    monkeypatch.setattr(taken_steps.TakenStep, "compact", counted)
+    many_small_calls(tmp_path / "run", None)
+    assert kept == [2, 2, 2]

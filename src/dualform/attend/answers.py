@@ -59,12 +59,12 @@ class GroupTotals(Answer):
     def __repr__(self) -> str:
         flat = self.values if self.values.dim() == 2 else self.values.norm(dim=2)
         what = self.of if self.values.dim() == 2 else f"norm of {self.of}"
-        names = [_cell_text(group) for group in self.groups]
+        names = [label_text(group) for group in self.groups]
         rows = [[str(q), *(f"{x:.4g}" for x in row)] for q, row in enumerate(flat[:10].tolist())]
         more = [] if len(flat) <= 10 else [f"... {len(flat) - 10} more queries"]
         title = f"Totals of {what} by {', '.join(self.by)} in layer {self.layer!r}"
         note = [EFFECT_NOTE] if self.of == "effect" else []
-        return "\n".join([title, *_grid(["query", *names], rows), *more, *note])
+        return "\n".join([title, *grid_lines(["query", *names], rows), *more, *note])
 
 
 class LookedUpColumns(Mapping[str, list[Any]]):
@@ -135,10 +135,10 @@ class Ranking(Answer):
     def __repr__(self) -> str:
         table = self.to_arrow().slice(0, 20).to_pylist()
         names = list(table[0]) if table else ["query"]
-        rows = [[_cell_text(row[name]) for name in names] for row in table]
+        rows = [[label_text(row[name]) for name in names] for row in table]
         title = f"Top {self.values.shape[2]} {self.per}s by {self.of} in layer {self.layer!r}"
         note = [EFFECT_NOTE] if self.of == "effect" else []
-        return "\n".join([title, *_grid(names, rows), *note])
+        return "\n".join([title, *grid_lines(names, rows), *note])
 
 
 EFFECT_NOTE = (
@@ -182,14 +182,14 @@ class Effects(Answer):
 
     def __repr__(self) -> str:
         shown = self.groups[:12]
-        names = [_cell_text(group) for group in shown]
+        names = [label_text(group) for group in shown]
         values = self.values[:10, : len(shown)].tolist()
         rows = [[str(q), *(f"{x:.4g}" for x in row)] for q, row in enumerate(values)]
         title = f"Effects on the {self.quantity} by {', '.join(self.by)}, in {', '.join(self.layers)}"
         more = [] if len(self.groups) <= 12 else [f"... {len(self.groups) - 12} more groups"]
         more += [] if len(self.values) <= 10 else [f"... {len(self.values) - 10} more inputs"]
         more += [f"layer {name!r} contributes nothing: {reason}" for name, reason in self.outside.items()]
-        return "\n".join([title, *_grid(["input", *names], rows), *more, EFFECT_NOTE])
+        return "\n".join([title, *grid_lines(["input", *names], rows), *more, EFFECT_NOTE])
 
 
 def add_effects(found: Sequence[Effects], outside: Mapping[str, str]) -> Effects:
@@ -238,11 +238,11 @@ class Vote(Answer):
         count = max((len(winners) for winners in self.winners.values()), default=0)
         wide = min(count, 12)
         shown = [
-            [layer, *(_cell_text(w) for w in winners[:wide]), *[""] * (wide - len(winners))]
+            [layer, *(label_text(w) for w in winners[:wide]), *[""] * (wide - len(winners))]
             for layer, winners in self.winners.items()
         ]
         title = f"Vote by {', '.join(self.by)}, largest total of {self.of} ({count} queries)"
-        return "\n".join([title, *_grid(["layer", *map(str, range(min(count, 12)))], shown)])
+        return "\n".join([title, *grid_lines(["layer", *map(str, range(min(count, 12)))], shown)])
 
 
 def _free(name: str, taken: Collection[str]) -> str:
@@ -252,12 +252,14 @@ def _free(name: str, taken: Collection[str]) -> str:
     return name
 
 
-def _cell_text(value: Any) -> str:
+def label_text(value: Any) -> str:
+    """Return a group's value, or a cell of a table, as text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _grid(head: list[str], rows: list[list[str]]) -> list[str]:
+def grid_lines(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table of text, columns flush right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]

@@ -292,6 +292,7 @@ class Table:
 
     def numbered_codes(self, layer: str, groups: Numbered) -> Iterator[npt.NDArray[np.int64]]:
         """Yield the values of a numbered column for the kept patterns of each part; `groups.size` for no value."""
+        self.run.require_patterns(layer, f"a table by {groups.column!r}")
         for part in self.run.parts():
             yield self.numbered_codes_of(part, layer, groups)
 

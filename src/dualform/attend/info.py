@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dualform.engine.source import PatternSource
-from dualform.engine.verification import seen_patterns, stored_bytes
+from dualform.engine.source import PatternSource, groupings_text
+from dualform.engine.verification import stored_bytes
 from dualform.identity.families.naming import class_name
 from dualform.recording.estimate import size_text
 
@@ -24,6 +24,8 @@ class Info:
     uncovered: Mapping[str, int]
     optimizers: tuple[str, ...]
     bytes: int
+    shares: tuple[tuple[str, ...], ...] = ()  # the groupings by which shares are kept
+    horizons: tuple[int, ...] = ()  # after how many steps shares are kept
     no_final: str = ""  # why a closed run has no final weights
     not_kept: Mapping[str, str] | None = None  # uncovered state whose final values are not kept, and why; None: no word
 
@@ -40,6 +42,9 @@ class Info:
             f"{layer['store']}, {layer['dtype']}{_rows(layer)}"
             for name, layer in self.layers.items()
         ]
+        if self.shares:
+            after = f"after steps {', '.join(map(str, self.horizons))}" if self.horizons else "not published yet"
+            lines.append(f"shares: by {groupings_text(self.shares)}; {after}")
         lines.append(f"columns: {', '.join(self.columns) or 'none'}")
         if self.uncovered:
             lines.append(f"not recorded: {', '.join(self.uncovered)}")
@@ -68,7 +73,7 @@ def describe_run(run: PatternSource, view: str) -> Info:
             "d_out": entry.d_out,
             "store": entry.store,
             "dtype": entry.dtype,
-            "patterns": seen_patterns(run, name),
+            "patterns": run.seen(name),
             "bytes": stored_bytes(run, name),
             "rows": dataclasses.asdict(described.rows[name]) if name in described.rows else None,
         }
@@ -84,6 +89,8 @@ def describe_run(run: PatternSource, view: str) -> Info:
         uncovered=described.uncovered,
         optimizers=tuple(map(class_name, described.optimizers)),
         bytes=0 if run.run_files is None else run.run_files.size(),
+        shares=() if run.kept_shares is None else run.kept_shares.groupings,
+        horizons=() if run.kept_shares is None else run.kept_shares.horizons,
         no_final=described.no_final,
         not_kept=_not_kept(run),
     )

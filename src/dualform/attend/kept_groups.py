@@ -22,6 +22,7 @@ from dualform.binning import Bins, bin_edges, label_order
 from dualform.engine.share_source import KeySums, ParameterShares, ShareSource
 from dualform.engine.source import ADDRESS, PatternSource, groupings_text
 from dualform.errors import SelectionError, SharesOnlyError
+from dualform.recording.group_labels import REST
 
 MAX_BIN_ROWS = 4_000_000
 """Rows of a table in which every whole number of every bin stands, on which a condition about bins is evaluated."""
@@ -114,9 +115,10 @@ def find_kept_groups(
     """
     source = run.require_shares()
     if horizon not in source.horizons:
+        known = f"after steps {', '.join(map(str, source.horizons))}, and not" if source.horizons else "not"
         raise SelectionError(
-            f"{run.name} keeps shares after steps {', '.join(map(str, source.horizons))}, and not after step "
-            f"{horizon}. Record them there: keep=dualform.Shares(..., at=[{horizon}])."
+            f"{run.name} keeps shares {known} after step {horizon}. They are kept at the end, with flush(), and where "
+            f"they are asked for: keep=dualform.Shares(..., at=[{horizon}])."
         )
     wanted = [] if by is None else list(by)
     names = _columns_of(run, conditions)
@@ -129,7 +131,7 @@ def find_kept_groups(
     if by is None:
         labels, codes = (None,), np.zeros(len(kept_mask), dtype=np.int64)
     else:
-        labels, codes = _number([chosen.column(part) for part in wanted], kept_mask)
+        labels, codes = _number([chosen.column(part) for part in wanted], kept_mask, chosen.rest)
     codes[~kept_mask] = -1
     return KeptGroups(source, chosen.by, horizon, labels, torch.from_numpy(codes), torch.from_numpy(unknown))
 
@@ -169,6 +171,7 @@ class _LabelColumns:
         self.run = run
         self.by = by
         self.labels = source.labels(by)
+        self.rest = source.rest_place(by)  # of the group of all others, which has no values
         self.parts = tuple(_parse_part(run, text) for text in by)
 
     def gives(self, part: str | Bins) -> bool:
@@ -191,6 +194,7 @@ class _LabelColumns:
         self, conditions: Sequence[Condition], names: Sequence[str], horizon: int
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Return which groups the conditions keep, and which they cannot decide, (F,) both."""
+        self._require_no_rest(conditions)
         groups, columns = self._rows(names, horizon)
         every = _names(self.run)
 
@@ -204,7 +208,28 @@ class _LabelColumns:
         for one in conditions:
             kept &= holds(one, rows) ^ one.negated
         unknown = undecided(conditions, rows)
-        return self._whole_groups(groups, kept, conditions), self._whole_groups(groups, unknown, conditions)
+        found = self._whole_groups(groups, kept, conditions), self._whole_groups(groups, unknown, conditions)
+        if self.rest is not None and conditions:  # no condition names a value of it
+            found[0][self.rest], found[1][self.rest] = all(one.negated for one in conditions), False
+        return found
+
+    def _require_no_rest(self, conditions: Sequence[Condition]) -> None:
+        """Raise where a condition may hold for some of the patterns whose own groups are not kept.
+
+        Patterns of a value that has a group are all in it, so that a condition that asks for such values holds for none
+        of the others.
+        """
+        if self.rest is None:
+            return
+        own = {label for place, label in enumerate(self.labels) if place != self.rest}
+        for one in conditions:
+            asked = [value if isinstance(value, tuple) else (value,) for _, value in one.equal]
+            if one.sql is not None or len(self.parts) > 1 or not all(own.issuperset(values) for values in asked):
+                raise SharesOnlyError(
+                    f"The mask {one} cannot be decided for the group {self.labels[self.rest]!r} of "
+                    f"{groupings_text([self.by])}, which holds all that came after the first {len(own)} groups. Name "
+                    "groups that are kept, or record more of them: keep=dualform.Shares(..., groups=...)."
+                )
 
     def _whole_groups(
         self, groups: npt.NDArray[np.int64], found: npt.NDArray[np.bool_], conditions: Sequence[Condition]
@@ -269,6 +294,8 @@ class _LabelColumns:
     def _values(self, place: int) -> pa.Array:
         part = self.parts[place]
         values = [label[place] if len(self.parts) > 1 else label for label in self.labels]
+        if self.rest is not None:
+            values[self.rest] = None
         kind = self._type(part.column if isinstance(part, Bins) else part)
         if isinstance(part, Bins) and not (pa.types.is_integer(kind) and float(part.width).is_integer()):
             kind = pa.float64()
@@ -286,10 +313,17 @@ def _parse_part(run: PatternSource, text: str) -> str | Bins:
     return Bins(column, float(width))
 
 
-def _number(columns: Sequence[pa.Array], kept: npt.NDArray[np.bool_]) -> tuple[tuple[Any, ...], npt.NDArray[np.int64]]:
-    """Return the distinct rows of some columns among the kept ones, in order, and the place of each row, (F,)."""
+def _number(
+    columns: Sequence[pa.Array], kept: npt.NDArray[np.bool_], rest: int | None
+) -> tuple[tuple[Any, ...], npt.NDArray[np.int64]]:
+    """Return the distinct rows of some columns among the kept ones, in order, and the place of each row, (F,).
+
+    The row of the group that holds all others stays apart, as `REST`.
+    """
     plain = [[math.nan if value != value else value for value in column.to_pylist()] for column in columns]  # one NaN
-    rows = plain[0] if len(plain) == 1 else list(zip(*plain, strict=True))
+    rows: list[Any] = plain[0] if len(plain) == 1 else list(zip(*plain, strict=True))
+    if rest is not None:
+        rows[rest] = REST if len(plain) == 1 else (REST,) * len(plain)
     labels = tuple(sorted({row for row, keep in zip(rows, kept.tolist(), strict=True) if keep}, key=label_order))
     place = {label: i for i, label in enumerate(labels)}
     return labels, np.array([place.get(row, -1) for row in rows], dtype=np.int64)

@@ -22,6 +22,8 @@ from dualform.attend.cost import count_rounds
 from dualform.attend.groups import Table
 from dualform.attend.info import Info, describe_run
 from dualform.attend.layer import LayerSpotlight
+from dualform.attend.path import Asked
+from dualform.attend.prompts import PromptLike
 from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.questions import Question
 from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
@@ -74,7 +76,7 @@ class Memory:
         self._shared = shared or _Shared(AnswerCache(source), executor or LocalExecutor())
         self._cache = self._shared.cache
         self._conditions = conditions
-        self._horizon = source.steps if horizon is None else horizon
+        self._horizon = source.last_step if horizon is None else horizon
         self._table = Table(source, conditions, self._horizon, self._shared.executor)
         self._parts: dict[str, rebuild.ParameterParts] | None = None
 
@@ -394,7 +396,7 @@ class Memory:
                     f"Parameter {name!r} is {entry.shape} in the memory, but {tuple(live[name].shape)} in this model."
                 )
         outcome = verify(self._run, live, self._shared.executor, horizon=self._horizon)
-        if outcome.passed or model is None:
+        if outcome.passed or model is None or outcome.explained is not None:
             return outcome
         recorded = {name: live[name] for name in self._run.description.parameters}
         return dataclasses.replace(outcome, hint=_other_step(matching_steps(self._run, recorded) - {self._horizon}))
@@ -433,9 +435,11 @@ class Memory:
         Args:
             model: the trained model; one forward pass in eval mode captures each layer's queries, on its device.
             inputs: a tensor; a tuple of the model's arguments; a mapping of its keywords; or an iterable of batches.
-            targets: for effects: the class (or the classes of all tokens) of each input; by default the model's own.
-            quantity: for effects: what they are effects on. `"margin"`, the target's logit less the log-sum-exp of the
-                others (the default where targets are given); `"loss"`, the cross-entropy; or a function of the model's
+            targets: for effects and path contributions: the class (or the classes of all tokens) of each input; by
+                default the model's own.
+            quantity: what they are effects on, or contributions to. `"margin"`, the target's logit less the log-sum-exp
+                of the others (the default where targets are given); `"logit"`, the target's logit; `"loss"`, the
+                cross-entropy; `dualform.contrast(9, 7)`, a difference of two logits; or a function of the model's
                 outputs and the targets that returns a number per input, (B,). One backward pass finds its gradients.
             queries: query tensors (..., d_in) by layer, instead of a model and inputs.
             layers: the layers to look at; by default all that were recorded.
@@ -456,12 +460,14 @@ class Memory:
             inputs = list(batches(inputs))
             captured = capture_queries(model, inputs, entries)
         gradients: Mapping[str, OutputGradients] = {}
+        asked: Asked | None = None
         if targets is not None or quantity is not None:
             if model is None:
                 raise QueryError("Effects need a model and inputs: queries alone have no gradients.")
             linear = {name: entry for name, entry in entries.items() if outside(self._run, name) is None}
             axis = self._run.description.batch_axis
-            gradients = find_output_gradients(model, inputs, targets, quantity or "margin", linear, batch_axis=axis)
+            asked = Asked(model, inputs, targets, quantity or "margin")
+            gradients = find_output_gradients(model, inputs, targets, asked.quantity, linear, batch_axis=axis)
         if model is not None and not other_model:
             self._say_other_model(model)
         self._say_unknown(names)
@@ -476,14 +482,21 @@ class Memory:
                     chunk_size=chunk_size,
                 )
                 for name, rows in captured.items()
-            }
+            },
+            asked,
+            self._states,
         )
+
+    def _states(self) -> Sequence[tuple[int, Mapping[str, Tensor]]]:
+        """Return the uncovered state wherever the run keeps it, and after how many steps it was so."""
+        files = self._run.run_files
+        return () if files is None else files.known_states()
 
     @in_own_dtype
     def attend_text(
         self,
         model: nn.Module,
-        prompt: str | Sequence[int] | Tensor,
+        prompt: PromptLike,
         *,
         layers: str | Collection[str] | None = None,
         top: int = 5,
@@ -498,7 +511,8 @@ class Memory:
         Args:
             model: the trained language model: tokens (B, L) in; logits (B, L, V) out, or those of the last position
                 only. They may come alone, first of a tuple, or as the entry or attribute `logits`.
-            prompt: what to ask about: a text, or the numbers of its tokens (L,).
+            prompt: what to ask about: a text, the numbers of its tokens (L,), or the messages of a chat, as the
+                tokenizer's `apply_chat_template` takes them.
             layers: the layers to look at. By default all that can be asked, and a note says which were left out: those
                 whose patterns have no place in the text, and those in which the last token's row cannot be told.
             top: how many passages, documents, tokens and guesses.

@@ -1,7 +1,7 @@
 """A prompt: text from a person, as the tokens that a language model takes, and what the model says next."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from dualform.attend.last_tokens import as_model_takes
 from dualform.corpus import Corpus
 from dualform.errors import QueryError
 from dualform.logits import last_logits_of
-from dualform.pieces import Tokenizer, encode_text, piece_texts, raw_piece
+from dualform.pieces import Tokenizer, encode_text, piece_texts, raw_piece, render_chat
 from dualform.recording.estimate import forward
 from dualform.tokens import UNKNOWN, join, pieces, split, visible
 
@@ -41,8 +41,12 @@ class Guess:
     probability: float
 
 
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Tensor
+"""A prompt as a person gives it: a text, the numbers of its tokens, or the messages of a chat."""
+
+
 def read_prompt(
-    corpus: Corpus, prompt: str | Sequence[int] | Tensor, *, context: int | None, tokenizer: Tokenizer | None = None
+    corpus: Corpus, prompt: PromptLike, *, context: int | None, tokenizer: Tokenizer | None = None
 ) -> Prompt:
     """Turn a prompt into tokens of the corpus' vocabulary.
 
@@ -51,7 +55,7 @@ def read_prompt(
 
     Args:
         corpus: says what the tokens are.
-        prompt: a text, or the numbers of its tokens.
+        prompt: a text, the numbers of its tokens, or the messages of a chat, which need the tokenizer.
         context: how many tokens the model takes at most, if it has a limit.
         tokenizer: the tokenizer whose tokens the model was trained on.
 
@@ -59,6 +63,9 @@ def read_prompt(
         QueryError: the prompt is empty, or the model knows nothing of it.
     """
     notes: list[str] = []
+    messages = _messages(prompt)
+    if messages:
+        prompt = render_chat(tokenizer, messages)
     if not isinstance(prompt, str):
         known = _given(corpus, prompt)
         text = join((corpus.token(token) for token in known), corpus.unit)
@@ -80,7 +87,15 @@ def read_prompt(
     return Prompt(text, torch.tensor(known), tuple(notes))
 
 
-def _given(corpus: Corpus, prompt: Sequence[int] | Tensor) -> list[int]:
+def _messages(prompt: PromptLike) -> list[Mapping[str, Any]]:
+    """Return the messages of a prompt that is a chat; none for any other prompt."""
+    if isinstance(prompt, str | Tensor):
+        return []
+    found = [one for one in prompt if isinstance(one, Mapping)]
+    return found if len(found) == len(prompt) else []
+
+
+def _given(corpus: Corpus, prompt: Sequence[Any] | Tensor) -> list[int]:
     """Return a prompt that was given as numbers of tokens."""
     plain = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
     try:

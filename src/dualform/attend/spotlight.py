@@ -1,14 +1,17 @@
 """Spotlights: for each query and layer, what it attends to. One layer's is in `layer.py`; here are all together."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from dualform.attend.answers import Effects, Vote, add_effects
 from dualform.attend.by_layer import ByLayer
 from dualform.attend.layer import LayerSpotlight
+from dualform.attend.path import Asked, PathContributions, find_path_contributions
 from dualform.attend.questions import Per, Question, answer_all
-from dualform.binning import By
+from dualform.binning import Bins, By
 from dualform.drawing import notebook_html
 from dualform.effects.moments import outside
 from dualform.engine.measures import Of
@@ -21,6 +24,8 @@ class Spotlight(ByLayer[LayerSpotlight]):
     """The spotlights of all layers: `spotlight["layers.2"]` is one layer's."""
 
     layers: Mapping[str, LayerSpotlight]
+    asked: Asked | None = None
+    known_state: Callable[[], Sequence[tuple[int, Mapping[str, Tensor]]]] = tuple
 
     def __repr__(self) -> str:
         return "\n".join(repr(layer) for layer in self.layers.values())
@@ -75,6 +80,40 @@ class Spotlight(ByLayer[LayerSpotlight]):
         if not found:
             raise QueryError(f"No layer of the linear family is asked about. Outside it: {', '.join(left) or 'none'}.")
         return add_effects(found, left)
+
+    @in_own_dtype
+    def path_contributions(
+        self, by: By, *, against: Any = None, over: Bins | None = None, tolerance: float = 0.02
+    ) -> PathContributions:
+        """Say what each group of training patterns added to a quantity of the whole network's output.
+
+        The parts, the start and the rest add up to the output. They account for this training and predict no other.
+        Needs `memory.attend(model, inputs, targets=..., quantity=...)`; ask for a difference, such as
+        `quantity=dualform.contrast(9, 7)`, and against reference inputs: the parts of one logit alone are large, cancel
+        each other, and name the logit's own class whatever the input.
+
+        Args:
+            by: a column, `dualform.bins(column, width=...)`, or several of these.
+            against: reference inputs (R, ...): every number is then that of the input less their mean.
+            over: `dualform.bins("step", width=...)`: also the parts of each bin of steps.
+            tolerance: how much parts may change when the path is followed twice as finely, and how large the residual
+                may be, both relative. What was reached is in the answer.
+        """
+        if self.asked is None:
+            raise QueryError(
+                "Path contributions are those to a quantity of the output: ask "
+                'memory.attend(model, inputs, targets=..., quantity="logit").'
+            )
+        first = next(iter(self.layers.values()))
+        return find_path_contributions(
+            first._table,
+            self.asked,
+            by,
+            against=against,
+            over=over,
+            tolerance=tolerance,
+            known_state=self.known_state(),
+        )
 
     def outside(self) -> dict[str, str]:
         """Return the layers that contribute nothing to effects, and why."""

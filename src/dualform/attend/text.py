@@ -4,7 +4,7 @@ One pass over a layer's patterns gives everything: per place in the text the bes
 patterns, and how many those are. Totals of documents and tokens are sums of those.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from dualform.attend.context import check_context, context_of
 from dualform.attend.groups import Numbered, NumberedGroups, Table
 from dualform.attend.last_tokens import prompt_queries
 from dualform.attend.passages import AttendedToken, Passage, by_document, by_token, gather
-from dualform.attend.prompts import go_on, next_tokens, read_prompt
+from dualform.attend.prompts import PromptLike, go_on, next_tokens, read_prompt
 from dualform.attend.text_answers import TextLayer, TextSpotlight, Total
 from dualform.corpus import PLACE, Corpus
 from dualform.engine.description import LayerEntry
@@ -41,7 +41,7 @@ def attend_text(
     layers: Mapping[str, LayerEntry],
     corpus: Corpus,
     model: nn.Module,
-    prompt: str | Sequence[int] | Tensor,
+    prompt: PromptLike,
     *,
     required: Collection[str],
     top: int,
@@ -57,7 +57,7 @@ def attend_text(
         layers: the layers to look at.
         corpus: the text.
         model: the trained language model.
-        prompt: a text, or the numbers of its tokens.
+        prompt: a text, the numbers of its tokens, or the messages of a chat.
         required: layers that must have an answer; others without one are left out, and a note says why.
         top: how many passages, documents, tokens and guesses.
         around: how many tokens of a passage to show on either side.

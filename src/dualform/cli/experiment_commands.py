@@ -43,7 +43,10 @@ def reproduce_command(
     seeds: Annotated[int, typer.Option(help="How many runs, with seeds 0, 1, ...", min=1)] = 1,
     folder: Annotated[Path, typer.Option(help="Where to put runs, findings and figures.")] = Path("runs/reproduce"),
     keep: Annotated[
-        str, typer.Option(help="Keep the recorded patterns of: first, all or none of the seeds.")
+        str,
+        typer.Option(
+            help="Keep the recorded patterns of: first, all or none of the seeds; or shares in their place (continual)."
+        ),
     ] = "first",
     page: Annotated[
         Path | None,

@@ -23,9 +23,9 @@ from dualform.recording.layer_hooks import CaughtCall, catch_calls
 from dualform.recording.watch import Watched
 from dualform.torch_modes import with_gradients
 
-Named = Literal["margin", "loss"]
+Named = Literal["margin", "logit", "loss"]
 Quantity = Named | Callable[[Any, Any], Tensor]
-"""Of the model's outputs and the targets: `"margin"`, `"loss"`, or a function that returns a number per input, (B,)."""
+"""Of the model's outputs and the targets: a name, or a function that returns a number per input, (B,)."""
 
 IGNORED = -100  # a target that counts for nothing, as in torch's cross-entropy
 
@@ -76,11 +76,12 @@ def find_output_gradients(
     of: dict[str, list[Tensor]] = {name: [] for name in layers}
     taken = 0
     for batch in batches:
-        calls, count = _backward(model, move(batch, device), targets, taken, quantity, watched, batch_axis)
-        for name, found in calls.items():
+        backward = run_backward(model, move(batch, device), targets, taken, quantity, watched, batch_axis)
+        count = len(backward.quantity)
+        for name, found in backward.calls.items():
             for call in found:
                 rows[name].append(call.values(torch.zeros(0, device=device)))
-                of[name].append(taken + _inputs(call, count, batch_axis).to(device))
+                of[name].append(taken + inputs_of_queries(call, count, batch_axis).to(device))
         taken += count
     if targets is not None and targets.shape[batch_axis] != taken:
         raise QueryError(f"There are {targets.shape[batch_axis]} targets for {taken} inputs.")
@@ -98,7 +99,7 @@ def measure_quantity(outputs: Any, targets: Tensor | None, quantity: Quantity, *
     """Return the quantity of each input of a batch, (B,).
 
     The margin is the target's logit less the log-sum-exp of all others; the loss is the cross-entropy. Where an input
-    has several targets (tokens), both are means over them. `logits_of` finds the logits in the outputs.
+    has several targets (tokens), all are means over them. `logits_of` finds the logits in the outputs.
 
     >>> measure_quantity(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), "margin")
     tensor([2.])
@@ -123,6 +124,8 @@ def measure_quantity(outputs: Any, targets: Tensor | None, quantity: Quantity, *
     if quantity == "margin":
         others = logits.scatter(-1, index, -torch.inf).logsumexp(dim=-1)
         each = logits.gather(-1, index)[..., 0] - others
+    elif quantity == "logit":
+        each = logits.gather(-1, index)[..., 0]
     else:
         each = -functional.log_softmax(logits, dim=-1).gather(-1, index)[..., 0]
     each = each.where(counted, 0.0).movedim(batch_axis, 0).flatten(1) if each.dim() > 1 else each[:, None]
@@ -147,7 +150,7 @@ def _check_takes_two(quantity: Callable[..., Any]) -> None:
 
 
 def _class_logits(outputs: Any, quantity: Named) -> Tensor:
-    """Return the logits (..., classes) of a model's outputs, which a margin or a loss is made of."""
+    """Return the logits (..., classes) of a model's outputs, which a named quantity is made of."""
     logits = logits_of(outputs, instead="Give a function of the model's outputs as the quantity")
     if logits.dim() < 2 or not logits.is_floating_point():
         raise QueryError(
@@ -157,8 +160,21 @@ def _class_logits(outputs: Any, quantity: Named) -> Tensor:
     return logits
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardPass:
+    """One batch that was run forward and backward.
+
+    Attributes:
+        calls: every call of each watched layer, with the errors that came to its outputs.
+        quantity: (B,) the quantity of each input.
+    """
+
+    calls: Mapping[str, list[CaughtCall]]
+    quantity: Tensor
+
+
 @with_gradients
-def _backward(
+def run_backward(
     model: nn.Module,
     batch: Any,
     targets: Tensor | None,
@@ -166,8 +182,18 @@ def _backward(
     quantity: Quantity,
     watched: Mapping[str, Watched],
     batch_axis: int,
-) -> tuple[dict[str, list[CaughtCall]], int]:
-    """Return every call of the watched layers with the errors that came to its outputs, and the number of inputs."""
+) -> BackwardPass:
+    """Run a batch forward, and the sum of its inputs' quantities backward; the model's gradients stay as they are.
+
+    Args:
+        model: the model.
+        batch: what it is called with, on its device.
+        targets: of all inputs of all batches.
+        first: the number of this batch's first input among them.
+        quantity: the quantity.
+        watched: the layers to watch.
+        batch_axis: which leading axis of inputs and outputs counts the inputs.
+    """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def freeze() -> None:
@@ -178,26 +204,33 @@ def _backward(
         try:
             for parameter in frozen:
                 parameter.requires_grad_(parameter.is_floating_point())
-            with evaluating(model):
-                if isinstance(batch, Mapping):
-                    outputs = model(**batch)
-                else:
-                    outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
-                size = _batch_size(batch if callable(quantity) else _class_logits(outputs, quantity), batch_axis)
-                part = None if targets is None else _slice(targets, first, size, batch_axis)
-                found = measure_quantity(outputs, part, quantity, batch_axis=batch_axis)
-                if not found.requires_grad:
-                    raise QueryError("The quantity does not depend on the model's parameters, so it has no effects.")
-                torch.autograd.grad(found.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+            found = quantity_of_batch(model, batch, targets, first, quantity, batch_axis)
+            if not found.requires_grad:
+                raise QueryError("The quantity does not depend on the model's parameters, so it has no effects.")
+            torch.autograd.grad(found.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
         finally:
             try:
                 freeze()
             finally:
                 freeze()  # once more: an interrupt may have cut the first short
-    return calls, len(found)
+    return BackwardPass(calls, found.detach())
 
 
-def _inputs(call: CaughtCall, count: int, batch_axis: int) -> Tensor:
+def quantity_of_batch(
+    model: nn.Module, batch: Any, targets: Tensor | None, first: int, quantity: Quantity, batch_axis: int
+) -> Tensor:
+    """Return the quantity of each input of a batch, (B,), in eval mode; arguments as those of `run_backward`."""
+    with evaluating(model):
+        if isinstance(batch, Mapping):
+            outputs = model(**batch)
+        else:
+            outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
+    size = _batch_size(batch if callable(quantity) else _class_logits(outputs, quantity), batch_axis)
+    part = None if targets is None else _slice(targets, first, size, batch_axis)
+    return measure_quantity(outputs, part, quantity, batch_axis=batch_axis)
+
+
+def inputs_of_queries(call: CaughtCall, count: int, batch_axis: int) -> Tensor:
     """Return which input of its batch each query of a call belongs to, (n,)."""
     own = call.layer.kind.batch_axis
     axis, leading = batch_axis if own is None else own, call.leading
@@ -224,3 +257,32 @@ def _slice(targets: Tensor, first: int, size: int, axis: int) -> Tensor:
     if targets.dim() <= axis or targets.shape[axis] < first + size:
         raise QueryError(f"Targets are {tuple(targets.shape)}; expected one for each input, of which there are more.")
     return targets.narrow(axis, first, size)
+
+
+class Contrast:
+    """The difference of two logits: how much more the model says one class than another."""
+
+    def __init__(self, said: int, instead_of: int) -> None:
+        self._said = said
+        self._instead_of = instead_of
+        self.__name__ = f"logit of {said} rather than {instead_of}"
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the difference for each input, (B,); at the last position, where there are several."""
+        logits = logits_of(outputs, instead="Give a function of the model's outputs as the quantity")
+        if max(self._said, self._instead_of) >= logits.shape[-1] or min(self._said, self._instead_of) < 0:
+            raise QueryError(
+                f"contrast({self._said}, {self._instead_of}) names a class that the model does not have: there are "
+                f"{logits.shape[-1]} logits, from 0 on."
+            )
+        last = logits[:, -1] if logits.dim() == 3 else logits
+        return last[:, self._said] - last[:, self._instead_of]
+
+
+def contrast(said: int, instead_of: int) -> Contrast:
+    """Return the quantity "this class rather than that one", for `memory.attend(..., quantity=...)`.
+
+    >>> contrast(1, 0)(torch.tensor([[0.5, 2.0]]), None)
+    tensor([1.5000])
+    """
+    return Contrast(said, instead_of)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from dualform.engine.jobs import Fold
-from dualform.engine.parameter_steps import Following, ParameterSteps
+from dualform.engine.parameter_steps import Following, Onlooker, ParameterSteps
 from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import StepReader
 from dualform.progress import bar
 
 
-def run_folds(source: PatternSource, folds: Sequence[Fold[Any]]) -> list[dict[str, Any]]:
-    """Return the result of each fold: parameter -> what its follower found."""
+def run_folds(source: PatternSource, folds: Sequence[Fold[Any]]) -> list[Any]:
+    """Return the result of each fold: parameter -> what its follower found; or what its onlooker found."""
     running = RunningFolds(source, folds)
     with bar("replaying", total=running.steps) as advance:
         for step in range(running.steps):
@@ -34,6 +34,7 @@ class RunningFolds:
     def __init__(self, source: PatternSource, folds: Sequence[Fold[Any]]) -> None:
         self._parameters: dict[tuple[str, int], ParameterSteps] = {}  # by parameter and horizon
         self._followings: list[dict[str, Following[Any]]] = []
+        self._onlookers: list[tuple[int, Onlooker] | None] = []  # each fold's, with its horizon
         for fold in folds:
             horizon = min(fold.horizon, source.steps)
             for name in fold.parameters:
@@ -43,6 +44,7 @@ class RunningFolds:
                 name: self._parameters[name, horizon].follow(fold.follower, fold.groups) for name in fold.parameters
             }
             self._followings.append(mine)
+            self._onlookers.append(None if fold.onlooker is None else (horizon, fold.onlooker(mine)))
         self._reader = StepReader(source, {name for name, _ in self._parameters})
         self.steps = max((horizon for _, horizon in self._parameters), default=0)
 
@@ -52,7 +54,13 @@ class RunningFolds:
         for (_, horizon), parameter in self._parameters.items():
             if step < horizon:
                 parameter.take(step, calls)
+        for horizon, onlooker in filter(None, self._onlookers):
+            if step < horizon:
+                onlooker.after_step(step)
 
-    def results(self) -> list[dict[str, Any]]:
-        """Return the result of each fold: parameter -> what its follower found."""
-        return [{name: following.result() for name, following in mine.items()} for mine in self._followings]
+    def results(self) -> list[Any]:
+        """Return the result of each fold: parameter -> what its follower found; or what its onlooker found."""
+        return [
+            {name: following.result() for name, following in mine.items()} if looking is None else looking[1].result()
+            for mine, looking in zip(self._followings, self._onlookers, strict=True)
+        ]

@@ -4,7 +4,7 @@ A `Pass` may see its patterns in any order and in any cut, because its reducer c
 steps in their order, and a `Sweep` in reverse. Jobs that are given to an executor together share their reading.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.engine.measures import Measure
-from dualform.engine.parameter_steps import Follower, GroupsByPart
+from dualform.engine.parameter_steps import Follower, Following, GroupsByPart, Onlooker
 from dualform.engine.reading import PatternRange, count_kept
 from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
@@ -146,19 +146,22 @@ class Fold(Generic[R]):
     """One question over the steps in their order: the optimizers' steps are taken again, and something follows them.
 
     For parameters whose optimizer has no coefficients this finds weights, shares, and the optimizer's state at a
-    horizon; it works for every optimizer. The result is a dictionary: parameter -> what the follower found (R).
+    horizon; it works for every optimizer. The result is a dictionary: parameter -> what the follower found (R); or what
+    an onlooker found, which sees all parameters together after each step.
 
     Attributes:
         parameters: the names of the parameters whose steps are taken again.
         horizon: how many steps.
         follower: what to find out along the steps of each parameter.
         groups: each pattern's group, for followers that tell groups apart; None if all are in group 0.
+        onlooker: makes what looks at all parameters together, given their followings.
     """
 
     parameters: tuple[str, ...]
     horizon: int
     follower: Follower[R]
     groups: GroupsByPart | None = None
+    onlooker: Callable[[Mapping[str, Following[R]]], Onlooker] | None = None
 
 
 Job = Pass[Any] | Fold[Any]

@@ -82,6 +82,18 @@ class Follower(Protocol[R]):
         """Return the following of one parameter, whose replay has not taken a step yet."""
 
 
+class Onlooker(ABC):
+    """What is found out along the steps of several parameters that are looked at together."""
+
+    @abstractmethod
+    def after_step(self, step: int) -> None:
+        """Look at the parameters after a step that all of them have taken."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """Return what was found."""
+
+
 class ParameterSteps:
     """One parameter on its way through the steps, and what follows it."""
 

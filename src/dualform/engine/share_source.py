@@ -64,6 +64,10 @@ class ShareSource(ABC):
     def labels(self, by: tuple[str, ...]) -> tuple[Any, ...]:
         """Return the groups of a grouping."""
 
+    def rest_place(self, by: tuple[str, ...]) -> int | None:
+        """Return the place of the group of all patterns whose own groups are not kept; None where all are."""
+        return None
+
     @abstractmethod
     def shares(
         self, parameter: str, by: tuple[str, ...], *, layer: str | None = None, horizon: int | None = None
@@ -73,6 +77,10 @@ class ShareSource(ABC):
     @abstractmethod
     def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> KeySums:
         """Return a layer's key sums by group."""
+
+    def expected_noise(self, parameter: str, *, horizon: int | None = None) -> float:
+        """Return the size that the optimizer's own coarse rounding is expected to have in a parameter; 0 if unknown."""
+        return 0.0
 
     def stored_bytes(self, layer: str) -> int:
         """Return how many bytes the sums of a layer take where they are stored; 0 where they are not."""

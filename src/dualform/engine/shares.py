@@ -120,8 +120,7 @@ class _FollowingShares(Following[FoldedShares]):
 
     def __init__(self, replay: OptimizerReplay, groups: int, by: GroupsByPart | None) -> None:
         self._replay = replay
-        self._by = by
-        self._part_codes: tuple[int, dict[str, npt.NDArray[np.int64] | None]] = (-1, {})  # of one part, by layer
+        self._groups_of = GroupsOfCalls(by)
         self._shape = replay.parameter.shape
         self._start = replay.share()
         self._shares = [Share(self._zeros()) for _ in range(groups)]
@@ -158,10 +157,9 @@ class _FollowingShares(Following[FoldedShares]):
 
     def _by_group(self, call: StoredCall, use: ParameterUse, whole: Tensor) -> list[tuple[int, Tensor]]:
         """Return the groups that a call's patterns are in, each with its part of the call's gradient."""
-        codes = self._codes_of(call)
-        if codes is None:
+        mine = self._groups_of.of(call)
+        if mine is None:
             return [(0, whole)]
-        mine = torch.from_numpy(np.ascontiguousarray(codes[call.rows]))
         present = [code for code in mine.unique().tolist() if code >= 0]
         if len(present) == 1 and bool((mine >= 0).all()):
             return [(present[0], whole)]
@@ -174,17 +172,6 @@ class _FollowingShares(Following[FoldedShares]):
                 part = call.exact(use, whole.shape, rows)
             members.append((code, part))
         return members
-
-    def _codes_of(self, call: StoredCall) -> npt.NDArray[np.int64] | None:
-        """Return the group of each pattern of a call's part and layer, found once while calls stay in the part."""
-        if self._by is None:
-            return None
-        if self._part_codes[0] != call.part.index:
-            self._part_codes = (call.part.index, {})
-        known = self._part_codes[1]
-        if call.layer not in known:
-            known[call.layer] = self._by.codes(call.part, call.layer)
-        return known[call.layer]
 
     def after_step(self, taken: RetakenStep) -> None:
         """Let every share follow the step."""
@@ -226,3 +213,23 @@ class _FollowingShares(Following[FoldedShares]):
             # The first moment averages over steps, so its norm is at most the gradients' largest: hence the factor 4.
             noise=4 * self._noise,
         )
+
+
+class GroupsOfCalls:
+    """The groups of calls' patterns; those of a part and layer are found once while calls stay in the part."""
+
+    def __init__(self, by: GroupsByPart | None) -> None:
+        self._by = by
+        self._known: tuple[int, dict[str, npt.NDArray[np.int64] | None]] = (-1, {})  # of one part, by layer
+
+    def of(self, call: StoredCall) -> Tensor | None:
+        """Return the group of each pattern of a call, (n,), -1 for none; None if all are in group 0."""
+        if self._by is None:
+            return None
+        if self._known[0] != call.part.index:
+            self._known = (call.part.index, {})
+        known = self._known[1]
+        if call.layer not in known:
+            known[call.layer] = self._by.codes(call.part, call.layer)
+        codes = known[call.layer]
+        return None if codes is None else torch.from_numpy(np.ascontiguousarray(codes[call.rows]))

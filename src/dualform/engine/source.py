@@ -83,6 +83,9 @@ class RunFiles(Protocol):
     def known_state(self) -> KnownState | None:
         """Return what is known of the model's uncovered state at the end; None where the run says nothing of it."""
 
+    def known_states(self) -> Sequence[tuple[int, Mapping[str, Tensor]]]:
+        """Return the changing uncovered state wherever it is kept, with the number of steps after which it was so."""
+
     def restore(self, model: nn.Module) -> dict[str, str]:
         """Put the uncovered state into a model; return the parts that are not known, with reasons."""
 
@@ -251,14 +254,7 @@ class PatternSource(ABC):
     def layers(self) -> dict[str, LayerEntry]:
         """The layers of the run, without optional ones that were never used."""
         every = self.description.layers
-        return {name: entry for name, entry in every.items() if not entry.optional or self._was_used(name, entry)}
-
-    def _was_used(self, name: str, entry: LayerEntry) -> bool:
-        """Say whether a layer took part in the training."""
-        if entry.store != "shares":
-            return self.count(name) > 0
-        kept = self.require_shares()
-        return bool(kept.key_sums(name, kept.groupings[0]).counts.any())
+        return {name: entry for name, entry in every.items() if not entry.optional or self.seen(name)}
 
     def layer(self, name: str) -> LayerEntry:
         """Return a layer's entry, or raise with the names of all layers."""
@@ -309,6 +305,26 @@ class PatternSource(ABC):
     def count(self, layer: str) -> int:
         """Return how many patterns of a layer are kept."""
         return sum(part.count(layer) for part in self.parts())
+
+    def seen(self, layer: str) -> int:
+        """Return how many patterns of a layer are kept, or how many its shares sum."""
+        if self.description.layers[layer].store != "shares":
+            return self.count(layer)
+        kept = self.require_shares()
+        if not kept.horizons:
+            return 0
+        return int(kept.key_sums(layer, kept.groupings[0], horizon=kept.horizons[-1]).counts.sum())
+
+    @property
+    def last_step(self) -> int:
+        """The last step that questions can be asked about: where shares are kept, the last that they are kept after.
+
+        A program that was killed may have published more steps than shares.
+        """
+        kept = self.kept_shares
+        if kept is None or not kept.horizons or not self.shared_parameters():
+            return self.steps
+        return kept.horizons[-1]
 
     def key_range(self, layer: str) -> tuple[float, float]:
         """Return the least and the greatest element of all of a layer's keys; (0, 0) without patterns."""

@@ -58,6 +58,13 @@ MAX_ROUNDING = 5e-2
 """How far start and shares alone may be from a parameter whose optimizer rounds coarsely, relative to the change."""
 
 
+FINE_PART_OF_COARSE = 2**-10
+"""How large float32's rounding of gradients may come out of an optimizer that rounds in bfloat16, as a part of that.
+
+Both go through the same maps, which may enlarge them. The unit of float32 is 2⁻¹⁶ of bfloat16's; the rest is room for
+sums over many rows.
+"""
+
 MAX_DOUBTS = 4
 """How many standard deviations an element may be off because training rounded its gradients in another way."""
 
@@ -530,13 +537,14 @@ def compare_shares(run: PatternSource, live: Mapping[str, Tensor], *, horizon: i
         unexplained, rounding = found.unexplained.cpu().double(), found.rounding.cpu().double()
         whole = found.start.cpu().double() + found.shares.cpu().double().sum(dim=0) + unexplained + rounding
         noise = 0.0 if run.is_replayed(name) else coefficient_noise(run, name, horizon)
-        coarse = rounds_coarsely(run, name)
+        chance = 4 * kept.expected_noise(name, horizon=horizon) if rounds_coarsely(run, name) else 0.0
+        coarse = MAX_ROUNDING * change + chance if rounds_coarsely(run, name) else 0.0
         rest = RestCheck(
             unexplained=float(unexplained.norm()),
             rounding=float(rounding.norm()),
             size=float((unexplained + rounding).norm()),
-            unexplained_bound=bound + 4 * noise,
-            rounding_bound=MAX_ROUNDING * change + bound if coarse else bound,
+            unexplained_bound=bound + 4 * noise + FINE_PART_OF_COARSE * chance,
+            rounding_bound=bound + coarse,
         )
         checks[name] = ParameterCheck(name, float((whole - now).norm()), change, bound, noise=noise, rest=rest)
     return checks
@@ -553,16 +561,8 @@ def by_layer(run: PatternSource, checks: Mapping[str, ParameterCheck]) -> dict[s
     layers = {}
     for name, entry in run.layers.items():
         mine = tuple(checks[p] for p in entry.parameters.values() if p in checks)
-        layers[name] = LayerCheck(name, seen_patterns(run, name), stored_bytes(run, name), mine)
+        layers[name] = LayerCheck(name, run.seen(name), stored_bytes(run, name), mine)
     return layers
-
-
-def seen_patterns(run: PatternSource, layer: str) -> int:
-    """Return how many patterns of a layer are kept, or how many its shares sum."""
-    if run.layer(layer).store != "shares":
-        return run.count(layer)
-    kept = run.require_shares()
-    return int(kept.key_sums(layer, kept.groupings[0]).counts.sum())
 
 
 def stored_bytes(run: PatternSource, layer: str) -> int:

@@ -85,9 +85,18 @@ def store_findings(folder: Path, findings: Row) -> Row:
 
 
 def exactness(verification: Verification) -> list[Row]:
-    """Return the patterns, bytes and rebuild error of each layer; the error is None for keys only."""
+    """Return the patterns, bytes and rebuild error of each layer; the error is None for keys only.
+
+    Of a layer that keeps shares also what no pattern explains, and rounding, relative to the change.
+    """
     return [
-        {"layer": c.layer, "patterns": c.patterns, "bytes": c.bytes, "relative_error": c.error}
+        {
+            "layer": c.layer,
+            "patterns": c.patterns,
+            "bytes": c.bytes,
+            "relative_error": c.error,
+            **({} if c.unexplained is None else {"unexplained": c.unexplained, "rounding": c.rounding}),
+        }
         for c in verification.layers
     ]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dualform.experiments.findings import Row
 from dualform.experiments.page import Section, made_by
-from dualform.experiments.study_summary import summarise_images
+from dualform.experiments.study_summary import summarise_images, summarise_shares
 
 INTRODUCTION = {
     "single": (
@@ -43,6 +43,29 @@ def image_section(name: str, findings: Sequence[Row], figures: Path, *, command:
         grids=summarise_images(findings),
         figures={figure: figures / figure for figure in shown},
         captions={figure: _caption(figure) for figure in shown},
+    )
+
+
+def shares_section(findings: Sequence[Row], *, command: str) -> Section:
+    """Return the section of the continual study from shares.
+
+    Args:
+        findings: of its seeds.
+        command: the command line that made the findings.
+    """
+    phases = ", then ".join(
+        f"{phase['steps']:,} updates on {' and '.join(phase['tasks'])}" for phase in findings[0]["study"]["phases"]
+    )
+    return Section(
+        name="continual-shares",
+        title="Two tasks in sequence, from shares alone: `dualform reproduce continual --keep shares`",
+        text=(
+            f"{phases}, as above. No pattern is kept: while the network trains, each task's share of every weight is "
+            "summed, by the halves of a random coin too, for the control. What the network forgot comes back when the "
+            "second task's share is taken out.",
+            f"{made_by(command, len(findings))} {_recipe(findings[0])}",
+        ),
+        grids=summarise_shares(findings),
     )
 
 

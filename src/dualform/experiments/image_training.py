@@ -14,7 +14,11 @@ import dualform
 from dualform.experiments.datasets import ImageSet, moments, standardised
 from dualform.experiments.models import mlp
 from dualform.progress import bar
+from dualform.recording.keep import Keep, Shares
 from dualform.show.predictions import predict_units
+
+FEW_TESTS = 100
+"""Test examples of each task that a run keeps which is to stay small."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,11 +75,12 @@ def train_classifier(
     seed: int,
     dtype: Literal["float16"] | None = None,
     device: str = "cpu",
+    keep: Keep | None = None,
 ) -> nn.Module:
     """Train a network from scratch, recording every layer to `folder`.
 
     Patterns are annotated with `sample`, `label`, `task`, and `coin`, a fair coin that puts a random half of each
-    batch apart as a control.
+    batch apart as a control. A run that keeps shares keeps no images of single samples, and few tests.
     """
     torch.manual_seed(seed)
     widths = [tasks[0].train.shape[1], *recipe.hidden, len(tasks[0].images.class_names)]
@@ -88,13 +93,14 @@ def train_classifier(
         optimizer,
         folder,
         dtype=dtype,
+        keep=keep,
         strict=True,
         steps=steps,
         factory="dualform.experiments.models:mlp",
         factory_arguments={"widths": widths},
     )
     with recorder, bar("training", total=steps) as advance:
-        _show(recorder, tasks)
+        _show(recorder, tasks, few=isinstance(keep, Shares))
         for phase in phases:
             chosen = [task for task in tasks if task.name in phase.tasks]
             inputs = torch.cat([task.train for task in chosen])
@@ -115,25 +121,31 @@ def train_classifier(
     return model
 
 
-def _show(recorder: dualform.Recorder, tasks: Sequence[Task]) -> None:
+def _show(recorder: dualform.Recorder, tasks: Sequence[Task], *, few: bool) -> None:
     """Let the run keep what people look at: every training image once, the names of labels, and the test examples.
 
     A drawn image can be asked about where all tasks are standardised alike; with several, nobody can say by which.
+
+    Args:
+        recorder: the recording.
+        tasks: the tasks that it is trained on.
+        few: keep no training images, which nobody can be shown without patterns, and the first tests of each task.
     """
+    tested = slice(FEW_TESTS if few else None)
     samples = [task.first_sample + torch.arange(len(task.train)) for task in tasks]
     classes = zip(*(task.images.class_names for task in tasks), strict=True)
     white = 255 // max(int(task.images.train_images.max()) for task in tasks)  # digits have 16 shades
     mean, deviation = moments(tasks[0].images.train_images)
+    images = np.concatenate([task.images.train_images for task in tasks])
     recorder.media(
-        images=white * np.concatenate([task.images.train_images for task in tasks]),
-        samples=torch.cat(samples),
+        **({} if few else {"images": white * images, "samples": torch.cat(samples)}),
         labels=[" / ".join(dict.fromkeys(names)) for names in classes],
         **({"mean": white * mean, "deviation": white * deviation} if len(tasks) == 1 else {}),
     )
     recorder.tests(
-        torch.cat([task.test for task in tasks]),
-        torch.cat([task.test_labels for task in tasks]),
-        images=white * np.concatenate([task.images.test_images for task in tasks]),
+        torch.cat([task.test[tested] for task in tasks]),
+        torch.cat([task.test_labels[tested] for task in tasks]),
+        images=white * np.concatenate([task.images.test_images[tested] for task in tasks]),
     )
 
 

@@ -13,10 +13,67 @@ from dualform.experiments.findings import Clock, Row, finish_study, make_room, v
 from dualform.experiments.image_examples import attend_examples, choose_examples, draw_figures
 from dualform.experiments.image_studies import ImageStudy, load_sets
 from dualform.experiments.image_training import Task, accuracy, make_tasks, train_classifier
+from dualform.recording.keep import Shares
 from dualform.show.predictions import predict_units
 from dualform.show.terminal_tables import plain
 
 CLOSE = 1000  # test examples per task for which attention is compared between tasks
+
+
+def reproduce_from_shares(study: ImageStudy, folder: Path, *, seed: int, device: str = "cpu") -> Row:
+    """Run the continual study with one seed, keeping shares by task in place of patterns, and return its findings.
+
+    Args:
+        study: the continual study.
+        folder: gets `run/` and the findings; findings that are there already are returned as they are.
+        seed: of the network and the order of its training.
+        device: where to train and attend.
+    """
+    found = make_room(folder, study, seed=seed, keep=True)
+    if found is not None:
+        return found
+    clock = Clock({})
+    tasks = clock("data", lambda: make_tasks(load_sets(study.tasks)))
+    run = folder / "run"
+    shares = Shares(by=["task", "coin"], at=[study.phases[0].steps], resumable=False)
+    model = clock(
+        "training",
+        lambda: train_classifier(tasks, study.phases, study.recipe, run, seed=seed, device=device, keep=shares),
+    )
+    memory = dualform.open(run)
+    findings: Row = {
+        **verified_findings(memory, model, study, clock, seed=seed),
+        "accuracy": {task.name: accuracy(model, task) for task in tasks},
+        "masks": clock("masks", lambda: _masks_findings(memory, model, tasks, study)),
+        "given_back": clock("given back", lambda: _given_back_findings(memory, model, tasks, study)),
+        "bytes": memory.info().bytes,
+        "patterns_bytes": _patterns_bytes(model, tasks[0], study),
+        "groupings": memory.kept_groupings,
+    }
+    return finish_study(folder, findings, clock, device=device, keep=True)
+
+
+def _patterns_bytes(model: nn.Module, task: Task, study: ImageStudy) -> int:
+    """Return how many bytes the patterns of a study would take."""
+    device = next(model.parameters()).device
+    return dualform.estimate(model, task.train[: study.recipe.batch].to(device), steps=study.steps).total
+
+
+def _given_back_findings(memory: Memory, model: nn.Module, tasks: Sequence[Task], study: ImageStudy) -> Row:
+    """Count tests of the first task that were right before the second: how many still are, and are under the mask."""
+    first, second = tasks
+    views = {
+        "before": memory.at(step=study.phases[0].steps).apply(model),
+        "after": model,
+        "masked": memory.without(task=second.name).apply(model),
+    }
+    right = {name: predict_units(view, first.test) == first.test_labels for name, view in views.items()}
+    lost = right["before"] & ~right["after"]
+    return {
+        "right before": int(right["before"].sum()),
+        "forgotten": int(lost.sum()),
+        "forgotten, right under the mask": int((lost & right["masked"]).sum()),
+    }
 
 
 def reproduce_images(study: ImageStudy, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:

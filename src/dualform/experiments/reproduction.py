@@ -10,17 +10,18 @@ from dualform.errors import QueryError
 from dualform.experiments import image_studies as image_studies
 from dualform.experiments import images
 from dualform.experiments.findings import Row
-from dualform.experiments.image_page import image_section
+from dualform.experiments.image_page import image_section, shares_section
 from dualform.experiments.language import plans
 from dualform.experiments.language import study as language
 from dualform.experiments.language.language_summary import language_section
 from dualform.experiments.language.language_summary import summarise_language as summarise_language
 from dualform.experiments.page import Section, write_page
-from dualform.experiments.study_summary import Grid, summarise_images
+from dualform.experiments.study_summary import Grid, summarise_images, summarise_shares
 from dualform.show.terminal_tables import console, print_grid, print_json
 from dualform.tokens import SPLIT_UNITS
 
 SEEDS_KEPT = ("first", "all", "none")
+SHARES = "shares"  # keep these, in place of patterns
 PAGE = Path("docs/results.md")
 
 
@@ -33,7 +34,7 @@ class ReproductionOptions:
         data: the data set; nothing for the paper's.
         seeds: how many runs.
         folder: where to put them.
-        keep: of which seeds to keep the recorded patterns.
+        keep: of which seeds to keep the recorded patterns; or shares in their place.
         page: the page to write sections to; nothing for none, or with all for the published one.
         device: where to train and attend.
         file: for text, the user's own.
@@ -64,6 +65,7 @@ class ReproductionOptions:
         given = {
             "data": self.data, "file": self.file, "tokens": self.tokens, "model": self.model, "updates": self.updates,
             "units": self.units, "seeds": self.seeds, "device": self.device,
+            "keep": self.keep if self.keep == SHARES else plain.keep,
         }  # fmt: skip
         parts = [f"--{name} {value}" for name, value in given.items() if value != getattr(plain, name)]
         return " ".join(["dualform reproduce", study, *parts, *(["--paper"] if self.paper else [])])
@@ -88,8 +90,10 @@ class StudyJob:
 
 def reproduce_studies(options: ReproductionOptions, *, json: bool) -> None:
     """Run one study or all of them, print their tables, and write their sections of the results page."""
-    if options.keep not in SEEDS_KEPT:
-        raise QueryError(f"--keep is {options.keep!r}; expected one of {', '.join(SEEDS_KEPT)}.")
+    if options.keep not in (*SEEDS_KEPT, SHARES):
+        raise QueryError(f"--keep is {options.keep!r}; expected one of {', '.join([*SEEDS_KEPT, SHARES])}.")
+    if options.keep == SHARES and options.which != "continual":
+        raise QueryError(f"--keep {SHARES} goes with the study continual; {options.which!r} looks at single patterns.")
     found: dict[str, list[Row]] = {}
     sections = []
     for job in _jobs(options):
@@ -145,6 +149,13 @@ def _jobs(options: ReproductionOptions) -> list[StudyJob]:
 def _image_job(name: image_studies.ImageStudyName, options: ReproductionOptions) -> StudyJob:
     data = options.data or "mnist"
     plan = image_studies.image_study(name, data)
+    if options.keep == SHARES:
+        return StudyJob(
+            name=f"{name}-{data}-{SHARES}",
+            run=lambda folder, seed, keep: images.reproduce_from_shares(plan, folder, seed=seed, device=options.device),
+            summarise=summarise_shares,
+            section=lambda findings: shares_section(findings, command=options.command(name)),
+        )
     return StudyJob(
         name=f"{name}-{data}",
         run=lambda folder, seed, keep: images.reproduce_images(

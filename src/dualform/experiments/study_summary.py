@@ -37,6 +37,55 @@ def summarise_images(findings: Sequence[Row]) -> list[Grid]:
     return [*grids, _exactness_lines(findings), costs(findings)]
 
 
+def summarise_shares(findings: Sequence[Row]) -> list[Grid]:
+    """Return the tables of the continual study from shares, from the findings of its seeds."""
+    return [
+        _accuracies(findings),
+        _masks_lines(findings),
+        _given_back_lines(findings),
+        _sizes_lines(findings),
+        _shares_exactness_lines(findings),
+        costs(findings),
+    ]
+
+
+def _given_back_lines(findings: Sequence[Row]) -> Grid:
+    first, second = findings[0]["study"]["tasks"]
+    rows = tuple(
+        (name, mean_and_deviation([f["given_back"][name] for f in findings], scale=1.0, digits=0))
+        for name in findings[0]["given_back"]
+    )
+    return Grid(f"{first} tests before {second}, after it, and without it", ("tests", "how many"), rows)
+
+
+def _sizes_lines(findings: Sequence[Row]) -> Grid:
+    found = findings[0]
+    rows = (
+        ("the run folder, with shares", size_text(max(f["bytes"] for f in findings))),
+        ("patterns of the same run", size_text(found["patterns_bytes"])),
+    )
+    by = "; ".join(", ".join(columns) for columns in found["groupings"])
+    return Grid("Size of the memory", ("kept", "bytes"), rows, f"Shares are kept by {by}.")
+
+
+def _shares_exactness_lines(findings: Sequence[Row]) -> Grid:
+    rows = []
+    for i, entry in enumerate(findings[0]["layers"]):
+        names = ("unexplained", "rounding")
+        worst = (f"{max(f['layers'][i][name] for f in findings):.1e}" for name in names)
+        rows.append((entry["layer"], f"{entry['patterns']:,}", *worst))
+    columns = ("layer", "patterns", "unexplained", "rounding")
+    title = "Is it exact? What the groups' shares leave of the weights, relative to their change, the worst seed"
+    note = (
+        "Rounding is the difference of the final weights and all other parts, so that all of them sum to the weights."
+    )
+    return Grid(title, columns, tuple(rows), f"{note} {_verdict(findings)}")
+
+
+def _verdict(findings: Sequence[Row]) -> str:
+    return "Every run passed `verify`." if all(f["verified"] for f in findings) else "A RUN DID NOT PASS `verify`."
+
+
 def mean_and_deviation(values: Sequence[float], *, scale: float = 100.0, digits: int = 1) -> str:
     """Return mean ± deviation of shares in percent.
 
@@ -133,9 +182,8 @@ def _exactness_lines(findings: Sequence[Row]) -> Grid:
         errors = [f["layers"][i]["relative_error"] for f in findings]
         size = size_text(entry["bytes"])
         rows.append((entry["layer"], f"{entry['patterns']:,}", size, f"{mean(errors):.1e}", f"{max(errors):.1e}"))
-    verdict = "Every run passed `verify`." if all(f["verified"] for f in findings) else "A RUN DID NOT PASS `verify`."
     columns = ("layer", "patterns", "stored", "rebuild error, mean", "worst")
-    return Grid("Is it exact? Weights rebuilt from the patterns", columns, tuple(rows), verdict)
+    return Grid("Is it exact? Weights rebuilt from the patterns", columns, tuple(rows), _verdict(findings))
 
 
 def costs(findings: Sequence[Row]) -> Grid:

@@ -4,7 +4,7 @@ Rows of one group lie together (`RowGroups` sorts them once for a call), so that
 slice. Products are computed in the dtype of the rows and summed in at least float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -31,7 +31,7 @@ class RowGroups:
     present: tuple[int, ...]
     sizes: tuple[int, ...]
     order: Tensor | None = None
-    _there: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    _there: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_codes(cls, codes: Tensor) -> "RowGroups":
@@ -53,22 +53,38 @@ class RowGroups:
         """Return rows, (T, d), sorted by group; the rows themselves where they lie so already."""
         if self.order is None:
             return rows
-        if rows.device not in self._there:
-            self._there[rows.device] = self.order.to(rows.device, non_blocking=True)
-        return rows.index_select(0, self._there[rows.device])
+        order = self.order
+        return rows.index_select(0, self._kept("order", rows.device, torch.int64, lambda: order))
 
-    def members(self, like: Tensor) -> Tensor:
-        """Return the matrix (n, T) that sums sorted rows by group, in the dtype and on the device of `like`."""
-        places = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes)).to(like.device)
-        of = torch.arange(len(self.sizes), device=like.device)
-        return (of[:, None] == places[None, :]).to(like.dtype)
+    def members(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the matrix (n, T) that sums sorted rows by group."""
+        return self._kept("members", device, dtype, lambda: torch.arange(len(self.sizes))[:, None] == self._of_rows)
+
+    def of_rows(self, device: torch.device) -> Tensor:
+        """Return for each sorted row the place of its group among those that are present, (T,)."""
+        return self._kept("of rows", device, torch.int64, lambda: self._of_rows)
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return the groups that are present, (n,)."""
+        return self._kept("places", device, torch.int64, lambda: torch.tensor(self.present))
+
+    @cached_property
+    def _of_rows(self) -> Tensor:
+        return torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+
+    def _kept(self, what: str, device: torch.device, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor on a device, made once: all layers of a step have the same groups."""
+        at = (what, device, dtype)
+        if at not in self._there:
+            self._there[at] = make().to(device=device, dtype=dtype, non_blocking=True)
+        return self._there[at]
 
 
 def sum_by_group(rows: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
     """Return the sum of each group's sorted rows, (n, d), in a dtype."""
     if len(groups.present) == 1:
         return rows.sum(dim=0, keepdim=True, dtype=dtype)
-    return _product(groups.members(rows), rows, dtype)
+    return _product(groups.members(rows.device, rows.dtype), rows, dtype)
 
 
 def gradients_by_group(
@@ -96,11 +112,13 @@ def gradients_by_group(
     if kind is BiasMap:
         return [found.reshape(*shape) for found in sum_by_group(values, groups, dtype).unbind()]
     if kind is ScaleMap:
-        return [found.reshape(*shape) for found in sum_by_group(values * keys, groups, dtype).unbind()]
+        return [
+            found.reshape(*shape) for found in sum_by_group(values.to(dtype) * keys.to(dtype), groups, dtype).unbind()
+        ]
     if kind is RowsMap and count > 1:
         width = shape[-1]
         rows = torch.Size(shape).numel() // width
-        of = torch.arange(count).repeat_interleave(torch.tensor(groups.sizes)).to(keys.device)
+        of = groups.of_rows(keys.device)
         total = torch.zeros(count * rows, width, dtype=dtype, device=values.device)
         total.index_add_(0, of * rows + keys.reshape(-1), values.to(dtype))
         return list(total.view(count, *shape).unbind())

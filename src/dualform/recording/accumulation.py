@@ -72,9 +72,9 @@ class Accumulations:
             arrivals: the calls of all layers that use the parameter and that this backward came to.
         """
         micro, backward = self._backward(task)
-        known = {id(accumulated.arrival) for accumulated in backward.calls}
+        number = backward.number
         for arrival in arrivals:
-            if id(arrival) not in known:
+            if arrival.backward != number:
                 self._hand_over(backward, arrival)
         whole = self._schedule.next_is_full or any(arrival.call.coarse is not None for arrival in arrivals)
         after = self._check.sample(name, parameter, projected=True if whole else None)
@@ -100,3 +100,4 @@ class Accumulations:
         values = None if layer.keys_only else arrival.values
         self._sink.call(CallRecord(number, backward.number, layer.name, arrival.keys, values, arrival.call.raw))
         backward.calls.append(AccumulatedCall(number, arrival))
+        arrival.backward = backward.number

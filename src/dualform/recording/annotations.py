@@ -4,7 +4,7 @@ A binding is one call of `annotate`: columns of one batch, of shape (B,), (B, L)
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from dualform.errors import AnnotationError
 from dualform.recording.rowcheck import RowCheck
 
+MAX_INTEGER = int(np.iinfo(np.int64).max)
 ROWS = "rows"  # the argument of `annotate` that is no column: the batch's row of each of a layer's patterns
 
 RESERVED = ("pattern", "layer", "step", "micro", "call", "row", "position")
@@ -49,6 +50,7 @@ class Binding:
         arrived: those of them that a backward came to.
         begun_by: the name of the module whose forward took it first, "" for the whole model.
         parts: bindings of some of the columns, for layers that cannot take all, once they were asked for.
+        constant: whether every column is a constant, which fits all patterns.
     """
 
     columns: Mapping[str, npt.NDArray[Any]]
@@ -61,6 +63,7 @@ class Binding:
     arrived: set[int] = field(default_factory=set, repr=False)
     begun_by: str | None = None
     parts: dict[tuple[str, ...], "Binding"] = field(default_factory=dict, repr=False)
+    constant: bool = False
 
     @property
     def size(self) -> int:
@@ -73,6 +76,8 @@ class Binding:
         A constant fits always; (B,) where the rows agree, spread over any positions; (B, L) where both agree. A layer
         that saw the batch flattened to B · L rows takes them all.
         """
+        if self.constant:
+            return self
         return self._part(tuple(name for name in self.columns if self._fits(name, rows, positions)))
 
     def constants(self) -> "Binding | None":
@@ -185,10 +190,9 @@ class Annotator:
             self._binding.forwards.setdefault(self.forward, self._inputs)
         return self._binding
 
-    def spend(self, binding: Binding | None) -> None:
-        """Note that the backward of a binding's forward has been."""
-        if binding is not None:
-            self._spent.add(id(binding))
+    def spend(self, bindings: Iterable[Binding | None]) -> None:
+        """Note that the backward of some bindings' forwards has been."""
+        self._spent.update(id(binding) for binding in bindings if binding is not None)
 
 
 def bind(columns: Mapping[str, Any]) -> Binding:
@@ -200,6 +204,8 @@ def bind(columns: Mapping[str, Any]) -> Binding:
     if not columns:
         raise AnnotationError("annotate() needs at least one column, for example annotate(label=labels).")
     arrays = {name: _as_column(name, value) for name, value in columns.items()}
+    if not any(array.ndim for array in arrays.values()):
+        return Binding(arrays, 0, 0, constant=True)
     rows = positions = 0
     of_rows = of_positions = ""
     for name, array in arrays.items():
@@ -238,6 +244,10 @@ def _given_rows(rows: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
 def _as_column(name: str, value: Any) -> npt.NDArray[Any]:
     if name in RESERVED:
         raise AnnotationError(f"{name!r} is a column that every pattern has already. Choose another name.")
+    if type(value) is int and -MAX_INTEGER <= value <= MAX_INTEGER:
+        return np.array(value, np.int64)
+    if type(value) is float:
+        return np.array(value)
     array = _as_array(name, value)
     if array.ndim > 2:
         raise AnnotationError(
@@ -247,7 +257,7 @@ def _as_column(name: str, value: Any) -> npt.NDArray[Any]:
         case "b" | "U":
             return array.copy()
         case "i" | "u":
-            if array.size and array.max() > np.iinfo(np.int64).max:
+            if array.dtype.kind == "u" and array.size and array.max() > MAX_INTEGER:
                 raise AnnotationError(f"Column {name!r} holds {array.max()}, which no 64-bit integer holds.")
             return array.astype(np.int64)
         case "f":

@@ -7,8 +7,10 @@ gone, on whichever thread that happens. So a sink may keep what it was given for
 No lock is taken: the end of a tensor may come in the middle of any function here, and so may a Ctrl-C.
 """
 
+import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -20,6 +22,10 @@ MAX_FREE_BYTES = 512 << 20
 
 BLOCK_BYTES = 4 << 20
 """At most how much memory is allocated at once."""
+
+MIN_POOLED_BYTES = 1 << 16
+"""Bytes of a copy below which it gets memory of its own: the allocator has such memory at hand, and lending it from the
+pool takes longer than copying into it."""
 
 Kind = tuple[torch.Size, torch.dtype]
 
@@ -44,19 +50,29 @@ class BufferPool:
         self._allocated: dict[Kind, int] = {}  # number of buffers
 
     def copy(self, rows: Tensor) -> Tensor:
-        """Return a contiguous copy of a tensor on its own device; only memory of the CPU is pooled."""
-        if rows.device.type != "cpu" or not rows.numel():
+        """Return a contiguous copy of a tensor on its own device; only large copies in the CPU's memory are pooled."""
+        if rows.nbytes < MIN_POOLED_BYTES or rows.device.type != "cpu":
             return rows.clone(memory_format=torch.contiguous_format)
+        return self._take((rows.shape, rows.dtype)).copy_(rows)
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a contiguous tensor of a shape, not filled, on the device and in the dtype of another tensor."""
+        kind = torch.Size(shape), like.dtype
+        if like.device.type != "cpu" or kind[0].numel() * like.dtype.itemsize < MIN_POOLED_BYTES:
+            return like.new_empty(shape)
+        return self._take(kind)
+
+    def _take(self, kind: Kind) -> Tensor:
+        """Return a tensor over memory of the pool."""
         if self._returned:
             self._sort_returned()
-        kind = rows.shape, rows.dtype
         try:
             memory = self._free[kind].pop()
             self._free_bytes -= memory.nbytes
         except (KeyError, IndexError):
             memory = self._allocate(kind)
         lent = self._lend(kind, memory)
-        return (lent if lent.dtype is rows.dtype else lent.view(rows.dtype)).copy_(rows)
+        return lent if lent.dtype is kind[1] else lent.view(kind[1])
 
     def _allocate(self, kind: Kind) -> Tensor:
         """Return new memory, and keep as much again of the same kind free as was allocated of it before.
@@ -102,3 +118,46 @@ class BufferPool:
             if self._free_bytes + size <= MAX_FREE_BYTES:
                 self._free.setdefault(loan.kind, []).append(loan.memory)
                 self._free_bytes += size
+
+
+_lender = threading.local()  # pool: the pool that the calling thread's `new_rows` takes memory from; none: new memory
+
+
+class lending:  # a function with a generator would cost as much as what it is put around
+    """Let `new_rows` take memory from a pool while the block lasts, on the calling thread."""
+
+    __slots__ = ("_before", "_pool")
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        self._before = getattr(_lender, "pool", None)
+        _lender.pool = self._pool
+
+    def __exit__(self, *_: object) -> None:
+        _lender.pool = self._before
+
+
+def new_rows(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return a contiguous tensor to be filled with keys or values, or with what they are made of.
+
+    While training is recorded it is memory of the recording's pool, elsewhere new memory.
+
+    Args:
+        shape: the tensor's.
+        like: a tensor of the same device and dtype.
+    """
+    pool: BufferPool | None = getattr(_lender, "pool", None)
+    return like.new_empty(shape) if pool is None else pool.empty(shape, like)
+
+
+def as_rows(tensor: Tensor, width: int) -> Tensor:
+    """Return a tensor (..., width) as rows (T, width): a view where that can be, else a copy."""
+    if tensor.dim() == 2:
+        return tensor
+    if tensor.is_contiguous():
+        return tensor.view(-1, width)
+    rows = new_rows((tensor.shape[:-1].numel(), width), tensor)
+    rows.view(tensor.shape).copy_(tensor)
+    return rows

@@ -117,7 +117,8 @@ def _add_shares(sizes: dict[str, int], watched: "Sequence[Watched]", shares: "Sh
         each |= mine
         one = share_bytes({name: [layer.name] for name in mine}, mine, dict.fromkeys(mine, 1), groups=groups)
         earlier = sum(size * (groups + 2) for size in mine.values())  # at each of the chosen steps
-        sizes[layer.name] += one.disk + len(shares.at) * earlier
+        last = one.disk if shares.resumable else sum(size * (groups + 1) for size in mine.values())
+        sizes[layer.name] += last + len(shares.at) * earlier
     place = next((parameter.device for layer in watched for _, parameter in layer.parameters.values()), None)
     device = torch.device(shares.device) if shares.device is not None else place or torch.device("cpu")
     return share_bytes(uses, each, dict.fromkeys(each, 1), groups=groups).device, free_bytes(device)

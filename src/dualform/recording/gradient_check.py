@@ -221,11 +221,12 @@ class GradientCheck:
                 }
                 dtype = next(iter(layer.parameters.values()))[1].dtype
                 values = arrival.values.to(dtype)
+                keys = arrival.keys.to(dtype) if arrival.keys.is_floating_point() else arrival.keys
                 # Autograd rounds the whole gradient to what autocast computed in.
                 coarse = 1.0 if arrival.call.coarse is None else COARSE_ROUNDING / torch.finfo(dtype).eps
                 factor = layer.kind.rounding * coarse
                 with one_thread(bytes_read=values.nbytes + arrival.keys.nbytes, device=values.device):
-                    arrival.predictions = predict(watching, values, arrival.keys, rounding=factor)
+                    arrival.predictions = predict(watching, values, keys, rounding=factor)
         return arrival.predictions
 
 

@@ -41,10 +41,18 @@ class GroupLabels:
         """The columns as a `ShareSource` names them."""
         return tuple(str(column) for column in self.columns)
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether the last group is that of the patterns beyond the last group of their own."""
+        return len(self.labels) > self._most
+
     def load(self, labels: Sequence[Any]) -> None:
         """Go on with groups that came earlier."""
         self.labels = list(labels)
         self._places = {_mark(label): place for place, label in enumerate(self.labels)}
+        if self.has_rest:
+            del self._places[_mark(self.labels[-1])]
+            self._places["", self.labels[-1]] = len(self.labels) - 1
 
     def codes(self, step: int, call: StepCall, *, batch_last: bool) -> Codes:
         """Return the group of each pattern of a call, (T,); a value that is new becomes a new group.

@@ -24,10 +24,10 @@ from dualform.recording.layer_hooks import CallReport, Trace, disabled_in_compil
 from dualform.recording.layers.layer_kind import forward_of
 from dualform.recording.layouts import describe_layout, settle
 from dualform.recording.module_hooks import HookHandle, hook_accumulation, hook_before_forward, hook_forward
+from dualform.recording.pattern_copies import copy_patterns
 from dualform.recording.probes import Prediction
 from dualform.recording.watch import Watched, covered, plain_name
-from dualform.threads import one_thread
-from dualform.torch_modes import set_grad_enabled, without_gradients
+from dualform.torch_modes import set_grad_enabled
 
 
 @dataclass(slots=True, eq=False)
@@ -56,29 +56,42 @@ class Arrival:
     layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
     accumulated: bool = False
     predictions: dict[ParameterUse, Prediction] | None = None  # what its patterns predict for each parameter's probe
+    place: int = 0  # which arrival of its backward it is
+    backward: int | None = None  # the number of the backward that it was handed to the sink with
 
-    @without_gradients
-    def copy(self, pool: BufferPool) -> None:
-        """Copy key and value out of the user's reach; a value only where it is kept."""
-        layer = self.call.layer
-        keys = layer.kind.keys(layer.module, self.call.inputs)
-        self.leading = keys.shape[:-1]
-        if self.call.coarse is not None and keys.is_floating_point():
-            keys = keys.to(self.call.coarse)  # as the layer saw them
-        self.keys = _own(
-            keys.reshape(-1, layer.d_in).to(self.dtype if keys.is_floating_point() else keys.dtype),
-            [self.call.inputs],
-            pool,
-        )
-        if not layer.keys_only:
-            values = layer.kind.errors(layer.module, self.call.inputs, self.errors)
-            self.values = _own(values.reshape(-1, layer.d_out).to(self.dtype), self.errors, pool)
-        self.accumulated = True
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' dtype, which keys and values are kept in."""
-        return next(iter(self.call.layer.parameters.values()))[1].dtype
+class TaskArrivals:
+    """What one backward (a graph task of autograd) has brought so far, by layer."""
+
+    __slots__ = ("_by_layer", "_count", "any_strided")
+
+    def __init__(self) -> None:
+        self._by_layer: dict[int, dict[int, Arrival]] = {}  # id of a layer -> id of a call -> its arrival
+        self._count = 0
+        self.any_strided = False  # whether the layout of any error is to be found
+
+    def at(self, call: Call, outputs: int) -> Arrival:
+        """Return the arrival of a call with so many outputs, a new one where nothing of it has come yet."""
+        calls = self._by_layer.get(id(call.layer))
+        if calls is None:
+            calls = self._by_layer[id(call.layer)] = {}
+        arrival = calls.get(id(call))
+        if arrival is None:
+            arrival = calls[id(call)] = Arrival(call, [None] * outputs, place=self._count)
+            self._count += 1
+        return arrival
+
+    def of(self, layers: Sequence[int]) -> list[Arrival]:
+        """Return the arrivals of some layers, given by their ids, in the order in which they came."""
+        if len(layers) == 1:
+            return list(self._by_layer.get(layers[0], {}).values())
+        found = [arrival for layer in layers for arrival in self._by_layer.get(layer, {}).values()]
+        found.sort(key=_place)
+        return found
+
+
+def _place(arrival: Arrival) -> int:
+    return arrival.place
 
 
 class Listener(Protocol):
@@ -123,7 +136,7 @@ class Hooks:
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     enabled: bool = False
     calls: int = 0
-    arrivals: dict[int, dict[int, Arrival]] = field(default_factory=dict)  # graph task -> call -> what it brought
+    arrivals: dict[int, TaskArrivals] = field(default_factory=dict)  # graph task -> what it brought
     handles: list["HookHandle | Trace"] = field(default_factory=list)
     watching: set[str] = field(default_factory=set)  # parameters with accumulation hooks
     running: list[nn.Module] = field(default_factory=list)  # the model, for each of its own forwards that runs
@@ -148,25 +161,19 @@ class Hooks:
         """Put the accumulation hooks on a parameter."""
         self.watching.add(name)
 
-        def arrived(task: int) -> list[Arrival]:
-            return [
-                arrival
-                for arrival in self.arrivals.get(task, {}).values()
-                if any(used is parameter for _, used in arrival.call.layer.parameters.values())
-            ]
+        users = [id(layer) for layer in self.layers if any(used is parameter for _, used in layer.parameters.values())]
 
         def before(listener: Listener, increment: Tensor) -> None:
             listener.before_accumulation(name, parameter)
-            task = torch._C._current_graph_task_id()
-            if any(arrival.strided is not None for arrival in self.arrivals.get(task, {}).values()):
-                settle(arrived(task), parameter, increment)
+            arrived = self.arrivals.get(torch._C._current_graph_task_id())
+            if arrived is not None and arrived.any_strided:
+                settle(arrived.of(users), parameter, increment)
 
         def after(listener: Listener, _: Tensor) -> None:
             task = torch._C._current_graph_task_id()
-            mine = arrived(task)
-            for arrival in mine:
-                if not arrival.accumulated:
-                    arrival.copy(self.pool)
+            arrived = self.arrivals.get(task)
+            mine = [] if arrived is None else arrived.of(users)
+            copy_patterns([arrival for arrival in mine if not arrival.accumulated], self.pool)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -234,13 +241,17 @@ class Hooks:
         report = self._guarded("The forward pass", begin)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A checkpointed part runs its children again in its own backward.
-            if module is model and self.running and _calls_on_stack(model) < 2:
-                self.running.clear()  # torch calls no hook at the end of a forward that was interrupted (Ctrl-C)
-            inside = bool(self.running) or torch._C._current_graph_task_id() != -1
             if module is model:
+                if self.running and _calls_on_stack(model) < 2:
+                    self.running.clear()  # torch calls no hook at the end of a forward that was interrupted (Ctrl-C)
+                inside = bool(self.running)
                 self.running.append(module)
-            if id(module) in names and not inside and _grad_enabled():
+            elif self.running:
+                return
+            else:
+                inside = False
+            # A checkpointed part runs its children again in its own backward.
+            if not inside and torch._C._current_graph_task_id() == -1 and id(module) in names and _grad_enabled():
                 report(module, args, kwargs)
 
         def after(module: nn.Module, *_: Any) -> None:
@@ -253,77 +264,121 @@ class Hooks:
 
     def _report_of(self, layer: Watched) -> CallReport:
         """Return what takes the calls of a layer."""
+        parameters = [(name, used, use.parameter_map.is_bias) for use, (name, used) in layer.parameters.items()]
 
         def note(listener: Listener, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
-            self._note(listener, layer, inputs_of, outputs)
+            self._note(listener, layer, parameters, inputs_of, outputs)
 
         return self._guarded(f"Layer {layer.name!r}", note)
 
     def _note(
-        self, listener: Listener, layer: Watched, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]
+        self,
+        listener: Listener,
+        layer: Watched,
+        parameters: Sequence[tuple[str, nn.Parameter, bool]],
+        inputs_of: Callable[[], Any],
+        outputs: Sequence[Tensor],
     ) -> None:
-        """Note a call in forward, and wait for the errors at its outputs."""
-        trained = [(name, used) for name, used in layer.parameters.values() if used.requires_grad]
-        if not trained or not any(output.requires_grad for output in outputs):
+        """Note a call in forward, and wait for the errors at its outputs.
+
+        Args:
+            listener: who the hooks report to.
+            layer: the layer.
+            parameters: its parameters, each with its name and whether it is a bias.
+            inputs_of: returns the call's input as the layer's kind takes it.
+            outputs: what the call returned.
+        """
+        trained: nn.Parameter | None = None  # the first parameter that is trained
+        kept = False  # whether autograd keeps the layer's input
+        for name, parameter, is_bias in parameters:
+            if parameter.requires_grad:
+                trained = parameter if trained is None else trained
+                kept = kept or not is_bias
+                if name not in self.watching:  # unfrozen since the recording began
+                    self._watch_parameter(name, parameter)
+        if trained is None or not any(output.requires_grad for output in outputs):
             return
-        for name, parameter in trained:
-            if name not in self.watching:  # unfrozen since the recording began
-                self._watch_parameter(name, parameter)
         inputs = inputs_of()
-        raw = isinstance(inputs, Tensor) and not inputs.requires_grad and layer.composite is None
+        raw = False
         if isinstance(inputs, Tensor):
             _check_dense(layer.name, inputs)
+            raw = not inputs.requires_grad and layer.composite is None
             inputs = inputs.detach()
-            used = [p for use, (_, p) in layer.parameters.items() if not use.parameter_map.is_bias]
-            if not any(p.requires_grad for p in used) or torch.is_autocast_enabled(inputs.device.type):
+            if not kept or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type)):
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-        coarse = outputs[0].dtype if outputs[0].dtype != trained[0][1].dtype else None
+        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
         if coarse is not None and not isinstance(inputs, Tensor):
             listener.coarse_seen(layer.name)
             return
-        binding = listener.binding_for_forward()
-        call = Call(layer, self.calls, inputs, raw, coarse, binding, listener.forward)
+        call = Call(layer, self.calls, inputs, raw, coarse, listener.binding_for_forward(), listener.forward)
         self.calls += 1
+        bias = any(is_bias and parameter.requires_grad for _, parameter, is_bias in parameters)
+        # Whether the order is to be found in which a bias's errors are added up: on the CPU and in full precision.
+        ordered = bias and coarse is None and len(outputs) == 1 and not layer.kind.own_order
         for i, output in enumerate(outputs):
             if output.requires_grad:
-                hookable(output).register_hook(self._arrive(call, i, [output.shape for output in outputs]))
-
-    def _arrive(self, call: Call, output: int, shapes: Sequence[torch.Size]) -> Callable[[Tensor | None], None]:
-        def arrive(listener: Listener, error: Tensor | None) -> None:
-            if error is None:  # nothing came to this output, but to another of its function
-                return
-            if call.binding is not None:
-                call.binding.arrived.add(call.forward)
-            if error.requires_grad:
-                listener.create_graph_seen(call.layer.name)
-            task = torch._C._current_graph_task_id()
-            if task not in self.arrivals:
-                self.arrivals[task] = {}
-                # What was not accumulated by the end of this backward never will be.
-                Variable._execution_engine.queue_callback(lambda: self._end(task))
-            arrival = self.arrivals[task].setdefault(id(call), Arrival(call, [None] * len(shapes)))
-            if len(shapes) == 1 and not call.layer.kind.own_order and _rows_apart(call, error):
-                arrival.strided = error.detach()
-            arrival.errors[output] = error.detach().reshape(shapes[output])
-
-        return self._guarded(f"Layer {call.layer.name!r}", arrive)
+                hook = _ErrorHook(self, call, i, len(outputs), output.shape, ordered)
+                hookable(output).register_hook(hook)
 
 
-def _rows_apart(call: Call, error: Tensor) -> bool:
-    """Say whether a bias is trained whose order of summing is to be found: on the CPU and in full precision."""
-    uses = call.layer.parameters.items()
-    trained = any(use.parameter_map.is_bias and used.requires_grad for use, (_, used) in uses)
-    return trained and call.coarse is None and error.device.type == "cpu" and describe_layout(error) is not None
+class _ErrorHook:
+    """A tensor hook on an output of a call, which takes the error that a backward brings there."""
+
+    __slots__ = ("_call", "_hooks", "_ordered", "_output", "_outputs", "_shape")
+    __torch_unserializable__ = True  # without this mark torch warns when a tensor that has the hook is saved
+
+    def __init__(self, hooks: Hooks, call: Call, output: int, outputs: int, shape: torch.Size, ordered: bool) -> None:
+        """Wait for errors.
+
+        Args:
+            hooks: the hooks of the recording.
+            call: the call.
+            output: which of its outputs this one is.
+            outputs: how many it has.
+            shape: the output's.
+            ordered: whether the order is to be found in which the errors are added up for a bias.
+        """
+        self._hooks = hooks
+        self._call = call
+        self._output = output
+        self._outputs = outputs
+        self._shape = shape
+        self._ordered = ordered
+
+    def __call__(self, error: Tensor | None) -> None:
+        hooks = self._hooks
+        listener = hooks.listener() if hooks.enabled else None
+        if listener is None or error is None:  # an error may come to another output of the same function alone
+            return
+        try:
+            self._take(listener, error)
+        except Exception as failure:
+            listener.hook_failed(f"Layer {self._call.layer.name!r}", failure)
+
+    def _take(self, listener: Listener, error: Tensor) -> None:
+        """Keep an error for the accumulation that may follow it in the same backward."""
+        hooks, call = self._hooks, self._call
+        if call.binding is not None:
+            call.binding.arrived.add(call.forward)
+        if error.requires_grad:
+            listener.create_graph_seen(call.layer.name)
+            error = error.detach()
+        task = torch._C._current_graph_task_id()
+        arrived = hooks.arrivals.get(task)
+        if arrived is None:
+            arrived = hooks.arrivals[task] = TaskArrivals()
+            # What was not accumulated by the end of this backward never will be.
+            Variable._execution_engine.queue_callback(lambda: hooks._end(task))
+        arrival = arrived.at(call, self._outputs)
+        if self._ordered and not error.is_contiguous() and _lies_apart(error):
+            arrival.strided = error
+            arrived.any_strided = True
+        arrival.errors[self._output] = error if error.shape == self._shape else error.reshape(self._shape)
 
 
-def _own(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:
-    """Return rows that share no memory with others': themselves, or a copy."""
-    place = rows.untyped_storage().data_ptr()
-    shared = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
-    if not shared and rows.is_contiguous():
-        return rows
-    with one_thread(bytes_read=rows.nbytes, device=rows.device):
-        return pool.copy(rows)
+def _lies_apart(error: Tensor) -> bool:
+    """Say whether an error in the CPU's memory does not lie row by row."""
+    return error.device.type == "cpu" and describe_layout(error) is not None
 
 
 def _calls_on_stack(module: nn.Module) -> int:

@@ -33,6 +33,8 @@ class Shares:
         groups: how many groups there may be in each grouping.
         rest: put patterns of groups beyond these into one group, instead of refusing them.
         device: where the shares are kept while training; by default where the parameters are.
+        resumable: whether the run keeps what a recording needs to go on from it, about as much again as the shares;
+            without it, only what `recorder.state_dict()` returned can.
     """
 
     by: Any
@@ -40,6 +42,7 @@ class Shares:
     groups: int = 64
     rest: bool = False
     device: str | None = None
+    resumable: bool = True
 
     def __post_init__(self) -> None:
         if self.groups < 1:

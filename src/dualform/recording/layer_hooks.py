@@ -161,9 +161,24 @@ def hookable(output: Tensor) -> Tensor:
 def disabled_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that torch.compile leaves alone.
 
-    Importing the compiler takes seconds; where nobody has, nothing is compiled.
+    Importing the compiler takes seconds; where nobody has, nothing is compiled. Where somebody has, `torch.optim` for
+    one, the compiler's own wrapper takes longer than a small hook, so it is used inside compiled programs only: where
+    the compiler reads this function, or runs what it could not compile.
     """
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    wrapped: Callable[..., None] = torch.compiler.disable(hook)
+    compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    if compiler is None:  # another version of torch
+        return wrapped
+
+    def called(*args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() or compiler() is not None:
+            wrapped(*args)
+        else:
+            hook(*args)
+
+    return called
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 It chooses the layers, describes the start of the recording to its sink, and leaves the steps to `StepRecorder`.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -20,7 +21,7 @@ from dualform.recording.model_state import UncoveredState
 from dualform.recording.processes import refuse_several_processes, refuse_wrapped
 from dualform.recording.recorded_optimizers import divide_parameters, warm_states
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import LayerStart, Sink, Start
+from dualform.recording.sinks import RESIDUAL, LayerStart, Sink, Start
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.step_recorder import StepRecorder
 from dualform.recording.unwrap import unwrap_all
@@ -101,6 +102,24 @@ class Recorder:
     def step(self) -> int:
         """The number of steps recorded so far, those of a resumed run included."""
         return self._steps.steps
+
+    @property
+    def closed(self) -> bool:
+        """Whether the recording has ended: it was closed, or a failure ended it."""
+        return self._steps.state not in ("new", "recording")
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of keys and values of all steps recorded since the start, before they are encoded for storing."""
+        return int(getattr(self._sink, "taken_bytes", 0))
+
+    @property
+    def unexplained(self) -> float:
+        """The norm of what the patterns leave of the last step's gradients, where autocast rounded them; else 0.0.
+
+        Any other gradient that its patterns do not explain up to rounding is refused.
+        """
+        return math.hypot(*(facts.settings.get(RESIDUAL, 0.0) for facts in self._steps.last_facts))
 
     @property
     def layers(self) -> tuple[str, ...]:

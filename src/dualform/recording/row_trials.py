@@ -106,6 +106,8 @@ EXCHANGED = "the model exchanges rows before it"
 
 def input_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return every tensor among a forward's arguments, nested ones included."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return [args[0]]
     return list(_tensors((tuple(args), dict(kwargs))))
 
 

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualform.binning import Bins
 from dualform.errors import RefusedError
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_kind import (
+    Move,
     OptimizerKind,
     ReplayedStep,
     StepMatrix,
+    follow_together,
     require_optimizer_kind,
 )
 from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows
-from dualform.identity.grouped_products import sum_by_group
+from dualform.identity.grouped_products import RowGroups, sum_by_group
 from dualform.recording.estimate import size_text
-from dualform.recording.group_labels import GroupLabels, TooManyGroupsError
+from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
 from dualform.recording.keep import Shares
 from dualform.recording.sinks import (
     CallRecord,
@@ -38,6 +41,8 @@ from dualform.torch_modes import call_without_autocast, without_gradients
 
 MAX_WAITING_STEPS = 16
 """Steps of SGD that wait to be folded at once: a share is read and written once in so many steps."""
+MAX_MOVED_BYTES = 1 << 30
+"""Bytes of groups' gradients that the same kernels move on a GPU; on a CPU each parameter's are moved by themselves."""
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of patterns that may wait for it."""
 
@@ -56,14 +61,14 @@ class _KeySum:
     """The keys of one layer by group in one grouping."""
 
     sums: Tensor  # (G, d_in) float64
-    counts: Tensor  # (G,) int64, on the CPU
+    counts: list[int]  # (G,)
 
     def grow(self, groups: int) -> None:
         """Make room for so many groups."""
         if groups > len(self.sums):
             more = groups - len(self.sums)
             self.sums = torch.cat([self.sums, self.sums.new_zeros(more, self.sums.shape[1])])
-            self.counts = torch.cat([self.counts, self.counts.new_zeros(more)])
+            self.counts += [0] * more
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +170,12 @@ class ShareFold:
         self._lowest: dict[str, Tensor] = {}
         self._captured: dict[str, _Captured] = {}
         self._records: dict[int, CallRecord] = {}
-        self._codes: dict[tuple[int, ...], Tensor] = {}  # of the step that comes next
+        self._codes: dict[tuple[int, ...], tuple[Tensor, RowGroups]] = {}  # of the step that comes next
+        self._by_address = any(
+            (column.column if isinstance(column, Bins) else column) in ADDRESS_COLUMNS
+            for grouping in self.groupings
+            for column in grouping.columns
+        )
         self._waiting_bytes = 0
         self._batch_last = False
         self._several = False
@@ -282,13 +292,15 @@ class ShareFold:
             warm=warm,
         )
 
-    def _codes_of(self, step: int, call: StepCall, grouping: int) -> Tensor:
+    def _codes_of(self, step: int, call: StepCall, grouping: int) -> tuple[Tensor, RowGroups]:
         """Return the group of each pattern of a call, found once for all calls of the same rows and columns."""
         labels = self.groupings[grouping]
-        at = (grouping, id(call.binding), call.rows, call.positions, call.inner, call.micro, call.call)
+        address = (call.micro, call.call) if self._by_address else ()
+        at = (grouping, id(call.binding), call.rows, call.positions, call.inner, *address)
         if at not in self._codes:
             try:
-                self._codes[at] = torch.from_numpy(labels.codes(step, call, batch_last=self._batch_last))
+                codes = torch.from_numpy(labels.codes(step, call, batch_last=self._batch_last))
+                self._codes[at] = codes, RowGroups.of_codes(codes)
             except TooManyGroupsError as error:
                 averages = dict.fromkeys(self._shapes, 1)
                 more = size_text(self.bytes(averages, groups=1).per_group)
@@ -312,6 +324,7 @@ class ShareFold:
         updated = [fact for fact in facts.facts if fact.updated and fact.parameter in self._captured]
         after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
         rows = self._rows(facts, calls)
+        moves: list[Move[Any]] = []
         for fact in updated:
             captured, kind = self._captured[fact.parameter], require_optimizer_kind(fact.optimizer)
             fold, device = self._folds[fact.parameter], self._devices[fact.parameter]
@@ -319,7 +332,12 @@ class ShareFold:
             gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
             linear = kind.read(ReplayedStep(settings, gradient, before, state, self._dtypes[fact.parameter]))
             live_average = state.get(kind.average) if kind.average else None
-            fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+            moves += fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+            most = MAX_MOVED_BYTES if device.type == "cuda" else 0
+            if sum(one.nbytes for move in moves for one in move.gradients if one is not None) > most:
+                follow_together(moves)
+                moves = []
+        follow_together(moves)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
@@ -341,8 +359,8 @@ class ShareFold:
             values, keys = record.values, call.keys_of(record)
             assert values is not None, "calls without values are not taken"
             for grouping in range(len(self.groupings)):
-                codes = self._codes_of(facts.step, call, grouping)
-                rows = SortedRows(codes, values, keys)
+                codes, groups = self._codes_of(facts.step, call, grouping)
+                rows = SortedRows(groups, values, keys)
                 self._add_keys(grouping, record.layer, layer, rows)
                 for number, use in enumerate(layer.uses):
                     factor = factors[use.parameter][call.micro] if use.parameter in factors else 0.0
@@ -353,25 +371,27 @@ class ShareFold:
         return found
 
     def _add_keys(self, grouping: int, name: str, layer: LayerStart, rows: SortedRows) -> None:
-        groups, _, keys = rows.get()
+        groups, (_, keys) = rows.groups, rows.get()
         if not groups.present:
             return
         at = (grouping, name)
         if at not in self._sums:
             zeros = torch.zeros(0, layer.d_in, dtype=torch.float64, device=keys.device)
-            self._sums[at] = _KeySum(zeros, torch.zeros(0, dtype=torch.int64))
+            self._sums[at] = _KeySum(zeros, [])
         total = self._sums[at]
         total.grow(len(self.groupings[grouping].labels))
         if total.sums.device != keys.device:  # a resumed recording begins on the CPU
             total.sums = total.sums.to(keys.device)
         wide = keys if keys.is_floating_point() else keys.double()
         found = sum_by_group(wide, groups, torch.float64 if wide.dtype == torch.float64 else torch.float32)
-        places = torch.tensor(groups.present)
-        total.counts.index_add_(0, places, torch.tensor(groups.sizes))
-        total.sums.index_add_(0, places.to(keys.device), found.double())
+        for group, size in zip(groups.present, groups.sizes, strict=True):
+            total.counts[group] += size
+        if len(groups.present) == len(total.sums):
+            total.sums += found
+        else:
+            total.sums.index_add_(0, groups.places(keys.device), found.double())
         if not grouping:
-            lowest = wide.min().double()
-            earlier = self._lowest.get(name)
+            lowest, earlier = wide.min(), self._lowest.get(name)
             self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
 
     # The result ---------------------------------------------------------------------------------------------------
@@ -407,9 +427,10 @@ class ShareFold:
         for (grouping, layer), total in self._sums.items():
             total.grow(len(self.groupings[grouping].labels))
             place, _ = self._layers[layer]
-            shares[f"keys.{grouping}.{place}"], shares[f"counts.{grouping}.{place}"] = total.sums, total.counts
+            shares[f"keys.{grouping}.{place}"] = total.sums
+            shares[f"counts.{grouping}.{place}"] = torch.tensor(total.counts, dtype=torch.int64)
         for layer, lowest in self._lowest.items():
-            shares[f"lowest.{self._layers[layer][0]}"] = lowest
+            shares[f"lowest.{self._layers[layer][0]}"] = lowest.double()
         return FoldState(self.steps, self.labels, _on_cpu(shares), _on_cpu(self._for_resuming()))
 
     def _all_shares(self) -> list[tuple[tuple[int, int, int], int, GroupShare]]:
@@ -448,7 +469,7 @@ class ShareFold:
             for grouping in range(len(self.groupings)):
                 if f"keys.{grouping}.{place}" in state.shares:
                     sums, counts = (state.shares[f"{what}.{grouping}.{place}"].clone() for what in ("keys", "counts"))
-                    self._sums[grouping, name] = _KeySum(sums, counts)
+                    self._sums[grouping, name] = _KeySum(sums, counts.tolist())
             if f"lowest.{place}" in state.shares:
                 self._lowest[name] = state.shares[f"lowest.{place}"].clone()
 

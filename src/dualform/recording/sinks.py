@@ -6,7 +6,7 @@ copied, and steps in the order in which they happened.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,7 @@ class Start:
     devices: Mapping[str, torch.device] = field(default_factory=dict)  # where the covered parameters are; the CPU
 
 
-@dataclass(frozen=True, slots=True)
-class CallRecord:
+class CallRecord(NamedTuple):
     """The patterns of one call of a layer, which one backward has just accumulated.
 
     Nobody writes to the tensors from now on, and their memory is not used again before everybody has let go of them:
@@ -72,8 +71,7 @@ class CallRecord:
         return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class StepCall:
+class StepCall(NamedTuple):
     """What a step knows of a call whose gradient reaches it: the call's place in the step, and its columns.
 
     The leading axes of the input are (outer, rows, inner) with the batch axis in the middle; positions = outer × inner.
@@ -97,11 +95,12 @@ class StepCall:
         A weight gradient that is not finite may be zeroed before the step (`nan_to_num_`) while the bias of the same
         layer is trained on. The keys then multiply a factor of 0, but 0 · NaN is NaN in every sum; so they are 0.
         """
-        return torch.nan_to_num(record.keys, nan=0.0, posinf=0.0, neginf=0.0) if self.finite else record.keys
+        if not self.finite or not record.keys.is_floating_point():
+            return record.keys
+        return torch.nan_to_num(record.keys, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterFacts:
+class ParameterFacts(NamedTuple):
     """What one step did to one parameter."""
 
     parameter: str

@@ -1,16 +1,15 @@
 """The calls of a step: which accumulated calls reach it, where their patterns are in the batch, and their columns."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import NamedTuple
 
 from dualform.recording.annotations import Binding
 from dualform.recording.hooks import Arrival
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import StepCall
-from dualform.recording.step_in_progress import Backward
+from dualform.recording.step_in_progress import AccumulatedCall, Backward
 from dualform.recording.watch import Watched
 
 
@@ -51,18 +50,24 @@ def gather_calls(
     fitted: dict[int, set[str]] = {}  # binding -> columns that some layer took, or that are known not to belong to it
     unfitting: list[tuple[Binding, str, str, str]] = []
     for micro, backward in enumerate(backwards):
-        calls: dict[str, int] = {}  # layer -> its last call
-        for accumulated in sorted(backward.calls, key=lambda one: one.arrival.call.number):
+        reached = {name for name, of in factors.items() if of[micro] != 0.0}
+        layers: dict[str, _LayerCalls] = {}
+        for accumulated in sorted(backward.calls, key=_forward_order):
             arrival = accumulated.arrival
             layer, binding = arrival.call.layer, arrival.call.binding
-            if not any(name in factors and factors[name][micro] != 0.0 for name, _ in layer.parameters.values()):
+            mine = layers.get(layer.name)
+            if mine is None:
+                mine = layers[layer.name] = _LayerCalls(layer, reached, axis_of(layer))
+            if not mine.reached:
                 continue
             if binding is not None and not binding.belongs_to(arrival.call.forward):
                 gathered.skipped, binding = True, None
-            placed = _place(arrival, axis_of(layer), binding)
+            placed = _place(arrival, mine.axis, binding)
             if binding is not None:
-                taken = fitted.setdefault(id(binding), set())
-                if placed.settled:
+                taken = fitted.get(id(binding))
+                if taken is None:
+                    taken = fitted[id(binding)] = set()
+                if placed.settled or placed.binding is binding:
                     taken.update(binding.columns)
                 else:
                     names = set() if placed.binding is None else set(placed.binding.columns)
@@ -72,40 +77,53 @@ def gather_calls(
                         unfitting.append((binding, layer.name, name, text))
                 if placed.check is not None:
                     gathered.checks[layer.name] = placed.check
-            calls[layer.name] = calls.get(layer.name, -1) + 1
             gathered.calls.append(
                 StepCall(
-                    number=accumulated.number,
-                    micro=micro,
-                    call=calls[layer.name],
-                    rows=placed.rows,
-                    positions=placed.positions,
-                    inner=placed.inner,
-                    binding=placed.binding,
-                    layout=arrival.layout,
-                    finite=_takes_only_finite_keys(arrival, factors, micro),
+                    accumulated.number,
+                    micro,
+                    mine.calls,
+                    placed.rows,
+                    placed.positions,
+                    placed.inner,
+                    placed.binding,
+                    arrival.layout,
+                    mine.finite,
                 )
             )
+            mine.calls += 1
     gathered.unfitting = [
         UnfittingColumn(b, layer, name, text, name not in fitted[id(b)]) for b, layer, name, text in unfitting
     ]
     return gathered
 
 
-def _takes_only_finite_keys(arrival: Arrival, factors: Mapping[str, Sequence[float]], micro: int) -> bool:
-    """Say whether keys of a call that are not finite have no effect, because their weight gradient was dropped.
+def _forward_order(accumulated: AccumulatedCall) -> int:
+    return accumulated.arrival.call.number
 
-    A key that is not finite in a gradient that does reach the step is refused earlier; see `StepCall.keys_of`.
+
+class _LayerCalls:
+    """The calls of one layer in one backward.
+
+    Attributes:
+        reached: whether their gradient reaches the step through at least one parameter.
+        finite: whether keys that are not finite have no effect, because their weight gradient was dropped. A key that
+            is not finite in a gradient that does reach the step is refused earlier; see `StepCall.keys_of`.
+        axis: the batch axis, where their rows were not tried.
+        calls: their number so far.
     """
-    layer, keys = arrival.call.layer, arrival.keys
-    assert keys is not None, "only accumulated arrivals are pending"
-    reached = {name for name in factors if factors[name][micro] != 0.0}
-    whole = all(name in reached for use, (name, _) in layer.parameters.items() if use.parameter_map.multiplies_keys)
-    return not (whole or layer.keys_only or not keys.is_floating_point())
+
+    __slots__ = ("axis", "calls", "finite", "reached")
+
+    def __init__(self, layer: Watched, reached: Collection[str], axis: int) -> None:
+        uses = layer.parameters.items()
+        whole = all(name in reached for use, (name, _) in uses if use.parameter_map.multiplies_keys)
+        self.reached = any(name in reached for _, (name, _) in uses)
+        self.finite = not whole and not layer.keys_only
+        self.axis = axis
+        self.calls = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
+class _Placed(NamedTuple):
     """Where the patterns of a call are in the batch, and the columns that they take.
 
     Attributes:
@@ -127,10 +145,12 @@ class _Placed:
 
 def _place(arrival: Arrival, axis: int, binding: Binding | None) -> _Placed:
     """Find the rows of a call's patterns: as the user gave them, as a trial found them, or by the batch axis."""
-    layer, leading = arrival.call.layer.name, tuple(arrival.leading)
+    layer, leading = arrival.call.layer.name, arrival.leading
     plain = address(leading, axis)
     if binding is None:
         return _Placed(*plain, None)
+    if binding.constant and not binding.checks and not binding.given:
+        return _Placed(*plain, binding)
     if layer in binding.given:
         patterns = math.prod(leading)
         return _Placed(patterns, 1, 1, binding.at_given_rows(layer, patterns), settled=True)
@@ -140,7 +160,7 @@ def _place(arrival: Arrival, axis: int, binding: Binding | None) -> _Placed:
         return _Placed(
             *plain, taken, check=None if taken is None else _relied_on(taken, check, tried=bool(binding.checks))
         )
-    view = check.view(leading, binding.rows)
+    view = check.view(tuple(leading), binding.rows)
     if view is None:
         other = RowCheck("not aligned", OTHER_SHAPE) if check.outcome == "proved" else None
         return _Placed(*plain, binding.constants(), settled=True, check=other)
@@ -168,7 +188,8 @@ def address(leading: Sequence[int], batch_axis: int) -> tuple[int, int, int]:
     """
     if not leading:
         return 1, 1, 1
+    if len(leading) == 1:
+        return leading[0], 1, 1
     axis = min(batch_axis, len(leading) - 1)
-    size = torch.Size(leading)
-    inner = size[axis + 1 :].numel()
-    return leading[axis], size[:axis].numel() * inner, inner
+    inner = math.prod(leading[axis + 1 :])
+    return leading[axis], math.prod(leading[:axis]) * inner, inner

@@ -13,7 +13,7 @@ Holds data and decides nothing: what to record, to refuse and to hand on is the 
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 Phase = Literal["accumulating", "stepping", "taken"]
 
 
-@dataclass(frozen=True, slots=True)
-class AccumulatedCall:
+class AccumulatedCall(NamedTuple):
     """A call as the sink has it: its number there, and what the recorder knows of it."""
 
     number: int

@@ -170,7 +170,10 @@ class StepPreparation:
         mine = owned.parameters
         kind = (owned.name, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
-        arrivals = _arrivals_of(step.backwards)
+        coarse = any(one.arrival.call.coarse is not None for backward in step.backwards for one in backward.calls)
+        arrivals: dict[str, list[tuple[int, Arrival]]] = {}
+        if full or coarse or any(factors.blind for factors in followed):
+            arrivals = _arrivals_of(step.backwards)
         found = []
         for (name, parameter), factors in zip(mine.items(), followed, strict=True):
             calls = arrivals.get(name, [])

@@ -88,6 +88,7 @@ class StepRecorder:
         """
         self.state: Literal["new", "recording", "closed", "forked"] = "new"
         self.steps = 0  # recorded so far, those of a resumed run included
+        self.last_facts: Sequence[ParameterFacts] = ()  # of the last recorded step
         self.annotator = Annotator()
         self.warn_once = WarnOnce()
         self._model = model
@@ -287,8 +288,7 @@ class StepRecorder:
                 warn_user(warning)
             self._accumulations.discard()
         self.annotator.late = False
-        for arrival in arrivals:
-            self.annotator.spend(arrival.call.binding)
+        self.annotator.spend([arrival.call.binding for arrival in arrivals])
         self._accumulations.end(name, parameter, task, arrivals)
 
     def coarse_seen(self, layer: str) -> None:
@@ -461,6 +461,7 @@ class StepRecorder:
             StepFacts(self.steps, done.calls, facts, dict(self._samples), self._snapshot, rows, self._parameters)
         )
         self.steps += 1
+        self.last_facts = facts
 
     # Changes that no recorded step made ---------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The sink of a replay: proves each step of a training that is run again, and hands its patterns on."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -106,7 +106,7 @@ class ReplaySink:
         if record.raw:
             self._inputs[record.number] = checksum(record.keys)
         if record.layer not in self._layers:
-            record = replace(record, keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
+            record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
         self._records[record.number] = record
 
     def before_step(self, prepared: PreparedStep) -> None:

@@ -151,3 +151,33 @@ def _save_figure(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return path
+
+
+def waterfall(answer: Any, query: int) -> Any:
+    """Draw one input's path contributions (`PathContributions`), from the start to the output, a bar for each part."""
+    from matplotlib.figure import Figure
+
+    from dualform.attend.answers import label_text
+
+    named = zip(answer.groups, answer.values[query].tolist(), strict=True)
+    groups = sorted(((label_text(group), value) for group, value in named), key=lambda bar: -abs(bar[1]))
+    bars = [("start", float(answer.start[query])), *groups]
+    bars += [(name, float(getattr(answer, name)[query])) for name in ("state", "rest", "residual")]
+    figure = Figure(figsize=(6.0, 0.9 + 0.24 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    reached = 0.0
+    for place, (_, value) in enumerate(bars):
+        colour = OTHER if place == 0 or place > len(groups) else TARGET if value >= 0 else OUTPUT
+        axes.barh(place, value, left=reached, color=colour, height=0.7)
+        reached += value
+        axes.plot([reached, reached], [place, place + 1], color=OTHER, linewidth=0.6)
+    axes.barh(len(bars), float(answer.output[query]), color="black", height=0.7)
+    names = [*(name for name, _ in bars), "output"]
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(0, color=OTHER, linewidth=0.6)
+    axes.set_title(f"Where the {answer.quantity} comes from, by {', '.join(answer.by)}", fontsize=9)
+    axes.set_xlabel(f"residual {answer.residual_error:.1%}, parts to about {answer.parts_error:.1%}", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=7)
+    return figure

@@ -9,11 +9,11 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from dualform.store.format import FINAL, FROZEN, INITIAL, LOCK, MANIFEST, UNCOVERED
+from dualform.store.format import FINAL, FROZEN, INITIAL, LOCK, MANIFEST, STARTING, UNCOVERED
 
 PARTIAL = ".partial-"
 FOLDERS = ("shards", "calls", "annotations", "steps", "uncovered", "media", "cache")
-TOP_NAMES = frozenset({MANIFEST, INITIAL, FINAL, FROZEN, UNCOVERED})
+TOP_NAMES = frozenset({MANIFEST, INITIAL, FINAL, FROZEN, UNCOVERED, STARTING})
 OWN_NAMES = re.compile(
     r"\d{6}\.(safetensors|parquet)|[a-z]+(-[0-9a-f]{16})?\.(safetensors|json)|[0-9a-f]{32}\.safetensors"
 )
@@ -65,5 +65,5 @@ def is_foreign(folder: Path) -> bool:
     if not names or MANIFEST in names:
         return False
     return LOCK not in names or any(
-        name not in (LOCK, INITIAL, FROZEN) and not name.startswith(PARTIAL) for name in names
+        name not in (LOCK, INITIAL, FROZEN, STARTING) and not name.startswith(PARTIAL) for name in names
     )

@@ -13,6 +13,7 @@ INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
 FROZEN = "frozen.safetensors"
 UNCOVERED = "uncovered.safetensors"
+STARTING = "starting.safetensors"
 SHARES = "shares/"  # the folder of shares by group
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.recording.packing import pack, unpack
 
-MAX_PACKED_BYTES = 256 << 10
+MAX_PACKED_BYTES = 1 << 20
 """Tensors up to this size are packed: starting one more copy takes longer than copying them twice on a GPU."""
 
 

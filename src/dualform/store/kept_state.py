@@ -1,8 +1,9 @@
 """What a run keeps of the model's state that no recorded layer covers, and how a reader puts it into a model.
 
 Frozen parameters are published once, at the start, while they are small; larger ones are known by their checksums.
-Trained uncovered parameters and buffers are published at closing, and with every shard while they are small, so that a
-run that grows or was cut off can be asked too. What cannot be kept is listed with the reason.
+Trained uncovered parameters and buffers are published at closing, and while they are small also at the start and with
+every shard, so that a run that grows or was cut off can be asked too, and the path that the training took. What cannot
+be kept is listed with the reason.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from dualform.recording.model_state import StatePart, live_state
 from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
 from dualform.store.blobs import Blob, Blobs, FileEntry
-from dualform.store.format import FROZEN, STORABLE_DTYPES, UNCOVERED, shard_files
+from dualform.store.format import FROZEN, STARTING, STORABLE_DTYPES, UNCOVERED, shard_files
 from dualform.store.manifest import StateEntry
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile, publish_tensors, tensor_bytes
@@ -98,6 +99,14 @@ class StateKeeper:
             return entries, {}
         return entries, {FROZEN: publish_tensors(blobs, FROZEN, _copied(values))}
 
+    def publish_start(self, blobs: Blobs) -> dict[str, FileEntry]:
+        """Publish the changing state as it is before the first step, while it is small; return the new file."""
+        parts = self._now(extra=False) or {}
+        values = _storable({name: part for name, part in parts.items() if part.kind != "frozen"})
+        if not values or _total_bytes(values) > SHARD_STATE_BYTES:
+            return {}
+        return {STARTING: publish_tensors(blobs, STARTING, _copied(values))}
+
     def after_step(self) -> ShardState | None:
         """Return copies of the state that has changed since the start; None where the model's state cannot be read."""
         parts = self._now(extra=False)
@@ -175,6 +184,19 @@ def known_state(run: Run) -> KnownState | None:
         else:
             unknown[name] = "is not kept before the recording is closed"
     return KnownState(known, checksums, unknown)
+
+
+def known_states(run: Run) -> list[tuple[int, Mapping[str, Tensor]]]:
+    """Return the changing state wherever a run keeps it, with the number of steps after which it was so, ascending."""
+    first = _read_tensors(run, STARTING)
+    found: list[tuple[int, Mapping[str, Tensor]]] = [(0, first)] if first else []
+    for shard in run.manifest.shards:
+        if shard.state_after == shard.stop and (values := _read_tensors(run, shard_files(shard.index)["uncovered"])):
+            found.append((shard.stop, values))
+    if run.manifest.closed and not run.manifest.no_final and (values := _read_tensors(run, UNCOVERED)):
+        found = [entry for entry in found if entry[0] < run.steps]
+        found.append((run.steps, values))
+    return found
 
 
 def _read_tensors(run: Run, name: str) -> dict[str, Tensor]:

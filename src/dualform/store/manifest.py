@@ -90,10 +90,12 @@ class GroupingEntry:
     Attributes:
         columns: the columns, one after the other.
         labels: the groups in the order in which they came: for each column the type of its value and the value as text.
+        rest: whether the last group holds all patterns whose own groups are not kept.
     """
 
     columns: tuple[GroupColumnEntry, ...]
     labels: tuple[tuple[tuple[LabelType, str], ...], ...]
+    rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)

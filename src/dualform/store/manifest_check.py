@@ -19,6 +19,7 @@ from dualform.store.format import (
     FROZEN,
     INITIAL,
     SHARES,
+    STARTING,
     STORABLE_DTYPES,
     UNCOVERED,
     shard_files,
@@ -38,7 +39,7 @@ EXACT_DTYPES = ("float32", "float64")
 """The dtypes of parameters that are rebuilt; others are recorded with keys only."""
 MAX_INDEX = 999_999
 """The largest number of a shard: file names have six digits."""
-_OWN_FILES = (INITIAL, FINAL, FROZEN, UNCOVERED)
+_OWN_FILES = (INITIAL, FINAL, FROZEN, UNCOVERED, STARTING)
 _ATTACHED = re.compile(r"media/([a-z]+)\.(safetensors|json)")
 
 

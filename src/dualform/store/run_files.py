@@ -1,9 +1,9 @@
 """The files of a run folder that are no patterns, as `engine.source.RunFiles` has them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from dualform.corpus import Corpus
 from dualform.engine.beside_patterns import KnownState, Tests
@@ -64,6 +64,10 @@ class StoredFiles:
     def known_state(self) -> KnownState | None:
         """Return what is known of the model's uncovered state at the end; None where the run says nothing of it."""
         return kept_state.known_state(self.run)
+
+    def known_states(self) -> Sequence[tuple[int, Mapping[str, Tensor]]]:
+        """Return the changing uncovered state wherever it is kept, with the number of steps after which it was so."""
+        return kept_state.known_states(self.run)
 
     def restore(self, model: nn.Module) -> dict[str, str]:
         """Put the uncovered state into a model; return the parts that are not known, with reasons."""

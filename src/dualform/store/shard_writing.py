@@ -196,9 +196,8 @@ class ShardWriter:
 
 def _ends(keys: TakenRows) -> tuple[float, ...]:
     """Return the least and the greatest element of keys; nothing where there are no keys."""
-    if keys.range is not None:
-        return tuple(keys.range.tolist())
-    return tuple(float(end) for end in torch.aminmax(keys.rows)) if keys.rows.numel() else ()
+    found = keys.range or (torch.aminmax(keys.rows) if keys.rows.numel() else ())
+    return tuple(float(end) for end in found)
 
 
 def _publish_table(blobs: Blobs, name: str, table: pa.Table) -> FileEntry:

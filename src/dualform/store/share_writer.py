@@ -155,7 +155,7 @@ class ShareWriter:
 
     def close(self, final: Mapping[str, Tensor]) -> None:
         """Publish everything, the shares at the end, and the final parameters."""
-        self._publish(lambda: dict(final))
+        self._publish(lambda: dict(final), closing=True)
         self._run.close(final)
 
     def close_without_final(self, reason: str) -> None:
@@ -170,16 +170,20 @@ class ShareWriter:
         """Stop at once, keeping what is published already."""
         self._run.abandon()
 
-    def _publish(self, snapshot: Snapshot) -> bool:
+    def _publish(self, snapshot: Snapshot, *, closing: bool = False) -> bool:
         """Publish all steps so far and the shares after the last, unless they are published; say whether it was done.
 
-        Earlier shares stay only where the user named their step.
+        Earlier shares stay only where the user named their step. At the end of a run that is not to go on rounding is
+        left out: it is the difference of the final parameters, which are kept too, and all other parts.
         """
         step = self._fold.steps
         parameters = snapshot()
         if not step or step in self._published or not parameters:
             return False
         found = self._fold.result(parameters)
+        tensors = found.shares
+        if closing and not self._shares.resumable and step not in self._shares.at:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rounding.")}
         replaced: list[str] = []
 
         def publish(blobs: Blobs, manifest: Manifest) -> dict[str, Any]:
@@ -189,9 +193,10 @@ class ShareWriter:
             files = {name: one for name, one in manifest.files.items() if not name.startswith("shares/")}
             files |= {shares_file(one): manifest.files[shares_file(one)] for one in kept}
             replaced.extend(name for name in manifest.files if name not in files)
-            files[shares_file(step)] = publish_tensors(blobs, shares_file(step), found.shares)
-            files[shares_state_file(step)] = publish_tensors(blobs, shares_state_file(step), found.resume)
-            shares = SharesEntry(self._entries(), (*kept, step), step)
+            files[shares_file(step)] = publish_tensors(blobs, shares_file(step), tensors)
+            if self._shares.resumable:
+                files[shares_state_file(step)] = publish_tensors(blobs, shares_state_file(step), found.resume)
+            shares = SharesEntry(self._entries(), (*kept, step), step if self._shares.resumable else None)
             return {"files": files, "shares": shares, "columns": {**manifest.columns, **self._columns}}
 
         manifest = self._run.publish_beside(publish, lambda: parameters)
@@ -209,5 +214,6 @@ class ShareWriter:
                 for part in grouping.columns
             )
             labels = [label if len(columns) > 1 else (label,) for label in grouping.labels]
-            found.append(GroupingEntry(columns, tuple(tuple(label_text(part) for part in label) for label in labels)))
+            written = tuple(tuple(label_text(part) for part in label) for label in labels)
+            found.append(GroupingEntry(columns, written, grouping.has_rest))
         return tuple(found)

@@ -55,6 +55,11 @@ class StoredShares(ShareSource):
         self._grouping(by)
         return tuple(self._stored_labels[by][group] for group in self._order[by])
 
+    def rest_place(self, by: tuple[str, ...]) -> int | None:
+        """Return the place of the group of all patterns whose own groups are not kept; None where all are."""
+        kept = self._kept.groupings[self._grouping(by)]
+        return self._order[by].index(len(kept.labels) - 1) if kept.rest else None
+
     def shares(
         self, parameter: str, by: tuple[str, ...], *, layer: str | None = None, horizon: int | None = None
     ) -> ParameterShares:
@@ -76,8 +81,25 @@ class StoredShares(ShareSource):
             total,
             self._start(file, parameter, at),
             file.tensor(f"unexplained.{at}") if f"unexplained.{at}" in file.places else zeros,
-            file.tensor(f"rounding.{at}") if f"rounding.{at}" in file.places else zeros,
+            file.tensor(f"rounding.{at}")
+            if f"rounding.{at}" in file.places
+            else self._closing(file, parameter, by, horizon),
         )
+
+    def _closing(self, file: TensorFile, parameter: str, by: tuple[str, ...], horizon: int | None) -> Tensor:
+        """Return the rounding that a file leaves out at the end: the final parameter less all other parts."""
+        at = list(self._run.manifest.parameters).index(parameter)
+        final = self._run.final if horizon in (None, self._run.steps) else None
+        if final is None or f"unexplained.{at}" not in file.places:  # never updated
+            return torch.zeros(self._run.manifest.parameters[parameter].shape, dtype=torch.float64)
+        total = self._start(file, parameter, at) + file.tensor(f"unexplained.{at}").double()
+        for place, layer in enumerate(self._run.manifest.layers.values()):
+            for number, use in enumerate(layer.uses):
+                if use.parameter == parameter:
+                    for group in self._order[by]:
+                        name = f"share.{self._grouping(by)}.{place}.{number}.{group}"
+                        total += file.tensor(name).double() if name in file.places else 0.0
+        return final[parameter].double() - total
 
     def _add(self, total: Tensor, file: TensorFile, by: tuple[str, ...], use: tuple[int, int, int]) -> None:
         for place, group in enumerate(self._order[by]):

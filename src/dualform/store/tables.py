@@ -13,7 +13,7 @@ from dualform.engine.fingerprints import fingerprint
 from dualform.engine.proofs import unpack_mark
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
-from dualform.store.taken_steps import StepMarks, TakenStep
+from dualform.store.taken_steps import StepMarks, TakenStep, join_columns
 
 CALLS = pa.schema(
     [
@@ -32,6 +32,9 @@ CALLS = pa.schema(
     ]
 )
 
+
+COLUMN_TYPES = {"b": "bool", "i": "int64", "f": "double", "U": "string"}
+"""The kind of a numpy array -> the type of a column, by Arrow's name for it."""
 
 STEPS = {  # and the optimizer's settings by name
     "step": pa.int64(),
@@ -53,41 +56,23 @@ MARKS = {  # beside the others in a run whose training is to be run again
 
 
 def call_tables(records: Sequence[TakenStep]) -> tuple[pa.Table, pa.Table]:
-    """Return the calls table and the annotations table of a shard."""
+    """Return the calls table and the annotations table of a shard, of steps that are compacted."""
     rows: dict[str, list[Any]] = {name: [] for name in CALLS.names}
     offsets: dict[str, int] = {}
-    bindings: dict[int, tuple[Binding, int]] = {}  # id -> (binding, its offset)
-    bound_rows = 0  # rows of the annotation table that earlier bindings take
+    before = 0  # rows of the annotation table that earlier steps take
     for record in records:
-        for call in record.calls:
-            offset: int | None = None
-            binding = call.binding if call.rows * call.positions else None  # an empty batch has nothing to annotate
-            if binding is not None:
-                if id(binding) not in bindings:
-                    bindings[id(binding)] = (binding, bound_rows)
-                    bound_rows += binding.size
-                offset = bindings[id(binding)][1]
-            values = (
-                call.layer,
-                record.step,
-                call.micro,
-                call.call,
-                call.rows,
-                call.positions,
-                call.inner,
-                offsets.get(call.layer, 0),
-                offset,
-                binding.rows if binding else None,
-                binding.positions if binding else None,
-                call.layout,
-            )
-            for name, value in zip(CALLS.names, values, strict=True):
-                rows[name].append(value)
-            offsets[call.layer] = offsets.get(call.layer, 0) + call.rows * call.positions
+        for layer, micro, call, count, positions, inner, annotation, *annotated, layout in record.call_rows:
+            offset = offsets.get(layer, 0)
+            first = None if annotation is None else before + annotation
+            values = (layer, record.step, micro, call, count, positions, inner, offset, first, *annotated, layout)
+            for column, value in zip(rows.values(), values, strict=True):
+                column.append(value)
+            offsets[layer] = offset + count * positions
+        before += sum(len(next(iter(columns.columns.values()))) for columns in record.columns)
     annotations = pa.concat_tables(
         [
-            pa.table({name: pa.array(column, mask=binding.missing) for name, column in binding.flat().items()})
-            for binding, _ in bindings.values()
+            pa.table({name: pa.array(column, mask=part.missing) for name, column in part.columns.items()})
+            for part in join_columns([columns for record in records for columns in record.columns])
         ]
         or [pa.table({})],
         promote_options="permissive",
@@ -101,8 +86,11 @@ def check_columns(known: dict[str, str], binding: Binding) -> None:
     for name, column in binding.columns.items():
         if not column.size:
             continue  # an empty batch says nothing about its columns
-        kind = {"b": "bool", "i": "int64", "f": "double", "U": "string"}[column.dtype.kind]
-        before = known.get(name, kind)
+        kind = COLUMN_TYPES[column.dtype.kind]
+        before = known.get(name)
+        if before == kind:
+            continue
+        before = kind if before is None else before
         if before != kind and {before, kind} != {"int64", "double"}:
             raise AnnotationError(
                 f"Column {name!r} held {before} so far and now holds {kind}. Keep one type, or use another column."

@@ -2,13 +2,19 @@
 
 Patterns that are on a GPU are encoded there, as they will be stored, before they are copied: fewer bytes have to
 come over, and the writer's thread has nothing to compute. Patterns in the CPU's memory are encoded by that thread.
+
+A step may wait for its shard for half a minute. What the training thread hands over is many small objects, one for each
+call and batch; the writer's thread compacts them to a few, because Python's garbage collector looks through every
+object that lives long, again and again, on whichever thread it happens to run.
 """
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,22 +26,24 @@ from dualform.store.host_copy import HostCopier, HostCopy, is_elsewhere
 from dualform.store.pool import MIN_POOLED_WIDTH
 from dualform.store.row_encoding import address_seed, encode, stored_dtypes
 
+MAX_JOINED_BYTES = 1 << 16
+"""Bytes of a call's patterns up to which they are put together with those of other calls of the same layer."""
 
-@dataclass(frozen=True, slots=True)
-class TakenRows:
+
+class TakenRows(NamedTuple):
     """Keys or values of a call.
 
     Attributes:
         rows: (T, d), as they were trained with or as they are stored.
         scales: of stored rows that have some, (T,) float32.
         encoded: whether the rows are as they are stored.
-        range: the least and the greatest element of keys, (2,) float64, where a GPU has found them.
+        range: the least and the greatest element of keys, () each, where a GPU has found them.
     """
 
     rows: Tensor
     scales: Tensor | None = None
     encoded: bool = False
-    range: Tensor | None = None
+    range: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -44,28 +52,29 @@ class TakenRows:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are there, in a fixed order."""
-        return [tensor for tensor in (self.rows, self.scales, self.range) if tensor is not None]
+        return [self.rows, *(() if self.scales is None else (self.scales,)), *self.range]
 
 
-@dataclass(frozen=True, slots=True)
-class TakenCall:
-    """The patterns of one call, and where they are in the step; the fields are those of `CallRecord` and `StepCall`.
+class TakenCall(NamedTuple):
+    """The patterns of one call, or of several small calls of one layer one after the other.
 
-    Attributes beside those:
+    Attributes:
+        layer: the layer's name.
+        micro: which backward of the step accumulated them; of several calls the first one's.
+        call: which call of its layer in that backward; of several calls the first one's.
+        keys: (T, d_in)
+        values: (T, d_out), or None where only keys are kept.
         pooled: whether the layer's identical keys are stored once.
+        joinable: whether the rows are encoded without regard to their address, so that those of calls may be joined.
     """
 
     layer: str
     micro: int
     call: int
-    rows: int
-    positions: int
-    inner: int
-    keys: TakenRows  # (rows × positions, d_in)
-    values: TakenRows | None  # (rows × positions, d_out)
-    binding: Binding | None
-    layout: str | None
+    keys: TakenRows
+    values: TakenRows | None
     pooled: bool
+    joinable: bool
 
     @property
     def nbytes(self) -> int:
@@ -90,17 +99,41 @@ class StepMarks:
     annotations: str
 
 
+CallRow = tuple[str, int, int, int, int, int, int | None, int | None, int | None, str | None]
+"""A call's row in the calls table, without its step and the offset of its patterns.
+
+layer, micro, call, rows, positions, inner, and layout are those of `StepCall`. Before the layout come the call's first
+row among the step's rows of columns (None without columns), and the rows and positions of its columns. A plain tuple of
+numbers and strings is something that the garbage collector need not look through.
+"""
+
+
+class ColumnRows(NamedTuple):
+    """Rows of the user's columns, one after the other: name -> (n,), and where no column has a value, (n,) or None."""
+
+    columns: Mapping[str, npt.NDArray[Any]]
+    missing: npt.NDArray[np.bool_] | None
+
+    @property
+    def kind(self) -> tuple[tuple[str, str], ...]:
+        """The names and types of the columns; rows of one kind may be put together."""
+        return tuple((name, column.dtype.kind) for name, column in self.columns.items())
+
+
 @dataclass(slots=True)
 class TakenStep:
     """One step to write. Its tensors may be looked at after `wait` and before `release`."""
 
     step: int
     calls: Sequence[TakenCall]
+    places: Sequence[tuple[str, StepCall]]  # the layer and the place of each call, until the step is compacted
     facts: Sequence[ParameterFacts]
     samples: Mapping[str, Tensor]
     rows: Mapping[str, RowCheck]
     copy: HostCopy | None  # until it is released: it refers to all tensors
     marks: StepMarks | None = None  # where the training is to be run again
+    call_rows: list[CallRow] = field(default_factory=list)  # once it is compacted
+    columns: list[ColumnRows] = field(default_factory=list)  # once it is compacted
 
     @property
     def nbytes(self) -> int:
@@ -113,9 +146,75 @@ class TakenStep:
         if self.copy is not None:
             self.copy.wait()
 
+    def compact(self) -> None:
+        """Turn the places of the calls into rows, and put small calls of a layer together; after `wait`."""
+        self.call_rows, self.columns = _rows_of(self.places)
+        self.places = ()
+        by_layer: dict[str, list[TakenCall]] = {}
+        for call in self.calls:
+            by_layer.setdefault(call.layer, []).append(call)
+        if len(by_layer) < len(self.calls) and all(
+            call.joinable and call.nbytes <= MAX_JOINED_BYTES for call in self.calls
+        ):
+            self.calls = [_joined(calls) for calls in by_layer.values()]
+            self.copy = None
+
     def release(self) -> None:
         """Let go of the patterns, so that their memory can be used again."""
         self.copy, self.calls = None, ()
+
+
+def _joined(calls: Sequence[TakenCall]) -> TakenCall:
+    """Return the patterns of several calls of one layer as one, in memory of their own."""
+    if len(calls) == 1:
+        return calls[0]
+    values = [call.values.rows for call in calls if call.values is not None]
+    return calls[0]._replace(
+        keys=TakenRows(torch.cat([call.keys.rows for call in calls])),
+        values=TakenRows(torch.cat(values)) if values else None,
+    )
+
+
+def _rows_of(places: Sequence[tuple[str, StepCall]]) -> tuple[list[CallRow], list[ColumnRows]]:
+    """Return the rows of a step's calls, and the columns that they refer to, each batch's once."""
+    found: list[CallRow] = []
+    offsets: dict[int, int] = {}  # id of a binding -> its first row
+    bindings: list[Binding] = []
+    rows_before = 0
+    for layer, (_, micro, call, rows, positions, inner, binding, layout, _) in places:
+        if binding is None or not rows * positions:  # an empty batch has nothing to annotate
+            found.append((layer, micro, call, rows, positions, inner, None, None, None, layout))
+            continue
+        offset = offsets.get(id(binding))
+        if offset is None:
+            offset = offsets[id(binding)] = rows_before
+            bindings.append(binding)
+            rows_before += binding.size
+        annotated = offset, binding.rows, binding.positions
+        found.append((layer, micro, call, rows, positions, inner, *annotated, layout))
+    if len(bindings) > 1 and all(binding.constant for binding in bindings):
+        columns = [ColumnRows({name: column[None] for name, column in b.columns.items()}, None) for b in bindings]
+    else:
+        columns = [ColumnRows(binding.flat(), binding.missing) for binding in bindings]
+    return found, join_columns(columns)
+
+
+def join_columns(rows: Sequence[ColumnRows]) -> list[ColumnRows]:
+    """Put rows of columns together that follow each other and have the same columns, and values everywhere."""
+    runs: list[list[ColumnRows]] = []
+    before: object = None
+    for one in rows:
+        kind = one.kind if one.missing is None else None
+        if kind is None or kind != before:
+            runs.append([])
+        runs[-1].append(one)
+        before = kind
+    return [
+        run[0]
+        if len(run) == 1
+        else ColumnRows({name: np.concatenate([one.columns[name] for one in run]) for name in run[0].columns}, None)
+        for run in runs
+    ]
 
 
 class PooledLayers:
@@ -160,28 +259,31 @@ class AccumulatedCalls:
         self._copier = HostCopier()
         self._records: dict[int, CallRecord] = {}  # by number
         self._inputs: dict[int, Tensor] = {}  # checksums of keys that owe nothing to the parameters, by number
+        self._bytes = 0  # of all of them, as they will be in the CPU's memory
 
     def add(self, record: CallRecord) -> None:
         """Take a call that was just accumulated."""
         if self._marker is not None and record.raw:
             self._inputs[record.number] = checksum(record.keys)
         if record.layer in self._unstored:
-            record = dataclasses.replace(record, keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
+            record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
         self._records[record.number] = record
+        self._bytes += self._nbytes(record)
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the calls of some backwards."""
         gone = set(backwards)
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
         self._inputs = {number: one for number, one in self._inputs.items() if number in self._records}
+        self._bytes = sum(self._nbytes(record) for record in self._records.values())
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._records, self._inputs = {}, {}
+        self._records, self._inputs, self._bytes = {}, {}, 0
 
     def nbytes(self) -> int:
         """Return the bytes of all patterns, as they will be in the CPU's memory."""
-        return sum(self._nbytes(record) for record in self._records.values())
+        return self._bytes
 
     def _nbytes(self, record: CallRecord) -> int:
         if not is_elsewhere(record.keys):
@@ -199,12 +301,16 @@ class AccumulatedCalls:
         ]
         found: list[TakenRows] = []
         for call, record, in_pool in zip(facts.calls, records, pooled, strict=True):
+            keys, values = call.keys_of(record), record.values
+            if not is_elsewhere(keys):
+                found.extend([TakenRows(keys)] if values is None else [TakenRows(keys), TakenRows(values)])
+                continue
             of_keys, of_values = stored_dtypes(self._dtypes[record.layer], pooled=in_pool)
             seed = partial(_seed, record.layer, facts.step, call)
             # Keys of a pool are known by the bytes that were trained with.
-            found.append(_taken(call.keys_of(record), None if in_pool else of_keys, seed, "keys"))
-            if record.values is not None:
-                found.append(_taken(record.values, of_values, seed, "values"))
+            found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys"))
+            if values is not None:
+                found.append(_encoded(values, of_values, seed, "values"))
         marked = {} if self._marker is None else self._marker.measure(facts.parameters)
         inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
         patterns = [tensor for rows in found for tensor in rows.tensors()]
@@ -213,27 +319,23 @@ class AccumulatedCalls:
         copied = iter([_with_tensors(rows, here) for rows in found])
         calls = [
             TakenCall(
-                layer=record.layer,
-                micro=call.micro,
-                call=call.call,
-                rows=call.rows,
-                positions=call.positions,
-                inner=call.inner,
-                keys=next(copied),
-                values=None if record.values is None else next(copied),
-                binding=call.binding,
-                layout=call.layout,
-                pooled=in_pool,
+                record.layer,
+                call.micro,
+                call.call,
+                next(copied),
+                None if record.values is None else next(copied),
+                in_pool,
+                self._dtypes[record.layer] != torch.int8 and not is_elsewhere(record.keys),
             )
             for call, record, in_pool in zip(facts.calls, records, pooled, strict=True)
         ]
+        places = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
         samples = {name: next(here) for name in facts.samples}
         marks: StepMarks | None = None
         if self._marker is not None:
-            placed = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
             packed = {name: next(here) for name in marked}
-            marks = StepMarks(packed, list(here), digest_calls(placed), digest_annotations(placed))
-        return TakenStep(facts.step, calls, facts.facts, samples, facts.rows, copy, marks)
+            marks = StepMarks(packed, list(here), digest_calls(places), digest_annotations(places))
+        return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy, marks)
 
 
 def _seed(layer: str, step: int, call: StepCall, what: str) -> int:
@@ -241,18 +343,16 @@ def _seed(layer: str, step: int, call: StepCall, what: str) -> int:
     return address_seed(layer, what, step, call.micro, call.call)
 
 
-def _taken(rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int], what: str) -> TakenRows:
-    """Return rows as they go to the CPU's memory: from another one with the range of keys, and encoded.
+def _encoded(rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int], what: str) -> TakenRows:
+    """Return rows as they go to the CPU's memory from another one: keys with their range, and encoded.
 
     Args:
-        rows: keys or values.
+        rows: keys or values, on a GPU.
         dtype: what to store them in; None where they are to be encoded later.
         seed: returns the seed of the noise that keys or values are rounded with.
         what: "keys" or "values".
     """
-    if not is_elsewhere(rows):
-        return TakenRows(rows)
-    ends = torch.stack(torch.aminmax(rows)).double() if what == "keys" and rows.numel() else None
+    ends = tuple(torch.aminmax(rows)) if what == "keys" and rows.numel() else ()
     if dtype is None:
         return TakenRows(rows, range=ends)
     return TakenRows(*encode(rows, dtype, seed=seed(what)), encoded=True, range=ends)
@@ -264,5 +364,5 @@ def _with_tensors(rows: TakenRows, tensors: Iterator[Tensor]) -> TakenRows:
         next(tensors),
         None if rows.scales is None else next(tensors),
         rows.encoded,
-        None if rows.range is None else next(tensors),
+        tuple(next(tensors) for _ in rows.range),
     )

@@ -33,7 +33,7 @@ from dualform.recording.sinks import CallRecord, LayerStart, PreparedStep, Start
 from dualform.recording.surroundings import find_surroundings
 from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.blobs import Blobs
-from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STATE
+from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STARTING, STATE
 from dualform.store.host_copy import HostCopier, HostCopy
 from dualform.store.kept_state import ShardState, StateKeeper
 from dualform.store.manifest import Manifest, SharesEntry
@@ -112,6 +112,7 @@ class DiskWriter:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
         self.dtype = dtype
+        self.taken_bytes = 0  # of the keys and values of all steps handed over
         self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
         self._shard_bytes = shard_bytes
         self._resume = resume
@@ -180,7 +181,7 @@ class DiskWriter:
         """Remove the files of a run whose beginning failed before its manifest: they would pass for somebody else's."""
         if self._locked and self.blobs.size(MANIFEST) is None:
             self.blobs.remove_unpublished()
-            for name in (INITIAL, FROZEN):
+            for name in (INITIAL, FROZEN, STARTING):
                 with contextlib.suppress(OSError):
                     self.blobs.remove(name)
 
@@ -237,6 +238,7 @@ class DiskWriter:
             self._hole = error
             raise
         self._unsealed += size
+        self.taken_bytes += size
         if moments:  # the model may have gone on since
             if moments[0] is not None:
                 self._put_seal(moments[0])
@@ -442,6 +444,7 @@ class DiskWriter:
         self.blobs.remove_unpublished()
         initial = publish_tensors(self.blobs, INITIAL, tensors)
         entries, files = self._keeper.begin(self.blobs)
+        files |= self._keeper.publish_start(self.blobs)
         self._shards.publish_manifest(files={INITIAL: initial, **files}, uncovered_state=entries)
 
     def _continue(self, start: Start) -> None:
@@ -518,6 +521,7 @@ class DiskWriter:
             for item in self._queue:
                 if isinstance(item, TakenStep):
                     item.wait()
+                    item.compact()
                     self._taken.append(item)
                 elif isinstance(item, _Attachment):
                     self._shards.attach(item.files)

@@ -11,6 +11,7 @@ from torch.nn import functional
 import dualform
 from dualform.experiments.datasets import load, standardised
 from dualform.recording.layers import find_kind
+from dualform.recording.layers.conv import patches_by_offset, unfolded_patches
 
 OPTIONS: dict[str, tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], dict[str, Any], tuple[int, ...]]] = {
     "1-D": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (9,)),
@@ -139,3 +140,10 @@ def test_a_network_on_digits_learns_and_is_covered(run: Path) -> None:
     assert float((model(test).argmax(1) == wanted).double().mean()) > 0.9
     top = memory.attend(model, test[:2])["4"].top(3).to_arrow()
     assert set(top["label"].to_pylist()) <= set(range(10))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_patches_are_the_same_in_both_ways(option: str) -> None:
+    kind, settings, size = OPTIONS[option]
+    conv, padded = kind(4, 6, **settings), torch.randn(3, 4, *(length + 4 for length in size))
+    assert torch.equal(patches_by_offset(conv, padded), unfolded_patches(conv, padded))

@@ -27,6 +27,17 @@ class OtherRMSNorm(nn.Module):
         return self.weight * wide.to(hidden.dtype)
 
 
+class OtherLayerNorm(OtherRMSNorm):
+    """As T5 names it, though it takes no mean away."""
+
+
+class CenteredLayerNorm(OtherRMSNorm):
+    """A layer norm in truth, without a bias."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden - hidden.mean(-1, keepdim=True))
+
+
 class ShiftedRMSNorm(OtherRMSNorm):
     """Multiplies by one plus the weight."""
 
@@ -79,9 +90,10 @@ def test_an_rms_norm_of_another_package_is_recorded(run: Path, name: str) -> Non
     torch.testing.assert_close(output, model[:2](inputs).detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("other", [ShiftedRMSNorm, CenteredRMSNorm, FailingRMSNorm])
+@pytest.mark.parametrize("other", [ShiftedRMSNorm, CenteredRMSNorm, CenteredLayerNorm, FailingRMSNorm])
 def test_a_module_that_computes_something_else_is_left_alone(other: type[OtherRMSNorm]) -> None:
     assert find_kind(OtherRMSNorm(8)) is not None
+    assert find_kind(OtherLayerNorm(8)) is not None
     assert find_kind(other(8)) is None
 
 

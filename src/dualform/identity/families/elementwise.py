@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from dualform.identity.families.optimizer_kind import (
     BackwardRecursion,
+    Move,
     Multiplier,
     OptimizerKind,
     ReplayedStep,
@@ -88,51 +89,62 @@ class ElementwiseStep(StepMap):
             gradient=(-direct * self.sign, beta * self.sign),
         )
 
-    def follow(
-        self,
-        shares: list[Tensor],
-        averages: list[Tensor],
-        gradients: Sequence[Tensor | None],
-        *,
-        averages_moved: bool = False,
-    ) -> None:
-        """Move shares and averages in place, all of them by one kernel for each product."""
-        with_gradient = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        moved: list[Tensor] = [gradient for gradient in gradients if gradient is not None]
-        if self.decay:
-            decayed = torch._foreach_mul(shares, self.decay)
-            if moved:
-                torch._foreach_add_([decayed[place] for place in with_gradient], moved, alpha=self.sign)
-            moved, with_gradient = list(decayed), list(range(len(shares)))
-        elif self.sign != 1.0 and moved:
-            moved = list(torch._foreach_mul(moved, self.sign))
-        if self.moves_average and not averages_moved:
-            if self.alpha != 1.0:
-                torch._foreach_mul_(averages, self.alpha)
-            _add_products([averages[place] for place in with_gradient], moved, self.beta)
-        if self.kappa != 1.0:
-            torch._foreach_mul_(shares, self.kappa)
-        if _is_not_zero(self.on_average):
-            _add_products(shares, averages, self.on_average, sign=-1)
-        _add_products([shares[place] for place in with_gradient], moved, self.on_gradient, sign=-1)
+    @classmethod
+    def follow_all(cls, moves: Sequence[Move["ElementwiseStep"]]) -> None:
+        """Move all shares in place: those whose steps have the same numbers by one kernel for each product."""
+        alike: dict[tuple[Any, ...], list[Move[ElementwiseStep]]] = {}
+        for move in moves:
+            step = move.linear
+            numbers = (step.alpha, step.kappa, step.decay, step.sign, move.averages_moved)
+            factors = (step.beta, step.on_average, step.on_gradient)
+            at = (*numbers, *("matrix" if isinstance(factor, Tensor) else factor for factor in factors))
+            alike.setdefault(at, []).append(move)
+        for group in alike.values():
+            _follow_together(group)
 
-    def bias_correction(self, alpha: float) -> float:
-        """Return 1 − αᵗ where the step divides the average by it."""
-        return 1 - alpha**self.corrected if self.corrected else 1.0
+
+def _follow_together(moves: Sequence[Move[ElementwiseStep]]) -> None:
+    """Follow steps that are alike but for their matrices."""
+    first = moves[0].linear
+    shares = [share for move in moves for share in move.shares]
+    averages = [average for move in moves for average in move.averages]
+    owners = [move.linear for move in moves for _ in move.shares]
+    gradients = [gradient for move in moves for gradient in move.gradients]
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    moved = [gradient for gradient in gradients if gradient is not None]
+    if first.decay:
+        decayed = list(torch._foreach_mul(shares, first.decay))
+        if moved:
+            torch._foreach_add_([decayed[place] for place in places], moved, alpha=first.sign)
+        moved, places = decayed, list(range(len(shares)))
+    elif first.sign != 1.0 and moved:
+        moved = list(torch._foreach_mul(moved, first.sign))
+    with_gradient = [owners[place] for place in places]
+    if first.moves_average and not moves[0].averages_moved:
+        if first.alpha != 1.0:
+            torch._foreach_mul_(averages, first.alpha)
+        _add_products([averages[place] for place in places], moved, [one.beta for one in with_gradient])
+    if first.kappa != 1.0:
+        torch._foreach_mul_(shares, first.kappa)
+    _add_products(shares, averages, [one.on_average for one in owners], sign=-1)
+    _add_products([shares[place] for place in places], moved, [one.on_gradient for one in with_gradient], sign=-1)
 
 
 def _is_not_zero(factor: Tensor | float) -> bool:
     return isinstance(factor, Tensor) or factor != 0.0
 
 
-def _add_products(totals: list[Tensor], terms: list[Tensor], factor: Tensor | float, *, sign: int = 1) -> None:
-    """Add each term times a factor, a number or a matrix, to its total, in place."""
-    if not totals or not _is_not_zero(factor):
+def _add_products(
+    totals: list[Tensor], terms: list[Tensor], factors: Sequence[Tensor | float], *, sign: int = 1
+) -> None:
+    """Add each term times a factor to its total, in place; factors are all matrices, or all the same number."""
+    if not totals or not _is_not_zero(factors[0]):
         return
-    if isinstance(factor, Tensor):
-        torch._foreach_addcmul_(totals, terms, [factor] * len(totals), value=sign)
+    matrices = [factor for factor in factors if isinstance(factor, Tensor)]
+    if matrices:
+        torch._foreach_addcmul_(totals, terms, matrices, value=sign)
     else:
-        torch._foreach_add_(totals, terms, alpha=sign * factor)
+        torch._foreach_add_(totals, terms, alpha=sign * float(factors[0]))
 
 
 Reading = Callable[[Settings, State, State], ElementwiseStep]

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dualform.identity.families.optimizer_kind import (
     BackwardRecursion,
+    Move,
     Multiplier,
     OptimizerKind,
     ReplayedStep,
@@ -70,25 +71,21 @@ class OneSidedStep(StepMap):
 
     moves_average = True
 
-    def follow(
-        self,
-        shares: list[Tensor],
-        averages: list[Tensor],
-        gradients: Sequence[Tensor | None],
-        *,
-        averages_moved: bool = False,
-    ) -> None:
+    @classmethod
+    def follow_all(cls, moves: Sequence[Move["OneSidedStep"]]) -> None:
         """Move shares and averages in place, one share after the other."""
-        for share, average, gradient in zip(shares, averages, gradients, strict=True):
-            if not averages_moved:
-                average.mul_(self.alpha)
-                if gradient is not None:
-                    average.add_(gradient, alpha=self.beta)
-            update = self.ahead * average
-            if gradient is not None and self.ahead != 1.0:
-                update.add_(gradient, alpha=1 - self.ahead)
-            left, right = (update, self.side) if self.tall else (self.side, update)
-            share.addmm_(left, right, beta=self.kappa, alpha=-self.gamma)
+        for move in moves:
+            step = move.linear
+            for share, average, gradient in zip(move.shares, move.averages, move.gradients, strict=True):
+                if not move.averages_moved:
+                    average.mul_(step.alpha)
+                    if gradient is not None:
+                        average.add_(gradient, alpha=step.beta)
+                update = step.ahead * average
+                if gradient is not None and step.ahead != 1.0:
+                    update.add_(gradient, alpha=1 - step.ahead)
+                left, right = (update, step.side) if step.tall else (step.side, update)
+                share.addmm_(left, right, beta=step.kappa, alpha=-step.gamma)
 
 
 @dataclass(frozen=True, slots=True)

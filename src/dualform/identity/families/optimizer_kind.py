@@ -89,22 +89,12 @@ class StepMap(ABC):
         """The step as numbers; None where its map is not made of numbers alone."""
         return None
 
+    @classmethod
     @abstractmethod
-    def follow(
-        self,
-        shares: list[Tensor],
-        averages: list[Tensor],
-        gradients: Sequence[Tensor | None],
-        *,
-        averages_moved: bool = False,
-    ) -> None:
+    def follow_all(cls, moves: "Sequence[Move[Any]]") -> None:
         """Do what `step` does to many shares at once, in place, in the dtype and on the device of the shares.
 
-        Args:
-            shares: shares of W before the step; they are W's shares after it when this returns.
-            averages: their averages; nothing where the step neither changes nor uses an average.
-            gradients: the gradient of each share, None for zero.
-            averages_moved: whether the averages are those after the step already, so that they stay as they are.
+        The moves are of one family; their steps may be those of several parameters.
         """
 
     def rate(self, gradient: Tensor) -> MeasuredRate:
@@ -130,6 +120,28 @@ class StepMap(ABC):
         return 1.0
 
 
+M = TypeVar("M", bound=StepMap)
+
+
+@dataclass(frozen=True, slots=True)
+class Move(Generic[M]):
+    """A step that some shares of its parameter are to follow.
+
+    Attributes:
+        linear: the step.
+        shares: shares of W before the step, which are written to.
+        averages: their averages, which are written to; anything where the step neither changes nor uses an average.
+        gradients: the gradient of each share, None for zero.
+        averages_moved: whether the averages are those after the step already, so that they stay as they are.
+    """
+
+    linear: M
+    shares: list[Tensor]
+    averages: list[Tensor]
+    gradients: Sequence[Tensor | None]
+    averages_moved: bool = False
+
+
 class Multiplier(ABC):
     """What the gradient of one step is multiplied with in the final parameter."""
 
@@ -152,7 +164,13 @@ class Multiplier(ABC):
         """
 
 
-M = TypeVar("M", bound=StepMap)
+def follow_together(moves: Sequence[Move[Any]]) -> None:
+    """Let shares follow their steps, which may be of several families."""
+    families: dict[type[StepMap], list[Move[Any]]] = {}
+    for move in moves:
+        families.setdefault(type(move.linear), []).append(move)
+    for family, mine in families.items():
+        family.follow_all(mine)
 
 
 class BackwardRecursion(ABC, Generic[M]):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.identity.families.optimizer_kind import StepMap, StepMatrix
+from dualform.identity.families.optimizer_kind import Move, StepMap, StepMatrix
 from dualform.identity.grouped_products import RowGroups, gradients_by_group
 from dualform.identity.parameter_maps import OuterMap, ParameterMap
 
@@ -67,7 +67,7 @@ class UseRows:
         keys: (T, d_in) as the call has them.
         codes: (T,) the group of each pattern, on the CPU.
         factor: what the gradient was multiplied with between backward and step.
-        sorted: the groups, and values and keys sorted by them, once they were asked for; shared by all uses of a call.
+        sorted: the groups, and values and keys sorted by them; shared by all uses of a call.
     """
 
     use: UseKey
@@ -83,16 +83,15 @@ class UseRows:
 class SortedRows:
     """Values and keys of one call sorted by group, found when they are first asked for."""
 
-    codes: Tensor
+    groups: RowGroups
     values: Tensor
     keys: Tensor
-    _found: tuple[RowGroups, Tensor, Tensor] | None = None
+    _found: tuple[Tensor, Tensor] | None = None
 
-    def get(self) -> tuple[RowGroups, Tensor, Tensor]:
-        """Return the groups, the sorted values and the sorted keys."""
+    def get(self) -> tuple[Tensor, Tensor]:
+        """Return the sorted values and the sorted keys."""
         if self._found is None:
-            groups = RowGroups.of_codes(self.codes)
-            self._found = groups, groups.sort(self.values), groups.sort(self.keys)
+            self._found = self.groups.sort(self.values), self.groups.sort(self.keys)
         return self._found
 
 
@@ -137,7 +136,7 @@ class StartPart:
             weight, average = self.parts()
             self.moved = GroupShare(weight.to(like), average.to(like))
         assert self.moved.average is not None
-        linear.follow([self.moved.weight], [self.moved.average], [None])
+        linear.follow_all([Move(linear, [self.moved.weight], [self.moved.average], [None])])
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Return what is left of the start, and its part of the average, in float64."""
@@ -190,8 +189,10 @@ class ParameterFold:
             zero = torch.zeros_like(self.whole.weight)
             self.whole.average = zero if live is None or self.start.warm is not None else zero.copy_(live)
 
-    def step(self, linear: StepMap, rows: Sequence[UseRows], *, gradient: Tensor, live_average: Tensor | None) -> None:
-        """Follow one step.
+    def step(
+        self, linear: StepMap, rows: Sequence[UseRows], *, gradient: Tensor, live_average: Tensor | None
+    ) -> list[Move[StepMap]]:
+        """Begin to follow one step, and return the moves that are left to do before the next one.
 
         Args:
             linear: the step's map.
@@ -199,28 +200,27 @@ class ParameterFold:
             gradient: the gradient that the optimizer took.
             live_average: the optimizer's average after the step, where it keeps one.
         """
-        self._move_whole(linear, gradient, live_average)
+        whole = self._move_of_whole(linear, gradient, live_average)
         self.start.step(linear, self.whole.weight)
         self.noise = ((linear.kappa * self.noise) ** 2 + linear.noise**2) ** 0.5
         numbers = linear.matrix
         if numbers is not None:
             self._waiting.append(_WaitingStep(numbers, rows))
-            return
+            return [whole]
         self.fold_waiting()
-        self._move_shares(linear, rows)
+        return [whole, *self._moves_of_shares(linear, rows)]
 
-    def _move_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> None:
+    def _move_of_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> Move[StepMap]:
         whole = self.whole
         taken = gradient.to(whole.weight)
         if whole.average is not None:
-            linear.follow([whole.weight], [whole.average], [taken])
-        elif live_average is not None:
-            linear.follow([whole.weight], [live_average.to(whole.weight)], [taken], averages_moved=True)
-        else:  # the optimizer keeps no average, and its map uses none
-            linear.follow([whole.weight], [whole.weight], [taken], averages_moved=True)
+            return Move(linear, [whole.weight], [whole.average], [taken])
+        # Without an average of the optimizer's, the step's map uses none.
+        average = whole.weight if live_average is None else live_average.to(whole.weight)
+        return Move(linear, [whole.weight], [average], [taken], averages_moved=True)
 
-    def _move_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> None:
-        """Let every share follow a step whose map is made of matrices."""
+    def _moves_of_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> list[Move[StepMap]]:
+        """Return the moves of every share in a step whose map is made of matrices."""
         gradients = self._gradients(rows)
         shares, parts = [], []
         for use, groups in self.shares.items():
@@ -230,22 +230,22 @@ class ParameterFold:
                     share.average = torch.zeros_like(share.weight)
                 shares.append(share)
                 parts.append(gradients.get((use, group)))
-        if shares:
-            averages = [share.weight if share.average is None else share.average for share in shares]
-            linear.follow([share.weight for share in shares], averages, parts)
+        averages = [share.weight if share.average is None else share.average for share in shares]
+        return [Move(linear, [share.weight for share in shares], averages, parts)] if shares else []
 
     def _gradients(self, rows: Sequence[UseRows]) -> dict[tuple[UseKey, int], Tensor]:
         """Return the gradient of each use and group that the patterns of a step are in."""
         found: dict[tuple[UseKey, int], Tensor] = {}
-        dtype = self.whole.weight.dtype
+        like = self.whole.weight
+        dtype = like.dtype
         for one in rows:
-            groups, values, keys = one.sorted.get()
+            groups, (values, keys) = one.sorted.groups, one.sorted.get()
             parts = gradients_by_group(one.parameter_map, values, keys, groups, self.shape, dtype)
             if one.factor != 1.0:
                 torch._foreach_mul_(parts, one.factor)
             for group, part in zip(groups.present, parts, strict=True):
                 self._share(one.use, group)
-                there = part.to(self.whole.weight)
+                there = part if part.device == like.device else part.to(like.device)
                 earlier = found.get((one.use, group))
                 found[one.use, group] = there if earlier is None else earlier.add_(there)
         return found
@@ -276,7 +276,7 @@ class ParameterFold:
         for use, parts in by_use.items():
             self._fold_use(use, parts, behind, moves_average=moves_average)
         for use, groups in self.shares.items():
-            present = {int(code) for rows, _ in by_use.get(use, ()) for code in rows.sorted.get()[0].present}
+            present = {int(code) for rows, _ in by_use.get(use, ()) for code in rows.sorted.groups.present}
             for group, share in groups.items():
                 if group not in present:
                     share.behind = behind.after(share.behind)

@@ -4,13 +4,15 @@ A convolution is a linear layer that is applied to every patch of its input: `z[
 as a (d_out, channels × kernel) matrix. A pattern's position is its output location.
 """
 
-from typing import cast
+import itertools
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.buffer_pool import new_rows
 from dualform.recording.layers.layer_kind import LayerKind, present, records
 
 
@@ -40,16 +42,46 @@ class Convolution(LayerKind):
         if inputs.dim() == axes + 1:  # one image
             inputs = inputs[None]
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        patches = functional.pad(inputs, conv._reversed_padding_repeated_twice, mode=mode)
-        for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
-            patches = patches.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
-        # (B, channels, *locations, *kernel) -> (B, *locations, channels, *kernel)
-        return patches.movedim(1, axes + 1).flatten(axes + 1)
+        padding = conv._reversed_padding_repeated_twice
+        padded = functional.pad(inputs, padding, mode=mode) if any(padding) else inputs
+        return patches_by_offset(conv, padded) if padded.device.type == "cpu" else unfolded_patches(conv, padded)
 
     def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
         """Return the errors, (B, *output locations, out_channels)."""
         axes = len(cast("_ConvNd", module).kernel_size)
         return (error[None] if error.dim() == axes + 1 else error).movedim(1, -1)
+
+
+def unfolded_patches(conv: _ConvNd, padded: Tensor) -> Tensor:
+    """Return the patches of a padded input, (B, *output locations, channels × kernel)."""
+    axes, patches = len(conv.kernel_size), padded
+    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
+        patches = patches.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    # (B, channels, *locations, *kernel) -> (B, *locations, channels, *kernel)
+    return patches.movedim(1, axes + 1).flatten(axes + 1)
+
+
+def patches_by_offset(conv: _ConvNd, padded: Tensor) -> Tensor:
+    """Return what `unfolded_patches` returns, on the CPU about three times as fast.
+
+    For each offset in the kernel one copy of all locations; a copy patch by patch has runs of memory that are only as
+    long as a row of the kernel.
+    """
+    axes, channels = len(conv.kernel_size), padded.shape[1]
+    spans = [dilation * (size - 1) for size, dilation in zip(conv.kernel_size, conv.dilation, strict=True)]
+    locations = [
+        (length - span - 1) // s + 1 for length, span, s in zip(padded.shape[2:], spans, conv.stride, strict=True)
+    ]
+    patches = new_rows((padded.shape[0], *locations, channels, *conv.kernel_size), padded)
+    for offset in itertools.product(*(range(size) for size in conv.kernel_size)):
+        begins = [at * dilation for at, dilation in zip(offset, conv.dilation, strict=True)]
+        places = [
+            slice(begin, begin + stride * (count - 1) + 1, stride)
+            for begin, stride, count in zip(begins, conv.stride, locations, strict=True)
+        ]
+        there: tuple[Any, ...] = (..., *offset)
+        patches[there] = padded[(slice(None), slice(None), *places)].movedim(1, axes + 1)
+    return patches.flatten(axes + 1)
 
 
 @records(nn.Conv1d)

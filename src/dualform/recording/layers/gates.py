@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dualform.identity.parameter_use import ParameterUse, Span
+from dualform.recording.buffer_pool import new_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,13 @@ class Weights:
     def joined(self, keys: Tensor) -> Tensor:
         """Return W_ih x + b_ih + W_hh h + b_hh in one product, (T, B, G·H)."""
         weight = torch.cat([self.inputs, self.hidden], dim=1)
+        result = new_rows((*keys.shape[:2], len(weight)), keys)
+        rows, flat = keys.flatten(0, 1), result.view(-1, len(weight))
         if self.input_bias is None or self.hidden_bias is None:
-            return keys @ weight.T
-        return torch.nn.functional.linear(keys, weight, self.input_bias + self.hidden_bias)
+            torch.mm(rows, weight.T, out=flat)
+        else:
+            torch.addmm(self.input_bias + self.hidden_bias, rows, weight.T, out=flat)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,38 +108,57 @@ class LSTM(Cell):
         gates[:, :, 2].tanh_()
         gates[:, :, 3].sigmoid_()
         i, f, g, o = gates.unbind(2)
-        cells = torch.empty_like(i.contiguous())
-        fresh = i * g
-        before = cell
-        for t in range(steps):
-            before = torch.addcmul(fresh[t], f[t], before, out=cells[t])
+        shape = steps, rows, units
+        cells = new_rows((steps + 1, rows, units), keys)  # before each step, and after the last
+        cells[0] = cell
+        fresh = torch.mul(i, g, out=new_rows(shape, keys))
+        forgetting, states = f.unbind(0), cells.unbind(0)
+        for t, new in enumerate(fresh.unbind(0)):
+            torch.addcmul(new, forgetting[t], states[t], out=states[t + 1])
             if mask is not None:
-                before = torch.where(mask[t], before, cell)
-        bent = cells.tanh()
+                states[t + 1].copy_(torch.where(mask[t], states[t + 1], cell))
+        bent = torch.tanh(cells[1:], out=fresh)
         # What multiplies the error of the cell state in i, f, g; and of the hidden state in o and in the cell state.
-        into = torch.empty_like(gates)
-        torch.mul(i * (1 - i), g, out=into[:, :, 0])
-        torch.mul(f[0] * (1 - f[0]), cell, out=into[0, :, 1])
-        previous = cells[:-1] if mask is None else torch.where(mask[:-1], cells[:-1], cell)
-        torch.mul(f[1:] * (1 - f[1:]), previous, out=into[1:, :, 1])
-        torch.mul(i, 1 - g * g, out=into[:, :, 2])
-        torch.mul(o * (1 - o), bent, out=into[:, :, 3])
-        through = o * (1 - bent * bent)
-        values = torch.empty_like(gates)
+        into = new_rows(gates.shape, keys)
+        _sigmoid_slope(g, i, into[:, :, 0])
+        _sigmoid_slope(cells[:-1], f, into[:, :, 1])
+        _tanh_slope(i, g, into[:, :, 2])
+        _sigmoid_slope(bent, o, into[:, :, 3])
+        through = _tanh_slope(o, bent, new_rows(shape, keys))
+        values = new_rows(gates.shape, keys)
         at_cell, at_hidden = outer.cell.clone(), outer.hidden
+        now = at_hidden + outer.outputs[-1]
+        # Views of all steps at once: an index in the loop would take as long as what it is for.
+        whole, inner, last = values.flatten(2).unbind(0), values[:, :, :3].unbind(0), values[:, :, 3].unbind(0)
+        into_inner, into_last = into[:, :, :3].unbind(0), into[:, :, 3].unbind(0)
+        slopes, outputs = through.unbind(0), outer.outputs.unbind(0)
         for t in reversed(range(steps)):
-            now = at_hidden + outer.outputs[t]
-            torch.mul(now, into[t, :, 3], out=values[t, :, 3])
-            inside = torch.addcmul(at_cell, now, through[t])
-            torch.mul(inside[:, None], into[t, :, :3], out=values[t, :, :3])
+            torch.mul(now, into_last[t], out=last[t])
+            inside = torch.addcmul(at_cell, now, slopes[t])
+            torch.mul(inside[:, None], into_inner[t], out=inner[t])
             if mask is None:
-                at_cell = inside.mul_(f[t])
-                at_hidden = values[t].view(rows, -1) @ weights.hidden
+                at_cell = inside.mul_(forgetting[t])
+                if t:
+                    now = torch.addmm(outputs[t - 1], whole[t], weights.hidden)
             else:
-                values[t] *= mask[t][:, None]
-                at_cell = torch.where(mask[t], inside * f[t], at_cell)
-                at_hidden = torch.where(mask[t], values[t].view(rows, -1) @ weights.hidden, at_hidden)
+                whole[t].mul_(mask[t])
+                at_cell = torch.where(mask[t], inside * forgetting[t], at_cell)
+                if t:
+                    at_hidden = torch.where(mask[t], whole[t] @ weights.hidden, at_hidden)
+                    now = at_hidden + outputs[t - 1]
         return values.view(steps, rows, -1)
+
+
+def _sigmoid_slope(factor: Tensor, gate: Tensor, out: Tensor) -> Tensor:
+    """Return factor · gate · (1 - gate), with the slope of a sigmoid that gave `gate`, in one pass."""
+    slope: Tensor = torch.ops.aten.sigmoid_backward.grad_input(factor, gate, grad_input=out)
+    return slope
+
+
+def _tanh_slope(factor: Tensor, gate: Tensor, out: Tensor) -> Tensor:
+    """Return factor · (1 - gate²), with the slope of a tanh that gave `gate`, in one pass."""
+    slope: Tensor = torch.ops.aten.tanh_backward.grad_input(factor, gate, grad_input=out)
+    return slope
 
 
 class GRU(Cell):

@@ -1,8 +1,9 @@
 """Root-mean-square norms of other packages: recognised by what they compute, not by their class.
 
-Language models bring RMSNorm classes of their own (LlamaRMSNorm and its kin). A module is recorded as one if its class
-says RMSNorm, its only parameter is a weight with one axis, and a copy of it computes `weight · x / rms(x)` for random
-inputs and weights. A class that computes anything else, such as `(1 + weight) · x / rms(x)`, is left alone.
+Language models bring RMSNorm classes of their own (LlamaRMSNorm and its kin, T5LayerNorm). A module is recorded as one
+if its class says RMSNorm or LayerNorm, its only parameter is a weight with one axis, and a copy of it computes
+`weight · x / rms(x)` for random inputs and weights. A class that computes anything else, such as
+`(1 + weight) · x / rms(x)`, or one that takes the mean off, is left alone.
 """
 
 import copy
@@ -19,6 +20,7 @@ from dualform.torch_modes import without_gradients
 
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 TOLERANCE = 1e-5  # relative; such classes compute in float32, whatever their inputs are
+CLASS_NAMES = ("RMSNorm", "LayerNorm")  # one of which is part of the name of a class that is tried
 SCALES = (1.0, 1e-3)  # of trial inputs; with the smaller one the epsilon shows
 
 
@@ -45,9 +47,11 @@ class OtherRMSNorm(Norm):
 
 @recognises(OtherRMSNorm)
 def find_rms_norm(module: nn.Module) -> OtherRMSNorm | None:
-    """Return the kind of a module that is called RMSNorm and computes `weight · x / rms(x)`; None for any other."""
+    """Return the kind of a module that is called a norm and computes `weight · x / rms(x)`; None for any other."""
     parameters = dict(module.named_parameters())
-    if "RMSNorm" not in type(module).__name__ or list(parameters) != ["weight"] or parameters["weight"].dim() != 1:
+    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1:
+        return None
+    if not any(name in type(module).__name__ for name in CLASS_NAMES):
         return None
     if parameters["weight"].numel() < 2:  # which would fit inputs of any width
         return None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from dualform.engine.source import groupings_text
 from dualform.show.grouping import OfferedGrouping, offered_groupings
 from dualform.show.predictions import MASK_NOTE
 from dualform.show.session import Session
@@ -102,6 +103,6 @@ def _overview(session: Session) -> Overview:
         prompt=text is not None and text.unit != "pieces",  # the viewer has no tokenizer
         labels=None if session.media.labels is None else list(session.media.labels),
         exact=session.exact,
-        shares=[", ".join(by) for by in memory.kept_groupings] if session.shares_only else [],
+        shares=[groupings_text([by]) for by in memory.kept_groupings] if session.shares_only else [],
         warnings=list(session.warnings),
     )

@@ -115,7 +115,7 @@ def top_patterns(
         spot = session.margin_spotlight(subject, int(session.outputs(subject).argmax()))[layer]
     else:
         spot = session.spotlight(subject, row=row)[0][layer]
-    magnitude = _magnitude(spot, by, of)
+    whole = spot
     if steps:
         spot = session.memory.where(in_steps(steps)).attend(queries={layer: spot.queries})[layer]
     answer = spot.top(
@@ -126,6 +126,7 @@ def top_patterns(
         largest=tab != "negative",
         unit=int(session.outputs(subject).argmax()) if of == "contribution" else None,
     )
+    magnitude = _magnitude(whole, by, of)
     rows = [row for row in answer.to_arrow().to_pylist() if tab == "group" or row["rank"] >= first]
     return TopPatterns(
         layer=layer,

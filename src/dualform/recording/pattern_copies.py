@@ -1,0 +1,109 @@
+"""Copies of keys and values, out of the user's reach: of large calls one by one, of many small calls all at once.
+
+A policy that is called once for each moment of an episode makes hundreds of patterns of one row in a backward. Copying
+each by itself takes longer than training on it; their rows are put together into one tensor instead, of which each
+call has its part.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dualform.recording.buffer_pool import BufferPool, as_rows, lending
+from dualform.threads import one_thread
+from dualform.torch_modes import without_gradients
+
+if TYPE_CHECKING:
+    from dualform.recording.hooks import Arrival
+
+MAX_JOINED_BYTES = 1 << 16
+"""Bytes of a call's rows up to which they are copied together with those of other calls."""
+SEQUENTIAL_ELEMENTS = 1 << 15
+"""Elements up to which torch copies on one thread in any case (`at::internal::GRAIN_SIZE`)."""
+
+
+@without_gradients
+def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool) -> None:
+    """Copy the keys and values of calls that one backward has just accumulated; values only where they are kept.
+
+    Args:
+        arrivals: calls of the layers that use one parameter, none of them copied yet.
+        pool: gives the memory for large copies.
+    """
+    if not arrivals:
+        return
+    by_layer: dict[int, list[Arrival]] = {}
+    for arrival in arrivals:
+        by_layer.setdefault(id(arrival.call.layer), []).append(arrival)
+    with lending(pool):
+        for mine in by_layer.values():
+            if len(mine) == 1:
+                _copy_one(mine[0], pool)
+            else:
+                _copy_several(mine, pool)
+
+
+def _copy_one(arrival: "Arrival", pool: BufferPool) -> None:
+    keys, values = _rows(arrival)
+    arrival.keys = _own(keys, [arrival.call.inputs], pool)
+    arrival.values = None if values is None else _own(values, arrival.errors, pool)
+    arrival.accumulated = True
+
+
+def _copy_several(arrivals: list["Arrival"], pool: BufferPool) -> None:
+    """Copy the calls of one layer: together where they are small, in the order of their forwards."""
+    arrivals.sort(key=_number)
+    rows = [_rows(arrival) for arrival in arrivals]
+    keys = _joined([keys for keys, _ in rows])
+    values = _joined([values for _, values in rows if values is not None])
+    for i, (arrival, (key, value)) in enumerate(zip(arrivals, rows, strict=True)):
+        arrival.keys = _own(key, [arrival.call.inputs], pool) if keys is None else keys[i]
+        if value is not None:
+            arrival.values = _own(value, arrival.errors, pool) if values is None else values[i]
+        arrival.accumulated = True
+
+
+def _number(arrival: "Arrival") -> int:
+    return arrival.call.number
+
+
+def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
+    """Return the keys (T, d_in) and the values (T, d_out) of a call, which may be views of the user's tensors."""
+    call = arrival.call
+    layer = call.layer
+    dtype = next(iter(layer.parameters.values()))[1].dtype
+    if call.coarse is not None and layer.shares_only:
+        dtype = call.coarse  # sums of such rows are computed in autocast's own dtype
+    keys = layer.kind.keys(layer.module, call.inputs)
+    arrival.leading = keys.shape[:-1]
+    if keys.is_floating_point():
+        if call.coarse is not None:
+            keys = keys.to(call.coarse)  # as the layer saw them
+        keys = keys if keys.dtype is dtype else keys.to(dtype)
+    keys = as_rows(keys, layer.d_in)
+    if layer.keys_only:
+        return keys, None
+    values = layer.kind.errors(layer.module, call.inputs, arrival.errors)
+    values = as_rows(values, layer.d_out)
+    return keys, values if values.dtype is dtype else values.to(dtype)
+
+
+def _joined(rows: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """Return copies of several small tensors (t, width), all parts of one new tensor; None where any is not small."""
+    if not rows or any(one.nbytes > MAX_JOINED_BYTES for one in rows):
+        return None
+    return torch.cat(tuple(rows)).split([len(one) for one in rows])  # type: ignore[no-any-return]
+
+
+def _own(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:
+    """Return rows that share no memory with others': themselves, or a copy."""
+    place = rows.untyped_storage().data_ptr()
+    shared = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
+    if not shared and rows.is_contiguous():
+        return rows
+    if rows.numel() <= SEQUENTIAL_ELEMENTS:
+        return pool.copy(rows)
+    with one_thread(bytes_read=rows.nbytes, device=rows.device):
+        return pool.copy(rows)

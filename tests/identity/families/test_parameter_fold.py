@@ -1,0 +1,96 @@
+"""The live fold is the dense one: each share moved by every step's map, in float64, one share after the other."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.identity.families import optimizer_kinds
+from dualform.identity.families.optimizer_kind import ReplayedStep, StepMatrix, follow_together
+from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
+from dualform.identity.families.parameter_fold import ParameterFold, SortedRows, UseRows
+from dualform.identity.grouped_products import RowGroups
+from dualform.identity.parameter_maps import OuterMap
+
+make = torch.optim
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "SGD": lambda p: make.SGD(p, lr=0.1),
+    "momentum": lambda p: make.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+    "decay": lambda p: make.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "Adam": lambda p: make.Adam(p, lr=1e-2, weight_decay=1e-2, maximize=True),
+    "AdamW": lambda p: make.AdamW(p, lr=1e-2),
+    "RAdam": lambda p: make.RAdam(p, lr=1e-2),
+    "RMSprop": lambda p: make.RMSprop(p, lr=1e-3, momentum=0.5, weight_decay=1e-2),
+    "Adadelta": lambda p: make.Adadelta(p, lr=0.3),
+    "Muon": lambda p: make.Muon(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_live_fold_is_the_dense_one(name: str, warm: bool) -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    optimizer = OPTIMIZERS[name]([parameter])
+    kind = optimizer_kinds()[type(optimizer)]
+    if warm:
+        parameter.grad = torch.randn(3, 4, dtype=torch.float64)
+        optimizer.step()
+    state = dict(optimizer.state[parameter])
+    average = state.get(kind.average) if kind.average else None
+    initial = parameter.detach().clone()
+    replay = OptimizerReplay(kind, initial, state)
+    fold = ParameterFold(
+        (3, 4),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        initial=lambda: initial,
+        warm=None if average is None else average.clone(),
+    )
+    start, dense = replay.share(), [Share(torch.zeros_like(initial)) for _ in range(4)]
+    for step in range(9):
+        count = 4
+        values, keys = torch.randn(count, 3, dtype=torch.float64), torch.randn(count, 4, dtype=torch.float64)
+        codes = torch.tensor([0, 2, 0, 1]) if step < 4 else torch.tensor([3, 0, 3, 0])  # groups come and go
+        beyond = torch.randn(3, 4, dtype=torch.float64)  # what no pattern explains
+        gradient = values.T @ keys + beyond
+        parameter.grad = gradient.clone()
+        settings = kind.decode(kind.encode(optimizer.param_groups[0], optimizer.state[parameter]))
+        before = optimizer.state[parameter].get(kind.average) if kind.average else None
+        if fold.start.warm is not None or kind.decays_gradient(settings):
+            fold.keep_average(before)
+        kept = {n: optimizer.state[parameter][n].clone() for n in kind.overwrites_state if optimizer.state[parameter]}
+        optimizer.step()
+        after = dict(optimizer.state[parameter])
+        linear = kind.read(ReplayedStep(settings, gradient, kept, after))
+        rows = UseRows(
+            (0, 0, 0), OuterMap(), values, keys, codes, 1.0, SortedRows(RowGroups.of_codes(codes), values, keys)
+        )
+        live = after.get(kind.average) if kind.average else None
+        follow_together(fold.step(linear, [rows], gradient=gradient, live_average=live))
+        dense_linear = replay.step(settings, gradient)
+        start.step(dense_linear, None)
+        for group, share in enumerate(dense):
+            mine = codes == group
+            share.step(dense_linear, values[mine].T @ keys[mine] if bool(mine.any()) else None)
+    found = {group: share for _, group, share in fold.parts()}
+    for group, share in enumerate(dense):
+        torch.testing.assert_close(found[group].weight, share.weight, rtol=1e-10, atol=1e-12)
+    left, unexplained, rounding = fold.rest(parameter.detach())
+    torch.testing.assert_close(left, start.weight, rtol=1e-10, atol=1e-12)
+    assert float(unexplained.norm()) > 1e-3
+    whole = left + sum(share.weight for share in found.values()) + unexplained + rounding
+    torch.testing.assert_close(whole, parameter.detach(), rtol=1e-13, atol=1e-13)
+    if name != "Muon":
+        assert float(rounding.norm()) <= 1e-12 * float(parameter.detach().norm())
+
+
+def test_matrices_of_steps_multiply_and_carry_the_earlier_gradient() -> None:
+    first, second = StepMatrix((0.5, -1.0), (0.25, 0.9), (2.0, 3.0)), StepMatrix((1.5, 0.5), (0.0, 0.8), (9.0, 9.0))
+    a = torch.tensor([first.weight, first.average])
+    b = torch.tensor([second.weight, second.average])
+    found = second.after(first)
+    torch.testing.assert_close(torch.tensor([found.weight, found.average]), b @ a)
+    torch.testing.assert_close(torch.tensor(found.gradient), b @ torch.tensor(first.gradient))

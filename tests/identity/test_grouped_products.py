@@ -1,0 +1,48 @@
+"""Gradients by group are those of each group's rows alone."""
+
+import pytest
+import torch
+
+from dualform.identity.grouped_products import RowGroups, gradients_by_group, sum_by_group
+from dualform.identity.parameter_maps import PARAMETER_MAPS
+
+SHAPES = {
+    "outer": (4, 3),
+    "transposed": (3, 4),
+    "grouped": (4, 3),
+    "transposed_kernel": (3, 4, 1),
+    "rows": (5, 4),
+    "scale": (4,),
+    "bias": (4,),
+}
+
+
+@pytest.mark.parametrize("codes", [[0, 0, 0, 0, 0, 0], [2, 0, 2, 7, 0, 2], [1, 1, 3, 3, 3, 4]])
+@pytest.mark.parametrize("name", PARAMETER_MAPS)
+def test_each_groups_gradient_is_that_of_its_rows(name: str, codes: list[int]) -> None:
+    torch.manual_seed(0)
+    parameter_map, shape = PARAMETER_MAPS[name], SHAPES[name]
+    values = torch.randn(6, 4, dtype=torch.float64)
+    keys = torch.randn(6, 4 if name == "scale" else 3, dtype=torch.float64)
+    if parameter_map.takes_ids:
+        keys = torch.randint(5, (6, 1))
+    of = torch.tensor(codes)
+    groups = RowGroups.of_codes(of)
+    assert groups.present == tuple(sorted(set(codes)))
+    found = gradients_by_group(parameter_map, groups.sort(values), groups.sort(keys), groups, shape, torch.float64)
+    for group, gradient in zip(groups.present, found, strict=True):
+        mine = of == group
+        expected = parameter_map.gradient(values[mine], keys[mine], shape).reshape(shape)
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_no_rows_have_no_groups() -> None:
+    groups = RowGroups.of_codes(torch.zeros(0, dtype=torch.int64))
+    assert groups.present == ()
+    assert groups.slices == ()
+
+
+def test_low_precision_rows_are_summed_in_float32() -> None:
+    rows = torch.full((4096, 1), 1.0, dtype=torch.bfloat16)
+    groups = RowGroups.of_codes(torch.arange(4096) // 2048)
+    torch.testing.assert_close(sum_by_group(rows, groups, torch.float32), torch.tensor([[2048.0], [2048.0]]))
