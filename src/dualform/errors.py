@@ -83,3 +83,7 @@ class SharesOnlyError(DualformError, RuntimeError):
 
 class DataError(DualformError, RuntimeError):
     """A data set could not be had, or is not what it should be."""
+
+
+class ReplayError(DualformError, RuntimeError):
+    """A training cannot be run again, or is not the recorded one when it is."""

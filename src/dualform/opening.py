@@ -6,6 +6,10 @@ from importlib import import_module
 from dualform.attend.memory import Memory
 from dualform.engine.jobs import Executor
 from dualform.errors import CorruptError, QueryError
+from dualform.replaying.replay_executor import ReplayExecutor
+from dualform.replaying.replay_sink import OnDifference
+from dualform.replaying.replayed_patterns import ReplayedPatterns
+from dualform.replaying.training import Train
 from dualform.store.blobs import Blob
 from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED
 from dualform.store.manifest import Manifest
@@ -24,7 +28,14 @@ EXECUTORS = {
 """The executors that have a name, and where the functions or classes are that return one."""
 
 
-def open(path: Place, *, executor: Executor | str | None = None) -> Memory:
+def open(
+    path: Place,
+    *,
+    executor: Executor | str | None = None,
+    train: Train | None = None,
+    trust: bool = False,
+    on_difference: OnDifference = "stop",
+) -> Memory:
     """Open a recorded run.
 
     Args:
@@ -33,8 +44,18 @@ def open(path: Place, *, executor: Executor | str | None = None) -> Memory:
         executor: runs the questions over the patterns: "local", the default, uses threads on this machine, or its GPU;
             "ray" the workers of a Ray cluster, or some here (with the package extra `ray`); "distributed" the processes
             of a training with torch.distributed, which all have to ask. Or an `Executor` of your own.
+        train: of a run that keeps steps, its training function, which questions run again; by default the one that the
+            run remembers.
+        trust: call the training function that the run remembers, wherever it is defined (docs/security.md).
+        on_difference: where a replay is not the recorded training to the bit, `"stop"` with the first difference, or
+            `"report"`: answer, and warn of the measured drift of the weights.
     """
-    return Memory(Run(path), make_executor(executor) if isinstance(executor, str) else executor)
+    run = Run(path)
+    runner = make_executor(executor) if isinstance(executor, str) else executor
+    if all(entry.store != "steps" for entry in run.description.layers.values()):
+        return Memory(run, runner)
+    source = ReplayedPatterns(run, train, trust=trust, on_difference=on_difference)
+    return Memory(source, ReplayExecutor(runner))
 
 
 def make_executor(name: str) -> Executor:

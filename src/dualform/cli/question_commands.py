@@ -12,10 +12,12 @@ from dualform.cli.options import (
     JsonOption,
     ModelOption,
     RunArgument,
+    TrainOption,
     TrustOption,
     WhereOption,
     WithoutOption,
     open_view,
+    select_view,
 )
 from dualform.errors import QueryError
 
@@ -48,6 +50,7 @@ def attend_command(
     without: WithoutOption = None,
     at: AtOption = None,
     accept_untrained: AcceptOption = False,
+    train: TrainOption = None,
     trust: TrustOption = False,
     executor: ExecutorOption = None,
     json: JsonOption = False,
@@ -59,7 +62,7 @@ def attend_command(
     from dualform.show.terminal_tables import print_json
     from dualform.show.text_output import show_text
 
-    memory = open_view(run, where=where, without=without, at=at, executor=executor)
+    memory = open_view(run, where=where, without=without, at=at, executor=executor, train=train, trust=trust)
     prompt = _prompt(text, token_ids, tokenizer=tokenizer, context=context)
     if prompt is not None:
         spotlight = answer_prompt(
@@ -108,6 +111,7 @@ def mask_command(
     inputs: InputsOption = None,
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Mask only these layers; repeatable.")] = [],  # noqa: B006
     accept_untrained: AcceptOption = False,
+    train: TrainOption = None,
     trust: TrustOption = False,
     executor: ExecutorOption = None,
     json: JsonOption = False,
@@ -118,9 +122,9 @@ def mask_command(
 
     if where is None and without is None and at is None:
         raise QueryError('Nothing is masked. Give --where, --without or --at, for example --without "label = 3".')
-    masked = open_view(run, where=where, without=without, at=at, executor=executor)
-    whole = open_view(run, executor=executor)
-    outcome = compare_mask(whole, masked, model, inputs, layer, accept_untrained=accept_untrained, trust=trust)
+    memory = open_view(run, executor=executor, train=train, trust=trust)
+    masked = select_view(memory, where=where, without=without, at=at)
+    outcome = compare_mask(memory, masked, model, inputs, layer, accept_untrained=accept_untrained, trust=trust)
     if json:
         print_json(outcome)
     else:

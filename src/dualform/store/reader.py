@@ -18,7 +18,7 @@ from torch import Tensor
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.engine.facts_check import facts_problem
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
-from dualform.errors import CorruptError
+from dualform.errors import CorruptError, ReplayError
 from dualform.identity.families import Facts
 from dualform.lazy import compute as pc
 from dualform.store.blobs import Blob, Blobs, Tag
@@ -44,7 +44,7 @@ from dualform.store.shard_check import (
     steps_problem,
 )
 from dualform.store.stored_rows import FileRows, PooledRows
-from dualform.store.tables import CALLS
+from dualform.store.tables import CALLS, MARKS
 from dualform.store.tensors import OpenFiles, TensorFile
 
 if TYPE_CHECKING:
@@ -105,6 +105,11 @@ class Shard(PatternPart):
 
     def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows:
         """Return the stored keys or values of a layer; they are read from the file when some of them are taken."""
+        if self._manifest.layers[layer].store == "steps":
+            raise ReplayError(
+                f"The patterns of layer {layer!r} are not stored: they come back when the training is replayed. Open "
+                "the run with its training function, dualform.open(path, train=train), and ask with its own executor."
+            )
         count = self.count(layer)
         if what == "keys" and layer not in self.entry.pools:
             return self._stored(f"{layer}/keys", count, below=self._table_rows(layer))
@@ -262,6 +267,7 @@ class Run(PatternSource):
             versions=manifest.versions,
             factory=manifest.factory,
             factory_arguments=manifest.factory_arguments,
+            training=manifest.training,
         )
 
     @cached_property
@@ -329,7 +335,7 @@ class Run(PatternSource):
             columns: CallColumns = {
                 name: np.asarray(table[name])
                 for name in table.column_names
-                if name not in ("parameter", "optimizer", "factors", "fingerprint")
+                if name not in ("parameter", "optimizer", "factors", "fingerprint", *MARKS)
             }
             step = columns.pop("step", np.zeros(0)).astype(np.int64)
             optimizer = table["optimizer"][0].as_py() if table.num_rows else "none"

@@ -69,7 +69,7 @@ class Opened:
             return self._current[1]
 
     def _open(self) -> Session:
-        memory = dualform.open(self.path)
+        memory = dualform.open(self.path, trust=self._trust)
         if self._current is not None and self._model is None and memory.factory != self._factory:
             raise QueryError(
                 f"{self.path} names another factory of its model by now, which a running viewer does not "
