@@ -58,8 +58,11 @@ class ReplayExecutor:
         """Return the result of each job, by one replay at most where none goes backwards."""
         needed = [_unstored_layers(source, job) for job in jobs]
         every = frozenset[str]().union(*needed)
-        if not every <= source.held and source.can_hold(every | source.held):
-            source.hold(every | source.held)
+        if not every <= source.held:
+            unstored = frozenset(name for name in source.layers if not source.is_stored(name) and source.count(name))
+            # All layers where they fit: the next question may be about others.
+            if fitting := next((some for some in (unstored, every | source.held) if source.can_hold(some)), None):
+                source.hold(fitting)
         at_hand = [job for job, layers in zip(jobs, needed, strict=True) if layers <= source.held]
         going_by = [job for job, layers in zip(jobs, needed, strict=True) if not layers <= source.held]
         forward = [job for job in going_by if not isinstance(job, Sweep)]
