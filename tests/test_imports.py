@@ -66,7 +66,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "integrations": {"errors", "recording"},  # and the public names, as a user's program has them
     "cli": PURE | {"recording", "engine", "effects", "attend", "opening", "show", "experiments"},
     "__main__": {"cli"},
-    "__init__": PURE | {"recording", "store", "attend", "show", "opening"},  # when asked for; show registers itself
+    "__init__": PURE
+    | {"recording", "store", "effects", "attend", "show", "opening"},  # when asked for; show registers itself
 }
 COMPARED = {"dualform.show.model_loading": {"dualform.experiments.models"}}
 """Names of modules that a file only compares with: a run may name a factory of that package without being trusted."""
