@@ -363,3 +363,21 @@ def test_a_copy_that_fails_is_no_run(server: ObjectStorage, tmp_path: Path) -> N
     (tmp_path / "run" / SHARD).write_bytes(content)
     with pytest.raises(CorruptError, match="is not the file that the manifest lists"):
         copy_run(tmp_path / "run", server.address())
+
+
+def test_a_profile_gives_the_credentials(
+    server: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3", reason="a profile of AWS needs boto3")
+    lines = ["[tests]", "aws_access_key_id = of-the-profile", f"aws_secret_access_key = {SECRET}"]
+    (tmp_path / "credentials").write_text("\n".join(lines))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_PROFILE", "tests")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    blobs = ObjectBlobs(server.address())
+    blobs.publish(SHARD, lambda file: file.write(b"x"))
+    assert blobs.load(SHARD)[0] == b"x"
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(RemoteError, match="pip install boto3"):
+        ObjectBlobs(server.address())

@@ -511,9 +511,14 @@ def _open_store(scheme: str, bucket: str) -> "obstore.store.ObjectStore":
         return from_url(
             f"{scheme}://{bucket}", client_options=client, retry_config=retry, **_profile_credentials(scheme)
         )
-    except Exception:
-        reason = "its settings in the environment cannot be used"
-    raise RemoteError(f"{scheme}://{bucket}: {reason}. Check the variables of the storage in your environment.")
+    except RemoteError:
+        raise
+    except Exception as error:  # of obstore or boto3, whose words may quote a setting
+        kind = type(error).__name__
+    raise RemoteError(
+        f"{scheme}://{bucket}: the settings of the storage in your environment cannot be used ({kind}). Check its "
+        "variables, and the profile if one is named."
+    )
 
 
 def _profile_credentials(scheme: str) -> dict[str, Any]:
