@@ -12,7 +12,7 @@ from torch import nn
 
 import dualform
 from dualform.binning import Bins
-from dualform.errors import CorruptError, FormatError, QueryError, RefusedError, ResumeError
+from dualform.errors import CorruptError, FormatError, QueryError, RefusedError, ResumeError, StoreError
 from dualform.recording import share_fold
 from dualform.store.manifest import Manifest, sealed
 from dualform.store.memory_blobs import MemoryBlobs
@@ -188,6 +188,30 @@ def test_what_patterns_would_be_refused_for_is_measured() -> None:
     torch.testing.assert_close(whole, live, rtol=1e-6, atol=1e-7)
     assert float(found.unexplained.norm()) > 1e-3 * float(found.shares.norm())
     assert float(found.rounding.norm()) > 0
+
+
+def test_after_a_step_that_was_folded_in_part_nothing_more_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = MemoryBlobs()
+    model, trainer = make()
+    recorder = dualform.record(model, trainer, blobs, keep=dualform.Shares(by="label")).start()
+    train(model, trainer, recorder, range(2))
+    recorder.flush()
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(share_fold, "follow_together", fail)
+        with pytest.raises(RefusedError, match="no room"):
+            train(model, trainer, recorder, range(2, 3))
+    with pytest.raises(dualform.DualformError, match="An earlier step was not"):
+        train(model, trainer, recorder, range(3, 4))
+    with pytest.raises(StoreError, match="not folded into the shares"):
+        recorder.flush()
+    recorder.close()
+    kept = Run(blobs).kept_shares
+    assert kept is not None
+    assert kept.horizons == (2,)
 
 
 def test_shares_in_host_memory_are_the_same() -> None:

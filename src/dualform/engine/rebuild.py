@@ -69,7 +69,7 @@ def layers_with_values(source: PatternSource) -> list[str]:
     return [
         name
         for name, entry in source.layers.items()
-        if entry.store == "keys+values" and not shared & set(entry.parameters.values())
+        if entry.has_values and not shared & set(entry.parameters.values())
     ]
 
 

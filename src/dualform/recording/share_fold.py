@@ -24,6 +24,7 @@ from dualform.identity.families.optimizer_kind import (
 )
 from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows
 from dualform.identity.grouped_products import RowGroups, sum_by_group
+from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
 from dualform.recording.keep import Shares
@@ -325,6 +326,7 @@ class ShareFold:
         after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
         rows = self._rows(facts, calls)
         moves: list[Move[Any]] = []
+        size = 0  # bytes of their gradients
         for fact in updated:
             captured, kind = self._captured[fact.parameter], require_optimizer_kind(fact.optimizer)
             fold, device = self._folds[fact.parameter], self._devices[fact.parameter]
@@ -332,11 +334,12 @@ class ShareFold:
             gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
             linear = kind.read(ReplayedStep(settings, gradient, before, state, self._dtypes[fact.parameter]))
             live_average = state.get(kind.average) if kind.average else None
-            moves += fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
-            most = MAX_MOVED_BYTES if device.type == "cuda" else 0
-            if sum(one.nbytes for move in moves for one in move.gradients if one is not None) > most:
+            more = fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+            moves += more
+            size += sum(one.nbytes for move in more for one in move.gradients if one is not None)
+            if size > (MAX_MOVED_BYTES if device.type == "cuda" else 0):
                 follow_together(moves)
-                moves = []
+                moves, size = [], 0
         follow_together(moves)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
@@ -382,16 +385,16 @@ class ShareFold:
         total.grow(len(self.groupings[grouping].labels))
         if total.sums.device != keys.device:  # a resumed recording begins on the CPU
             total.sums = total.sums.to(keys.device)
-        wide = keys if keys.is_floating_point() else keys.double()
-        found = sum_by_group(wide, groups, torch.float64 if wide.dtype == torch.float64 else torch.float32)
         for group, size in zip(groups.present, groups.sizes, strict=True):
             total.counts[group] += size
-        if len(groups.present) == len(total.sums):
-            total.sums += found
-        else:
-            total.sums.index_add_(0, groups.places(keys.device), found.double())
+        if not takes_ids(layer.uses):  # a sum of places in a table says nothing
+            found = sum_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
+            if len(groups.present) == len(total.sums):
+                total.sums += found
+            else:
+                total.sums.index_add_(0, groups.places(keys.device), found.double())
         if not grouping:
-            lowest, earlier = wide.min(), self._lowest.get(name)
+            lowest, earlier = keys.min(), self._lowest.get(name)
             self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
 
     # The result ---------------------------------------------------------------------------------------------------

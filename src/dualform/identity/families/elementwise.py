@@ -102,6 +102,10 @@ class ElementwiseStep(StepMap):
         for group in alike.values():
             _follow_together(group)
 
+    def bias_correction(self, alpha: float) -> float:
+        """Return 1 − αᵗ where the step divides the average by it."""
+        return 1 - alpha**self.corrected if self.corrected else 1.0
+
 
 def _follow_together(moves: Sequence[Move[ElementwiseStep]]) -> None:
     """Follow steps that are alike but for their matrices."""
