@@ -59,7 +59,7 @@ def parts(
     if replayed_parameters(source, layers):
         fold = fold_shares(source, layers, horizon=horizon, groups=1, by=MaskGroup(view.mask))
         for name, outcome in executor.run(source, [fold])[0].items():
-            found[name] = ParameterParts(outcome.start, outcome.shares[0], outcome.rounding, outcome.noise)
+            found[name] = ParameterParts(outcome.start, outcome.shares[0], outcome.rounding, noise=outcome.noise)
     return found
 
 
