@@ -48,6 +48,14 @@ def shares_of(blobs: MemoryBlobs | Path, horizon: int | None = None) -> Mapping[
     return {name: kept.shares(name, BY, horizon=horizon).shares for name in run.manifest.parameters}
 
 
+def spreads_of(blobs: MemoryBlobs) -> Mapping[str, torch.Tensor]:
+    run = Run(blobs)
+    kept = run.kept_shares
+    assert kept is not None
+    found = {name: kept.gradient_spread(name) for name in run.manifest.parameters}
+    return {name: spread for name, spread in found.items() if spread is not None}
+
+
 def recorded(steps: int = 7, optimizer: str = "AdamW", **options: Any) -> tuple[MemoryBlobs, nn.Module]:
     blobs = MemoryBlobs()
     model, trainer = make(optimizer)
@@ -82,7 +90,9 @@ def test_a_shares_run_keeps_no_patterns_and_everything_else() -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_run_goes_on_from_a_flush_and_from_an_older_checkpoint(optimizer: str) -> None:
-    whole = shares_of(recorded(9, optimizer)[0])
+    uninterrupted = recorded(9, optimizer)[0]
+    whole, spreads = shares_of(uninterrupted), spreads_of(uninterrupted)
+    assert list(spreads) == (["0.bias", "2.bias"] if optimizer == "AdamW" else [])
     for older in (False, True):
         blobs = MemoryBlobs()
         model, trainer = make(optimizer)
@@ -108,10 +118,23 @@ def test_a_run_goes_on_from_a_flush_and_from_an_older_checkpoint(optimizer: str)
             assert again.step == 5
             train(model, trainer, again, range(5, 9))
         torch.testing.assert_close(shares_of(blobs), whole, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(spreads_of(blobs), spreads, rtol=1e-6, atol=0)
         run = Run(blobs)
         assert run.manifest.shares is not None
         assert run.manifest.shares.horizons == (9,)
         assert set(blobs.list("shares/")) == {name for name in run.manifest.files if "shares/" in name}
+
+
+def test_a_resumed_run_that_takes_no_step_keeps_what_its_state_says_of_rounding() -> None:
+    blobs, trained = recorded(3)
+    model, trainer = make()
+    model.load_state_dict(trained.state_dict())
+    again = dualform.record(model, trainer, blobs, keep=dualform.Shares(by="label"), resume=True)
+    with again:
+        state = again.state_dict()["sink"]
+    assert "spread.1" in state["shares"]
+    assert "spread_square.1" in state["resume"]
+    assert list(spreads_of(blobs)) == ["0.bias", "2.bias"]
 
 
 def test_resuming_with_other_groups_is_refused() -> None:
@@ -225,6 +248,8 @@ def test_shares_in_host_memory_are_the_same() -> None:
         ("share.0.0.0.99", torch.zeros(6, 5), "does not know"),
         ("share.0.00.0.0", torch.zeros(6, 5), "does not know"),
         ("unexplained.0", torch.zeros(6, 5, dtype=torch.float64), "expected"),
+        ("spread.1", torch.zeros(6), "expected"),
+        ("spread.9", torch.zeros(6, dtype=torch.float64), "does not know"),
         ("keys.0.0", torch.zeros(1000, 5, dtype=torch.float64), "expected"),
         ("start_number.77", torch.zeros((), dtype=torch.float64), "does not know"),
     ],

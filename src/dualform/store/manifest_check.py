@@ -90,7 +90,7 @@ def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Ite
             continue  # named above
         if problem := use_problem(use, layer.d_in, layer.d_out, entry.shape):
             yield f"layer {name!r}, parameter {parameter!r}: {problem}"
-        if layer.store != "keys" and entry.dtype not in EXACT_DTYPES:
+        if layer.store not in ("keys", "shares") and entry.dtype not in EXACT_DTYPES:
             yield f"parameter {parameter!r} is {entry.dtype}; with values only {' or '.join(EXACT_DTYPES)} is recorded"
 
 
