@@ -57,7 +57,7 @@ class _Group:
         parts = self._parts()
         with one_thread():
             self._noted = torch.cat(parts)
-        self._lengths = [len(part) for part in parts]
+        self._lengths = [part.shape[0] for part in parts]
 
     def samples(self) -> Iterator[tuple[str, Tensor]]:
         """Return each parameter's sample as it was noted."""
@@ -95,7 +95,7 @@ class _Group:
 
     def _find_views(self) -> bool:
         """Look for parameters whose memory is another one by now, and say whether there are any."""
-        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        addresses = list(map(Tensor.data_ptr, self._parameters))
         if addresses == self._addresses:
             return False
         # The views keep the old memory, so that no new memory can have an address of theirs.
@@ -194,6 +194,15 @@ class Baseline:
         """Say whether a parameter has another dtype than when it was noted, or is on another device."""
         dtype, device = self._kinds[name]
         return parameter.dtype is not dtype or parameter.device != device
+
+    def converted(self) -> list[str]:
+        """Return the parameters that `is_converted` says it of."""
+        kinds = self._kinds
+        return [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.dtype is not kinds[name][0] or parameter.device != kinds[name][1]
+        ]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter when it was noted."""

@@ -118,6 +118,10 @@ class Changes:
         """Say whether a parameter has another dtype than after the last step, or is on another device."""
         return self._baseline.is_converted(name, parameter)
 
+    def converted(self) -> list[str]:
+        """Return the parameters that `is_converted` says it of."""
+        return self._baseline.converted()
+
     def follow(self, name: str, step: int, *, pending: bool) -> None:
         """Go on with a model that was moved to another device; refuse another dtype, other values, or a move in a step.
 

@@ -72,12 +72,13 @@ class TaskArrivals:
 
     def at(self, call: Call, outputs: int) -> Arrival:
         """Return the arrival of a call with so many outputs, a new one where nothing of it has come yet."""
-        calls = self._by_layer.get(id(call.layer))
+        layer, this = id(call.layer), id(call)
+        calls = self._by_layer.get(layer)
         if calls is None:
-            calls = self._by_layer[id(call.layer)] = {}
-        arrival = calls.get(id(call))
+            calls = self._by_layer[layer] = {}
+        arrival = calls.get(this)
         if arrival is None:
-            arrival = calls[id(call)] = Arrival(call, [None] * outputs, place=self._count)
+            arrival = calls[this] = Arrival(call, [None] * outputs, place=self._count)
             self._count += 1
         return arrival
 
@@ -173,7 +174,9 @@ class Hooks:
             task = torch._C._current_graph_task_id()
             arrived = self.arrivals.get(task)
             mine = [] if arrived is None else arrived.of(users)
-            copy_patterns([arrival for arrival in mine if not arrival.accumulated], self.pool)
+            new = [arrival for arrival in mine if not arrival.accumulated]
+            if new:
+                copy_patterns(new, self.pool)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -289,14 +292,15 @@ class Hooks:
             outputs: what the call returned.
         """
         trained: nn.Parameter | None = None  # the first parameter that is trained
-        kept = False  # whether autograd keeps the layer's input
+        kept = bias = False  # whether autograd keeps the layer's input; whether a bias is trained
         for name, parameter, is_bias in parameters:
             if parameter.requires_grad:
                 trained = parameter if trained is None else trained
                 kept = kept or not is_bias
+                bias = bias or is_bias
                 if name not in self.watching:  # unfrozen since the recording began
                     self._watch_parameter(name, parameter)
-        if trained is None or not any(output.requires_grad for output in outputs):
+        if trained is None or not [output for output in outputs if output.requires_grad]:
             return
         inputs = inputs_of()
         raw = False
@@ -312,7 +316,6 @@ class Hooks:
             return
         call = Call(layer, self.calls, inputs, raw, coarse, listener.binding_for_forward(), listener.forward)
         self.calls += 1
-        bias = any(is_bias and parameter.requires_grad for _, parameter, is_bias in parameters)
         # Whether the order is to be found in which a bias's errors are added up: on the CPU and in full precision.
         ordered = bias and coarse is None and len(outputs) == 1 and not layer.kind.own_order
         for i, output in enumerate(outputs):
