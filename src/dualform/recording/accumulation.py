@@ -11,7 +11,7 @@ from torch import nn
 
 from dualform.recording.check_schedule import CheckSchedule
 from dualform.recording.gradient_check import GradientCheck
-from dualform.recording.gradient_history import Accumulation
+from dualform.recording.gradient_history import Accumulation, GradientHistory
 from dualform.recording.hooks import Arrival
 from dualform.recording.probes import is_at_hand
 from dualform.recording.sinks import CallRecord, Sink
@@ -33,6 +33,7 @@ class Accumulations:
         schedule: CheckSchedule,
     ) -> None:
         self._parameters = parameters
+        self._widths = {name: parameter.shape[1:].numel() for name, parameter in parameters.items()}
         self._step = step
         self._sink = sink
         self._check = check
@@ -85,7 +86,9 @@ class Accumulations:
         after = self._check.sample(name, parameter, projected=True if whole else None)
         assert after is not None, "a gradient was just accumulated"
         histories = self._step.histories
-        history = histories[name] if name in histories else self._step.history(name, parameter)
+        if name not in histories:
+            histories[name] = GradientHistory(self._widths[name])
+        history = histories[name]
         history.accumulations.append(Accumulation(micro, history.waiting, after))
         history.waiting = None
 

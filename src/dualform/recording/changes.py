@@ -8,6 +8,7 @@ and words the warnings; what becomes of the recording is decided by the recorder
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from dualform.errors import RefusedError
@@ -43,6 +44,7 @@ class Changes:
         self._exact = exact
         self._places = Places(model, layers)
         self._baseline = Baseline(parameters, exact)
+        self.kinds: Mapping[str, tuple[torch.dtype, torch.device]] = self._baseline.kinds  # after the last step
         self._continuity = Continuity(exact)
         self._began = 0  # number of steps when the recording began
         self._unstepped = 0  # backwards in a row whose gradients were cleared without a step

@@ -158,22 +158,19 @@ def unchanged_since_backward(
         histories: of each gradient; None where nothing was accumulated.
         views: each gradient's sample as it is in the gradient's memory now; None where it has to be taken.
     """
-    before, now = [], []
     for history, view in zip(histories, views, strict=True):
-        if history is None or view is None or len(history.accumulations) != 1:
+        if history is None or view is None or not history.accumulations:
             return None
-        only = history.accumulations[0]
-        after, elements = only.after, only.after.elements
-        if only.micro or only.before is not None or elements.shape != view.shape:
+        only, after = history.accumulations[0], history.accumulations[-1].after
+        if after is not only.after or only.micro or only.before is not None:
             return None
-        if after.projected or after.norm is not None:
+        if after.projected or after.norm is not None or after.elements.shape != view.shape:
             return None
-        before.append(elements)
-        now.append(view)
-    if not now:
+    if not views:
         return None
+    before = [history.accumulations[0].after.elements for history in histories if history is not None]
     with one_thread():  # samples are small
-        then, here = torch.cat(before), torch.cat(now)
+        then, here = torch.cat(before), torch.cat([view for view in views if view is not None])
         same = torch.equal(then, here) and math.isfinite(here.sum())
     return Factors({0: 1.0}) if same else None
 

@@ -137,6 +137,7 @@ class Hooks:
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     enabled: bool = False
     calls: int = 0
+    any_strided: bool = False  # whether the layout of any error was to be found so far
     arrivals: dict[int, TaskArrivals] = field(default_factory=dict)  # graph task -> what it brought
     handles: list["HookHandle | Trace"] = field(default_factory=list)
     watching: set[str] = field(default_factory=set)  # parameters with accumulation hooks
@@ -166,6 +167,8 @@ class Hooks:
 
         def before(listener: Listener, increment: Tensor) -> None:
             listener.before_accumulation(name, parameter)
+            if not self.any_strided:
+                return
             arrived = self.arrivals.get(torch._C._current_graph_task_id())
             if arrived is not None and arrived.any_strided:
                 settle(arrived.of(users), parameter, increment)
@@ -375,7 +378,7 @@ class _ErrorHook:
         arrival = arrived.at(call, self._outputs)
         if self._ordered and not error.is_contiguous() and _lies_apart(error):
             arrival.strided = error
-            arrived.any_strided = True
+            arrived.any_strided = hooks.any_strided = True
         arrival.errors[self._output] = error if error.shape == self._shape else error.reshape(self._shape)
 
 

@@ -101,8 +101,9 @@ def _joined(rows: Sequence[Tensor]) -> Sequence[Tensor] | None:
 
 def _shares_memory(rows: Tensor, others: Sequence[Any]) -> bool:
     """Say whether rows lie in the memory of any other tensor."""
+    base = rows._base
     for other in others:
-        if other is rows:
+        if other is rows or (base is not None and other is base):
             return True
     place = rows.untyped_storage().data_ptr()
     return any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)

@@ -53,8 +53,7 @@ class RecordedOptimizer:
 
     @property
     def names_by_group(self) -> Sequence[Sequence[str]]:
-        """The names of the covered parameters of each group, as `parameters` has them."""
-        _ = self.parameters  # finds them
+        """The names of the covered parameters of each group, as `parameters` last found them."""
         return self._by_group
 
     @property

@@ -99,7 +99,7 @@ class StepPreparation:
         context = StepContext(self._explainable, step.graph_of, len(step.backwards), scale, skipped)
         step.graph_of = None
         followed = self._followed(mine, step, skipped=skipped, on_cpu=on_cpu)
-        resolutions = self._explained(owned, step, followed, number, skipped=skipped)
+        resolutions = self._explained(owned.name, mine, step, followed, number, skipped=skipped)
         facts = gather_all_facts(owned, look_before_step(owned), resolutions, context)
         calls = self._annotated_calls(step, [*step.done.facts, *facts], number)
         return PreparedStep(number, facts, calls, self._live(owned, mine, scale))
@@ -184,11 +184,17 @@ class StepPreparation:
         return history, self._check.sample(name, parameter, projected=history.projected, look="at the step")
 
     def _explained(
-        self, owned: RecordedOptimizer, step: StepInProgress, followed: Sequence[Factors], number: int, *, skipped: bool
+        self,
+        optimizer: str,
+        mine: Mapping[str, nn.Parameter],
+        step: StepInProgress,
+        followed: Sequence[Factors],
+        number: int,
+        *,
+        skipped: bool,
     ) -> list[Resolution]:
         """Return what is known of each parameter's gradient, those compared with their patterns that are to be."""
-        mine = owned.parameters
-        kind = (owned.name, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
+        kind = (optimizer, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
         coarse = bool([one for back in step.backwards for one in back.calls if one.arrival.call.coarse is not None])
         arrivals: dict[str, list[tuple[int, Arrival]]] = {}

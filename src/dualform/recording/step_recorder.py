@@ -269,7 +269,8 @@ class StepRecorder:
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
-        if self._changes.is_converted(name, parameter):
+        dtype, device = self._changes.kinds[name]
+        if parameter.dtype is not dtype or parameter.device != device:
             with self._guarding():
                 self._follow(name)
         if parameter.is_cuda and is_capturing():
@@ -289,7 +290,8 @@ class StepRecorder:
                 warn_user(warning)
             self._accumulations.discard()
         self.annotator.late = False
-        self.annotator.spend([arrival.call.binding for arrival in arrivals])
+        if new := [arrival.call.binding for arrival in arrivals if arrival.backward is None]:
+            self.annotator.spend(new)
         self._accumulations.end(name, parameter, task, arrivals)
 
     def coarse_seen(self, layer: str) -> None:

@@ -271,9 +271,14 @@ class AccumulatedCalls:
             found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys"))
             if values is not None:
                 found.append(_encoded(values, of_values, seed, "values"))
-        copy = self._copier.copy([*(tensor for rows in found for tensor in rows.tensors()), *facts.samples.values()])
-        here = iter(copy.tensors)
-        copied = iter([_with_tensors(rows, here) for rows in found])
+        tensors = [tensor for rows in found for tensor in rows.tensors()]
+        tensors.extend(facts.samples.values())
+        copy = self._copier.copy(tensors)
+        here = iter(copy.tensors[len(tensors) - len(facts.samples) :])
+        if copy.tensors is not tensors:
+            others = iter(copy.tensors)
+            found = [_with_tensors(rows, others) for rows in found]
+        copied = iter(found)
         calls = [
             TakenCall(
                 record.layer,
