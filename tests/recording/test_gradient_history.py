@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualform.recording.gradient_check import Resolution
-from dualform.recording.gradient_samples import take_sample
+from dualform.recording.gradient_check import GradientCheck, Resolution
+from dualform.recording.gradient_history import Accumulation, GradientHistory, follow_all, unchanged_since_backward
+from dualform.recording.gradient_samples import plan_sample, take_sample
 from helpers.gradients import FollowedWeight
 
 DTYPES = [torch.float32, torch.float64]
@@ -315,3 +316,56 @@ def test_a_gradient_that_its_sample_does_not_show_is_compared_with_its_patterns(
     assert followed.resolution.factors == {0: pytest.approx(0.25, rel=1e-5)}
     followed.gradient[2, :5] = 0.0
     assert followed.resolution.objection is not None
+
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "nothing": lambda gradient: None,
+    "a factor": lambda gradient: gradient.mul_(0.5),
+    "an element of the sample": lambda gradient: gradient.view(-1)[0].add_(1.0),
+    "not a number": lambda gradient: gradient.view(-1)[0].fill_(math.nan),
+    "cleared": lambda gradient: gradient.zero_(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edited", [0, 1])
+def test_gradients_seen_all_at_once_are_those_seen_one_by_one(edit: str, edited: int) -> None:
+    weight, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((40, 30), (40,)))
+    parameters, check = {"weight": weight, "bias": bias}, GradientCheck()
+    histories = []
+    for name, parameter in parameters.items():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        after = check.sample(name, parameter)
+        assert after is not None
+        histories.append(GradientHistory(parameter.shape[1:].numel(), [Accumulation(0, None, after)]))
+    gradient = (weight, bias)[edited].grad
+    assert gradient is not None
+    EDITS[edit](gradient)
+    finals = [check.sample(name, one, projected=False, look="at the step") for name, one in parameters.items()]
+    followed = follow_all(list(zip(histories, finals, strict=True)))
+    found = unchanged_since_backward(histories, check.views(parameters))
+    assert (found is not None) == (edit == "nothing")
+    assert found is None or [found, found] == followed
+
+
+def test_gradients_that_were_infinite_before_the_step_are_not_called_unchanged() -> None:
+    bias = torch.nn.Parameter(torch.zeros(4))
+    bias.grad = torch.tensor([1.0, math.inf, 2.0, 3.0])
+    check = GradientCheck()
+    after = check.sample("bias", bias)
+    assert after is not None
+    history = GradientHistory(1, [Accumulation(0, None, after)])
+    assert unchanged_since_backward([history], check.views({"bias": bias})) is None
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (16, 16), (40, 30), (64, 3, 3, 3), (513, 1)])
+def test_a_planned_sample_has_the_elements_of_one_that_is_asked_for(shape: tuple[int, ...]) -> None:
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    plan = plan_sample(gradient)
+    assert plan is not None
+    view = plan.view(gradient)
+    assert view is not None
+    columns = None if len(shape) == 1 else torch.ones(gradient[0].numel(), 1)
+    assert torch.equal(view, take_sample(gradient, columns, projected=False).elements)
+    assert plan.view(gradient.double()) is None
+    assert len(shape) == 1 or plan.view(gradient.transpose(0, -1).contiguous().transpose(0, -1)) is None or 1 in shape

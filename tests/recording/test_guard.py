@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 import dualform
 from dualform.errors import AnnotationError, RefusedError
 from dualform.recording import hooks, step_preparation, step_recorder
-from dualform.recording.gradient_check import GradientCheck
+from dualform.recording.accumulation import Accumulations
 from dualform.recording.layers import recurrent
 from dualform.recording.layers.linear import Linear
 from helpers.loops import batches, counts, leftovers, loss_of, mlp, sgd, state, train
@@ -120,8 +120,8 @@ HOOKS: dict[str, tuple[Callable[[], nn.Module], object, str, str]] = {
     # where it fails: a model, what breaks, and who the message names
     "forward": (mlp, Linear, "inputs", "Layer '0'"),
     "output": (mlp, hooks, "Arrival", "Layer '2'"),
-    "before accumulation": (mlp, GradientCheck, "sample", "Parameter '2.bias'"),
-    "after accumulation": (mlp, hooks.Arrival, "copy", "Parameter '2.bias'"),
+    "before accumulation": (mlp, Accumulations, "begin", "Parameter '2.bias'"),
+    "after accumulation": (mlp, hooks, "copy_patterns", "Parameter '2.bias'"),
     "before the step": (mlp, step_preparation, "follow_all", "A step of SGD"),
     "composite, before": (lstm, recurrent.Recurrent, "trace", "Layer 'l0'"),
     "composite, inside": (lstm, recurrent, "_unrolled", "Layer 'l0'"),

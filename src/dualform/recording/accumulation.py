@@ -11,7 +11,7 @@ from torch import nn
 
 from dualform.recording.check_schedule import CheckSchedule
 from dualform.recording.gradient_check import GradientCheck
-from dualform.recording.gradient_history import Accumulation
+from dualform.recording.gradient_history import Accumulation, GradientHistory
 from dualform.recording.hooks import Arrival
 from dualform.recording.probes import is_at_hand
 from dualform.recording.sinks import CallRecord, Sink
@@ -33,6 +33,7 @@ class Accumulations:
         schedule: CheckSchedule,
     ) -> None:
         self._parameters = parameters
+        self._widths = {name: parameter.shape[1:].numel() for name, parameter in parameters.items()}
         self._step = step
         self._sink = sink
         self._check = check
@@ -42,6 +43,8 @@ class Accumulations:
 
     def begin(self, name: str, parameter: nn.Parameter) -> None:
         """Take a sample of a parameter's gradient before a backward adds to it."""
+        if parameter.grad is None and name not in self._step.histories:
+            return
         history = self._step.history(name, parameter)
         history.waiting = self._check.sample(name, parameter, projected=history.projected, look="now")
 
@@ -51,9 +54,10 @@ class Accumulations:
         To look at gradients on a GPU is to wait for it, so there only one backward in several is asked. Patterns whose
         gradients were cleared reach no step in any case; they are only kept for longer.
         """
-        if self._step.micro(task) is not None:
+        backwards = self._step.backwards
+        if (backwards and backwards[-1].task == task) or self._step.micro(task) is not None:
             return False
-        if len(self._step.backwards) % BACKWARDS_BETWEEN_LOOKS and not is_at_hand(self._parameters[name]):
+        if len(backwards) % BACKWARDS_BETWEEN_LOOKS and not is_at_hand(self._parameters[name]):
             return False
         return self._step.is_cleared(self._parameters, name)
 
@@ -76,16 +80,24 @@ class Accumulations:
         for arrival in arrivals:
             if arrival.backward != number:
                 self._hand_over(backward, arrival)
-        whole = self._schedule.next_is_full or any(arrival.call.coarse is not None for arrival in arrivals)
+        whole = self._schedule.next_is_full
+        for arrival in arrivals:
+            whole = whole or arrival.call.coarse is not None
         after = self._check.sample(name, parameter, projected=True if whole else None)
         assert after is not None, "a gradient was just accumulated"
-        history = self._step.history(name, parameter)
+        histories = self._step.histories
+        if name not in histories:
+            histories[name] = GradientHistory(self._widths[name])
+        history = histories[name]
         history.accumulations.append(Accumulation(micro, history.waiting, after))
         history.waiting = None
 
     def _backward(self, task: int) -> tuple[int, Backward]:
         """Return a graph task's backward and its place in the step; a new one where it has accumulated nothing yet."""
-        backwards, micro = self._step.backwards, self._step.micro(task)
+        backwards = self._step.backwards
+        if backwards and backwards[-1].task == task and not backwards[-1].discarded:
+            return len(backwards) - 1, backwards[-1]
+        micro = self._step.micro(task)
         if micro is None:
             micro = len(backwards)
             backwards.append(Backward(next(self._backward_numbers), task))

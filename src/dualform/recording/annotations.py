@@ -192,7 +192,11 @@ class Annotator:
 
     def spend(self, bindings: Iterable[Binding | None]) -> None:
         """Note that the backward of some bindings' forwards has been."""
-        self._spent.update(id(binding) for binding in bindings if binding is not None)
+        last: Binding | None = None
+        for binding in bindings:
+            if binding is not None and binding is not last:
+                self._spent.add(id(binding))
+                last = binding
 
 
 def bind(columns: Mapping[str, Any]) -> Binding:

@@ -57,7 +57,7 @@ class _Group:
         parts = self._parts()
         with one_thread():
             self._noted = torch.cat(parts)
-        self._lengths = [len(part) for part in parts]
+        self._lengths = [part.shape[0] for part in parts]
 
     def samples(self) -> Iterator[tuple[str, Tensor]]:
         """Return each parameter's sample as it was noted."""
@@ -95,7 +95,7 @@ class _Group:
 
     def _find_views(self) -> bool:
         """Look for parameters whose memory is another one by now, and say whether there are any."""
-        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        addresses = list(map(Tensor.data_ptr, self._parameters))
         if addresses == self._addresses:
             return False
         # The views keep the old memory, so that no new memory can have an address of theirs.
@@ -154,7 +154,7 @@ class Baseline:
         self._exact = exact
         self._groups: dict[int, list[_Group]] = {}  # by owner: the id of an optimizer, 0 for parameters of none
         self._owners: dict[int, tuple[str, ...]] = {}
-        self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
+        self.kinds: dict[str, tuple[torch.dtype, torch.device]] = {}  # of the parameters when they were noted
 
     def note(self, owner: int, names: Collection[str]) -> dict[str, Tensor]:
         """Keep the parameters of one optimizer as they are now, and return their samples.
@@ -192,12 +192,21 @@ class Baseline:
 
     def is_converted(self, name: str, parameter: Tensor) -> bool:
         """Say whether a parameter has another dtype than when it was noted, or is on another device."""
-        dtype, device = self._kinds[name]
+        dtype, device = self.kinds[name]
         return parameter.dtype is not dtype or parameter.device != device
+
+    def converted(self) -> list[str]:
+        """Return the parameters that `is_converted` says it of."""
+        kinds = self.kinds
+        return [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.dtype is not kinds[name][0] or parameter.device != kinds[name][1]
+        ]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter when it was noted."""
-        return self._kinds[name][0]
+        return self.kinds[name][0]
 
     def regroup(self) -> None:
         """Note all parameters as and where they are now, after a move to another device."""
@@ -209,7 +218,7 @@ class Baseline:
         kinds: dict[tuple[torch.dtype, torch.device, bool], dict[str, Tensor]] = {}
         for name in names:
             parameter = self._parameters[name]
-            self._kinds[name] = parameter.dtype, parameter.device
-            kinds.setdefault((*self._kinds[name], name in self._exact), {})[name] = parameter
+            self.kinds[name] = parameter.dtype, parameter.device
+            kinds.setdefault((*self.kinds[name], name in self._exact), {})[name] = parameter
         # Parameters of no optimizer are mostly frozen, and may be many more than those that are trained.
         self._groups[owner] = [_Group(group, windows=exact and owner != 0) for (_, _, exact), group in kinds.items()]

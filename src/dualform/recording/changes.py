@@ -8,6 +8,7 @@ and words the warnings; what becomes of the recording is decided by the recorder
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from dualform.errors import RefusedError
@@ -43,6 +44,7 @@ class Changes:
         self._exact = exact
         self._places = Places(model, layers)
         self._baseline = Baseline(parameters, exact)
+        self.kinds: Mapping[str, tuple[torch.dtype, torch.device]] = self._baseline.kinds  # after the last step
         self._continuity = Continuity(exact)
         self._began = 0  # number of steps when the recording began
         self._unstepped = 0  # backwards in a row whose gradients were cleared without a step
@@ -117,6 +119,10 @@ class Changes:
     def is_converted(self, name: str, parameter: Tensor) -> bool:
         """Say whether a parameter has another dtype than after the last step, or is on another device."""
         return self._baseline.is_converted(name, parameter)
+
+    def converted(self) -> list[str]:
+        """Return the parameters that `is_converted` says it of."""
+        return self._baseline.converted()
 
     def follow(self, name: str, step: int, *, pending: bool) -> None:
         """Go on with a model that was moved to another device; refuse another dtype, other values, or a move in a step.

@@ -5,6 +5,8 @@ Both are compared by identity, which reads no tensor.
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -49,9 +51,14 @@ class Places:
                         )
                         found.setdefault((id(part._parameters), key), place)
         self._places = tuple(found.values())
+        self._holders = [place.holder for place in self._places]
+        self._keys = [place.key for place in self._places]
+        self._held = [place.held for place in self._places]
 
     def exchanged(self) -> str | None:
         """Return a sentence that names the first recorded layer of which something is no longer in the model."""
+        if all(map(is_, map(dict.get, self._holders, self._keys), self._held)):  # type: ignore[arg-type]
+            return None
         for place in self._places:
             if place.holder.get(place.key) is not place.held:
                 what = "was taken out of the model" if place.key not in place.holder else "was exchanged for another"
@@ -76,6 +83,56 @@ class _State:
         return True
 
 
+class _States:
+    """The whole state of an optimizer as it was noted: every object in it, and how often each tensor was written to.
+
+    Comparing all of it at once takes a few calls. What single parameters had is put together where something differs.
+    """
+
+    def __init__(self, states: Mapping[Tensor, Any], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note a state, and which parameters the optimizer trains."""
+        self._followed = parameters
+        self._parameters = list(states)
+        self._states = list(states.values())
+        self._sizes = list(map(len, self._states))
+        self._entries = list(chain.from_iterable(self._states))
+        self._values = [value for state in self._states for value in state.values()]
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._writes = [tensor._version for tensor in self._tensors]
+
+    def note_writes(self, states: Mapping[Tensor, Any], parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Note a state that may have been written to since; False, and nothing is noted, where it has other objects."""
+        if parameters is not self._followed or not self._has_same_objects(states):
+            return False
+        self._writes = [tensor._version for tensor in self._tensors]
+        return True
+
+    def is_same(self, states: Mapping[Tensor, Any]) -> bool:
+        """Say whether a state consists of the very same objects, and no tensor was written to."""
+        return self._has_same_objects(states) and [tensor._version for tensor in self._tensors] == self._writes
+
+    def _has_same_objects(self, states: Mapping[Tensor, Any]) -> bool:
+        return (
+            len(states) == len(self._states)
+            and all(map(is_, states, self._parameters))
+            and all(map(is_, states.values(), self._states))
+            and list(map(len, self._states)) == self._sizes
+            and list(chain.from_iterable(self._states)) == self._entries
+            and all(map(is_, chain.from_iterable(map(dict.values, self._states)), self._values))
+        )
+
+    def by_name(self, exact: Collection[str]) -> dict[str, _State]:
+        """Return the states that the parameters of exactly recorded layers had, by name."""
+        writes, found, start = iter(self._writes), {}, 0
+        for parameter, size in zip(self._parameters, self._sizes, strict=True):
+            both = zip(self._entries[start : start + size], self._values[start : start + size], strict=True)
+            tensors = {entry: (value, next(writes)) for entry, value in both if isinstance(value, Tensor)}
+            found[id(parameter)] = _State(size, tensors)
+            start += size
+        empty = _State(0, {})
+        return {name: found.get(id(one), empty) for name, one in self._followed.items() if name in exact}
+
+
 class Continuity:
     """The optimizers' state as the last step left it.
 
@@ -87,29 +144,25 @@ class Continuity:
         """Take the names of exactly recorded parameters and, in a resumed run, the updates that each has had."""
         self._exact = exact
         self._updates = updates  # where there are some, the optimizer's checkpoint may be loaded until its first step
-        self._known: dict[int, dict[str, _State]] = {}
+        self._known: dict[int, _States] = {}  # id of an optimizer -> its state
         self._stepped: set[int] = set()
 
     def note(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter], *, stepped: bool = True) -> None:
         """Keep the state of an optimizer as it is now: when the recording begins, and after every step."""
-        states = owned.optimizer.state
-        known = self._known[id(owned.optimizer)] = {}
-        for name, parameter in parameters.items():
-            if name in self._exact:
-                state = states.get(parameter, {})
-                tensors = {}
-                for entry, tensor in state.items():
-                    if isinstance(tensor, Tensor):
-                        tensors[entry] = tensor, tensor._version
-                known[name] = _State(len(state), tensors)
+        states, known = owned.optimizer.state, self._known.get(id(owned.optimizer))
+        if known is None or not known.note_writes(states, parameters):
+            mine = {one: state for one, state in states.items() if isinstance(state, dict)}
+            self._known[id(owned.optimizer)] = _States(mine, parameters)
         if stepped:
             self._stepped.add(id(owned.optimizer))
 
     def broken(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter]) -> str | None:
         """Return a sentence on the first parameter whose state is not the one that its last step left."""
-        states = owned.optimizer.state
-        for name, known in self._known.get(id(owned.optimizer), {}).items():
-            first = self._updates is not None and id(owned.optimizer) not in self._stepped
+        states, noted = owned.optimizer.state, self._known.get(id(owned.optimizer))
+        first = self._updates is not None and id(owned.optimizer) not in self._stepped
+        if noted is None or (not first and noted.is_same(states)):
+            return None
+        for name, known in noted.by_name(self._exact).items():
             if first and name in parameters and (what := self._wrong_start(owned, name, states.get(parameters[name]))):
                 return f"The state of {owned.class_name} for parameter {name!r} {what}"
             if name not in parameters or known.is_same(state := states.get(parameters[name], {})):

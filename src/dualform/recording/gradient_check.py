@@ -11,13 +11,14 @@ it is found only where ‖G‖ does not explain a difference already.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.gradient_history import NOT_FINITE, Factors
-from dualform.recording.gradient_samples import GradientSample, Look, take_sample
+from dualform.recording.gradient_samples import GradientSample, Look, SamplePlan, plan_sample, take_sample
 from dualform.recording.hooks import Arrival
 from dualform.recording.probes import (
     COARSE_ROUNDING,
@@ -93,8 +94,7 @@ class GradientView:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Resolution:
+class Resolution(NamedTuple):
     """What is known of a parameter's gradient at the step.
 
     Attributes:
@@ -114,6 +114,7 @@ class GradientCheck:
     def __init__(self) -> None:
         self._columns: dict[str, Tensor] = {}
         self._sparse: set[str] = set()  # parameters whose gradients are mostly zero
+        self._plans: dict[str, SamplePlan | None] = {}
 
     def sample(
         self, name: str, parameter: nn.Parameter, *, projected: bool | None = None, look: Look = "later"
@@ -121,12 +122,34 @@ class GradientCheck:
         """Take a sample of a parameter's gradient, if there is one; with options as `take_sample` has them."""
         if parameter.grad is None:
             return None
+        if not projected and look == "later" and name not in self._sparse:
+            plan = self._plans[name] if name in self._plans else self.plan(name, parameter)
+            view = None if plan is None else plan.view(parameter.grad)
+            if plan is not None and view is not None:
+                elements = view.clone()
+                if not plan.least or elements.numpy().nonzero()[0].size >= plan.least:
+                    return GradientSample(elements)
         if not is_at_hand(parameter):
             return take_sample(parameter.grad, self.columns(name, parameter), look=look)
         if projected is None and name in self._sparse:
             projected = True
         with one_thread(bytes_read=parameter.grad.nbytes, device=parameter.device):
             return take_sample(parameter.grad, self.columns(name, parameter), projected=projected, look=look)
+
+    def views(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor | None]:
+        """Return each gradient's sample as it is in the gradient's memory; None where it has to be taken."""
+        found = []
+        for name, parameter in parameters.items():
+            gradient = parameter.grad
+            plan = self._plans[name] if name in self._plans else self.plan(name, parameter)
+            found.append(None if gradient is None or plan is None else plan.view(gradient))
+        return found
+
+    def plan(self, name: str, parameter: nn.Parameter) -> SamplePlan | None:
+        """Return where the sample of a parameter's gradient lies, or None; see `plan_sample`."""
+        if name not in self._plans:
+            self._plans[name] = plan_sample(parameter)
+        return self._plans[name]
 
     def columns(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """Return the fixed random columns R of a parameter, (d_in, C); None where it has a single axis."""

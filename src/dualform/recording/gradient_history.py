@@ -17,6 +17,7 @@ from torch import Tensor
 from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.packing import pack, unpack
 from dualform.recording.probes import Float64Array, length
+from dualform.threads import one_thread
 
 NOT_FINITE = "its gradient is not finite"
 NOT_CLEARED = (
@@ -144,6 +145,34 @@ def _is_usual(history: GradientHistory, final: GradientSample | None) -> bool:
         and after.elements.dtype == final.elements.dtype
         and len(final.elements) > 0
     )
+
+
+def unchanged_since_backward(
+    histories: Sequence[GradientHistory | None], views: Sequence[Tensor | None]
+) -> Factors | None:
+    """Return the factors of all gradients of a step, where no sample has changed since the step's only backward.
+
+    None where anything else is to be said of any gradient; `follow_all` says it.
+
+    Args:
+        histories: of each gradient; None where nothing was accumulated.
+        views: each gradient's sample as it is in the gradient's memory now; None where it has to be taken.
+    """
+    for history, view in zip(histories, views, strict=True):
+        if history is None or view is None or not history.accumulations:
+            return None
+        only, after = history.accumulations[0], history.accumulations[-1].after
+        if after is not only.after or only.micro or only.before is not None:
+            return None
+        if after.projected or after.norm is not None or after.elements.shape != view.shape:
+            return None
+    if not views:
+        return None
+    before = [history.accumulations[0].after.elements for history in histories if history is not None]
+    with one_thread():  # samples are small
+        then, here = torch.cat(before), torch.cat([view for view in views if view is not None])
+        same = torch.equal(then, here) and math.isfinite(here.sum())
+    return Factors({0: 1.0}) if same else None
 
 
 def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:

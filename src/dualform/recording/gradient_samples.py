@@ -18,6 +18,8 @@ from dualform.recording.probes import Float64Array, as_float64, is_at_hand, leng
 Look = Literal["now", "later", "at the step"]
 SAMPLE_ELEMENTS = 256
 """Least number of elements in a sample; a gradient of fewer than twice as many is sampled whole."""
+MAX_PLANNED_ELEMENTS = 1 << 15
+"""Elements up to which torch copies on one thread in any case (`at::internal::GRAIN_SIZE`)."""
 FEW_NONZERO = 16
 """A sample with fewer non-zero elements says too little; the gradient is seen through random columns instead."""
 
@@ -66,6 +68,49 @@ class GradientSample:
     def blind(self) -> bool:
         """Whether the sample is zero although the gradient is not, so that it cannot show a factor."""
         return self.norm is not None and not self.array.any() and not self.zero
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """Where the elements of a gradient's sample lie in its memory; for contiguous gradients in the CPU's memory.
+
+    Attributes:
+        shape: the gradient's.
+        dtype: the gradient's.
+        count: how many elements there are, as a shape.
+        stride: how far they are apart, as a stride.
+        least: a sample with fewer non-zero elements is not taken by the plan.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    count: tuple[int]
+    stride: tuple[int]
+    least: int
+
+    def view(self, gradient: Tensor) -> Tensor | None:
+        """Return the sample's elements as a view of a gradient's memory; None where the plan is not for it."""
+        if gradient.shape != self.shape or gradient.dtype is not self.dtype or not gradient.is_cpu:
+            return None
+        if gradient.layout is not torch.strided or not gradient.is_contiguous():
+            return None
+        return (gradient.detach() if gradient.requires_grad else gradient).as_strided(self.count, self.stride)
+
+
+def plan_sample(parameter: Tensor) -> SamplePlan | None:
+    """Return where the sample of a parameter's gradient lies, as `take_sample` takes it; None where it has to be asked.
+
+    That is on a GPU, in a dtype that numpy does not know, and for a gradient with one axis so long that torch copies it
+    by several threads.
+    """
+    size = parameter.numel()
+    if not is_at_hand(parameter) or parameter.dtype not in (torch.float32, torch.float64) or not size:
+        return None
+    if parameter.dim() == 1:
+        plain = SamplePlan(parameter.shape, parameter.dtype, (size,), (1,), 0)
+        return plain if size <= MAX_PLANNED_ELEMENTS else None
+    step = max(1, size // SAMPLE_ELEMENTS)
+    return SamplePlan(parameter.shape, parameter.dtype, (-(-size // step),), (step,), FEW_NONZERO if step > 1 else 1)
 
 
 def take_sample(

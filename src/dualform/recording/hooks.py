@@ -72,12 +72,13 @@ class TaskArrivals:
 
     def at(self, call: Call, outputs: int) -> Arrival:
         """Return the arrival of a call with so many outputs, a new one where nothing of it has come yet."""
-        calls = self._by_layer.get(id(call.layer))
+        layer, this = id(call.layer), id(call)
+        calls = self._by_layer.get(layer)
         if calls is None:
-            calls = self._by_layer[id(call.layer)] = {}
-        arrival = calls.get(id(call))
+            calls = self._by_layer[layer] = {}
+        arrival = calls.get(this)
         if arrival is None:
-            arrival = calls[id(call)] = Arrival(call, [None] * outputs, place=self._count)
+            arrival = calls[this] = Arrival(call, [None] * outputs, place=self._count)
             self._count += 1
         return arrival
 
@@ -136,6 +137,7 @@ class Hooks:
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     enabled: bool = False
     calls: int = 0
+    any_strided: bool = False  # whether the layout of any error was to be found so far
     arrivals: dict[int, TaskArrivals] = field(default_factory=dict)  # graph task -> what it brought
     handles: list["HookHandle | Trace"] = field(default_factory=list)
     watching: set[str] = field(default_factory=set)  # parameters with accumulation hooks
@@ -165,6 +167,8 @@ class Hooks:
 
         def before(listener: Listener, increment: Tensor) -> None:
             listener.before_accumulation(name, parameter)
+            if not self.any_strided:
+                return
             arrived = self.arrivals.get(torch._C._current_graph_task_id())
             if arrived is not None and arrived.any_strided:
                 settle(arrived.of(users), parameter, increment)
@@ -173,7 +177,9 @@ class Hooks:
             task = torch._C._current_graph_task_id()
             arrived = self.arrivals.get(task)
             mine = [] if arrived is None else arrived.of(users)
-            copy_patterns([arrival for arrival in mine if not arrival.accumulated], self.pool)
+            new = [arrival for arrival in mine if not arrival.accumulated]
+            if new:
+                copy_patterns(new, self.pool)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -289,14 +295,15 @@ class Hooks:
             outputs: what the call returned.
         """
         trained: nn.Parameter | None = None  # the first parameter that is trained
-        kept = False  # whether autograd keeps the layer's input
+        kept = bias = False  # whether autograd keeps the layer's input; whether a bias is trained
         for name, parameter, is_bias in parameters:
             if parameter.requires_grad:
                 trained = parameter if trained is None else trained
                 kept = kept or not is_bias
+                bias = bias or is_bias
                 if name not in self.watching:  # unfrozen since the recording began
                     self._watch_parameter(name, parameter)
-        if trained is None or not any(output.requires_grad for output in outputs):
+        if trained is None or not [output for output in outputs if output.requires_grad]:
             return
         inputs = inputs_of()
         raw = False
@@ -312,7 +319,6 @@ class Hooks:
             return
         call = Call(layer, self.calls, inputs, raw, coarse, listener.binding_for_forward(), listener.forward)
         self.calls += 1
-        bias = any(is_bias and parameter.requires_grad for _, parameter, is_bias in parameters)
         # Whether the order is to be found in which a bias's errors are added up: on the CPU and in full precision.
         ordered = bias and coarse is None and len(outputs) == 1 and not layer.kind.own_order
         for i, output in enumerate(outputs):
@@ -372,7 +378,7 @@ class _ErrorHook:
         arrival = arrived.at(call, self._outputs)
         if self._ordered and not error.is_contiguous() and _lies_apart(error):
             arrival.strided = error
-            arrived.any_strided = True
+            arrived.any_strided = hooks.any_strided = True
         arrival.errors[self._output] = error if error.shape == self._shape else error.reshape(self._shape)
 
 

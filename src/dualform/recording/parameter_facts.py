@@ -1,10 +1,8 @@
 """What a step does to a parameter, from its gradient's history: its facts, or why it cannot be recorded exactly."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import Any, NamedTuple
 
 from dualform.errors import RefusedError
 from dualform.recording.gradient_check import Resolution
@@ -23,8 +21,7 @@ class StepContext:
     skipped: bool  # whether a gradient scaler makes it skip
 
 
-@dataclass(frozen=True, slots=True)
-class BeforeStep:
+class BeforeStep(NamedTuple):
     """What is read of a parameter just before a step, without looking at a number of its gradient.
 
     Attributes:
@@ -38,12 +35,42 @@ class BeforeStep:
     attached: bool
 
 
-def look_before_step(owned: RecordedOptimizer, parameter: nn.Parameter, group: Mapping[str, Any]) -> BeforeStep:
-    """Look at a parameter, and at an optimizer's settings for it, just before the optimizer steps."""
-    state = owned.optimizer.state.get(parameter, {})
-    settings = owned.kind.encode(group, state) if owned.kind else {"lr": float(group.get("lr", "nan"))}
-    gradient = parameter.grad
-    return BeforeStep(settings, gradient is not None, gradient is not None and gradient.requires_grad)
+def look_before_step(owned: RecordedOptimizer) -> dict[str, BeforeStep]:
+    """Look at an optimizer's covered parameters, and at its settings for each, just before it steps."""
+    found = {}
+    mine = owned.parameters
+    for group, names in zip(owned.optimizer.param_groups, owned.names_by_group, strict=True):
+        parameters = [mine[name] for name in names]
+        settings: Iterable[Mapping[str, Any]]
+        if owned.kind is None:
+            settings = [{"lr": float(group.get("lr", "nan"))}] * len(names)
+        else:
+            settings = owned.kind.encode_all(group, owned.optimizer.state, parameters)
+        for name, parameter, one in zip(names, parameters, settings, strict=True):
+            gradient = parameter.grad
+            found[name] = BeforeStep(one, gradient is not None, gradient is not None and gradient.requires_grad)
+    return found
+
+
+def gather_all_facts(
+    owned: RecordedOptimizer,
+    before: Mapping[str, BeforeStep],
+    resolutions: Iterable[Resolution],
+    context: StepContext,
+) -> list[ParameterFacts]:
+    """Return the facts of all parameters of an optimizer in a step, or refuse; as `gather_facts` does for each."""
+    usual = not context.skipped and context.graph_of is None and context.micros == 1
+    optimizer, scale, facts = owned.name, context.scale, []
+    last: Resolution | None = None
+    factors: list[float] = []
+    for (name, (settings, has_gradient, _)), resolution in zip(before.items(), resolutions, strict=True):
+        if usual and resolution.objection is None and resolution.residual is None:
+            if resolution is not last:
+                factors, last = [resolution.factors.get(0, 0.0) / scale], resolution
+            facts.append(ParameterFacts(name, optimizer, has_gradient, settings, factors))
+        else:
+            facts.append(gather_facts(owned, name, before[name], resolution, context))
+    return facts
 
 
 def gather_facts(

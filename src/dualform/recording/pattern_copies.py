@@ -32,7 +32,9 @@ def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool) -> None:
         arrivals: calls of the layers that use one parameter, none of them copied yet.
         pool: gives the memory for large copies.
     """
-    if not arrivals:
+    if len(arrivals) == 1:
+        with lending(pool):
+            _copy_one(arrivals[0], pool)
         return
     by_layer: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
@@ -97,11 +99,19 @@ def _joined(rows: Sequence[Tensor]) -> Sequence[Tensor] | None:
     return torch.cat(tuple(rows)).split([len(one) for one in rows])  # type: ignore[no-any-return]
 
 
+def _shares_memory(rows: Tensor, others: Sequence[Any]) -> bool:
+    """Say whether rows lie in the memory of any other tensor."""
+    base = rows._base
+    for other in others:
+        if other is rows or (base is not None and other is base):
+            return True
+    place = rows.untyped_storage().data_ptr()
+    return any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
+
+
 def _own(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:
     """Return rows that share no memory with others': themselves, or a copy."""
-    place = rows.untyped_storage().data_ptr()
-    shared = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in others)
-    if not shared and rows.is_contiguous():
+    if not _shares_memory(rows, others) and rows.is_contiguous():
         return rows
     if rows.numel() <= SEQUENTIAL_ELEMENTS:
         return pool.copy(rows)

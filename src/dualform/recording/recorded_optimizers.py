@@ -1,7 +1,8 @@
 """The recorded optimizers: which covered parameters each one trains, the state it starts from, and its closure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,24 +14,47 @@ from dualform.identity.families.optimizer_kind import OptimizerKind
 from dualform.recording.optimizers import kind_of, known_type, require_kind
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RecordedOptimizer:
-    """One optimizer of a run: which covered parameters it trains, and how its facts are read."""
+    """One optimizer of a run: which covered parameters it trains, and how its facts are read.
 
-    optimizer: Optimizer
-    names: Mapping[int, str]  # id of every covered parameter -> name
-    kind: OptimizerKind[Any] | None  # None where only keys are recorded and the optimizer is not known
+    Attributes:
+        optimizer: the optimizer.
+        names: id of every covered parameter -> name.
+        kind: how its facts are read; None where only keys are recorded and the optimizer is not known.
+        name: the name of the optimizer's type, or of the known one whose step it has, as a run keeps it.
+    """
+
+    __slots__ = ("_by_group", "_held", "_parameters", "_sizes", "kind", "name", "names", "optimizer")
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], kind: OptimizerKind[Any] | None) -> None:
+        self.optimizer = optimizer
+        self.names = names
+        self.kind = kind
+        self.name = optimizer_name(known_type(optimizer) or type(optimizer))
+        self._held: list[nn.Parameter] = []  # all that the groups held when they were last looked at
+        self._sizes: list[int] = []  # how many each group held
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._by_group: list[list[str]] = []
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The covered parameters that it trains by now; groups may be added at any time."""
-        mine = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return {self.names[id(parameter)]: parameter for parameter in mine if id(parameter) in self.names}
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The covered parameters that it trains by now; groups may be added at any time.
+
+        While the groups hold the same parameters it is the same object, so that others may know by it that they do.
+        """
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        now = list(chain.from_iterable(groups))
+        if list(map(len, groups)) != self._sizes or not all(map(is_, now, self._held)):
+            names = self.names
+            self._parameters = {names[id(parameter)]: parameter for parameter in now if id(parameter) in names}
+            self._by_group = [[names[id(one)] for one in group if id(one) in names] for group in groups]
+            self._held, self._sizes = now, [len(group) for group in groups]
+        return self._parameters
 
     @property
-    def name(self) -> str:
-        """The name of the optimizer's type, or of the known one whose step it has, as a run keeps it."""
-        return optimizer_name(known_type(self.optimizer) or type(self.optimizer))
+    def names_by_group(self) -> Sequence[Sequence[str]]:
+        """The names of the covered parameters of each group, as `parameters` last found them."""
+        return self._by_group
 
     @property
     def class_name(self) -> str:

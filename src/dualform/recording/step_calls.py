@@ -115,9 +115,12 @@ class _LayerCalls:
     __slots__ = ("axis", "calls", "finite", "reached")
 
     def __init__(self, layer: Watched, reached: Collection[str], axis: int) -> None:
-        uses = layer.parameters.items()
-        whole = all(name in reached for use, (name, _) in uses if use.parameter_map.multiplies_keys)
-        self.reached = any(name in reached for _, (name, _) in uses)
+        self.reached, whole = False, True
+        for use, (name, _) in layer.parameters.items():
+            if name in reached:
+                self.reached = True
+            elif use.parameter_map.multiplies_keys:
+                whole = False
         self.finite = not whole and not layer.keys_only
         self.axis = axis
         self.calls = 0
@@ -190,6 +193,9 @@ def address(leading: Sequence[int], batch_axis: int) -> tuple[int, int, int]:
         return 1, 1, 1
     if len(leading) == 1:
         return leading[0], 1, 1
+    if len(leading) == 2:
+        first, second = leading
+        return (first, second, second) if batch_axis == 0 else (second, first, 1)
     axis = min(batch_axis, len(leading) - 1)
     inner = math.prod(leading[axis + 1 :])
     return leading[axis], math.prod(leading[:axis]) * inner, inner

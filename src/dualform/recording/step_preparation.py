@@ -23,11 +23,12 @@ from dualform.recording.gradient_history import (
     Seen,
     fetch_histories,
     follow_all,
+    unchanged_since_backward,
 )
 from dualform.recording.hooks import Arrival
 from dualform.recording.late_steps import LateStep
 from dualform.recording.optimizers import pending_scale
-from dualform.recording.parameter_facts import StepContext, gather_facts, look_before_step
+from dualform.recording.parameter_facts import StepContext, gather_all_facts, look_before_step
 from dualform.recording.probes import norms_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import LiveParameter, ParameterFacts, PreparedStep, StepCall
@@ -78,7 +79,11 @@ class StepPreparation:
         self._warn_once = warn_once
         self._batch_axis = batch_axis
         self._on_failure = on_failure
+        self._explainable = frozenset(exact) - frozenset(
+            measured
+        )  # parameters whose gradients patterns have to explain
         self._last_factors: FactorsKind = "none"  # of the last late step that was read
+        self._lives: dict[int, tuple[Mapping[str, nn.Parameter], float, Mapping[str, LiveParameter]]] = {}
 
     def prepare(self, owned: RecordedOptimizer, step: StepInProgress, number: int, *, on_cpu: bool) -> PreparedStep:
         """Return what an optimizer is about to do, or refuse.
@@ -91,21 +96,13 @@ class StepPreparation:
         """
         optimizer, mine = owned.optimizer, owned.parameters
         scale, skipped = pending_scale(optimizer)
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        seen = [self._seen(step.history(name, parameter), name, parameter, skipped) for name, parameter in mine.items()]
-        seen = seen if on_cpu else fetch_histories(seen)
-        explained = {name for name in self._exact if name not in self._measured}
-        context = StepContext(explained, step.graph_of, len(step.backwards), scale, skipped)
+        context = StepContext(self._explainable, step.graph_of, len(step.backwards), scale, skipped)
         step.graph_of = None
-        with one_thread():  # samples are small
-            followed = follow_all(seen)
-        resolutions = self._explained(owned, step, followed, number, skipped=skipped)
-        facts = [
-            gather_facts(owned, name, look_before_step(owned, parameter, groups[id(parameter)]), resolution, context)
-            for (name, parameter), resolution in zip(mine.items(), resolutions, strict=True)
-        ]
-        live = {name: LiveParameter(parameter, optimizer, scale) for name, parameter in mine.items()}
-        return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number), live)
+        followed = self._followed(mine, step, skipped=skipped, on_cpu=on_cpu)
+        resolutions = self._explained(owned.name, mine, step, followed, number, skipped=skipped)
+        facts = gather_all_facts(owned, look_before_step(owned), resolutions, context)
+        calls = self._annotated_calls(step, [*step.done.facts, *facts], number)
+        return PreparedStep(number, facts, calls, self._live(owned, mine, scale))
 
     def begin(
         self, owned: RecordedOptimizer, step: StepInProgress, number: int, comparisons: Sequence[LaterComparison]
@@ -119,8 +116,7 @@ class StepPreparation:
             comparisons: of the parameters with what the last step left of them.
         """
         mine = owned.parameters
-        groups = {id(p): group for group in owned.optimizer.param_groups for p in group["params"]}
-        before = {name: look_before_step(owned, parameter, groups[id(parameter)]) for name, parameter in mine.items()}
+        before = look_before_step(owned)
         context = StepContext(self._exact, step.graph_of, len(step.backwards), 1.0, False)
         step.graph_of = None
         seen = [self._seen(step.history(name, parameter), name, parameter, False) for name, parameter in mine.items()]
@@ -147,15 +143,39 @@ class StepPreparation:
         changes.refuse(numbers.changed, late.number)
         followed = numbers.followed
         self._last_factors = _kind_of_factors(followed)
-        facts = []
-        for (name, before), factors in zip(late.before.items(), followed, strict=True):
+        resolutions = []
+        for name, factors in zip(late.before, followed, strict=True):
             resolution = Resolution(factors.of, factors.objection)
             if factors.objection is None and name in numbers.views:
                 explained = explain(numbers.views[name], factors.of, find_factor=False)
                 resolution = Resolution(factors.of, explained.objection, explained.residual)
-            facts.append(gather_facts(late.owned, name, before, resolution, late.context))
+            resolutions.append(resolution)
+        facts = gather_all_facts(late.owned, late.before, resolutions, late.context)
         step = StepInProgress(backwards=late.backwards)
         return PreparedStep(late.number, facts, self._annotated_calls(step, facts, late.number))
+
+    def _followed(
+        self, mine: Mapping[str, nn.Parameter], step: StepInProgress, *, skipped: bool, on_cpu: bool
+    ) -> Sequence[Factors]:
+        """Return what samples show of each gradient, as the step is about to take it."""
+        if on_cpu and not skipped:
+            same = unchanged_since_backward(list(map(step.histories.get, mine)), self._check.views(mine))
+            if same is not None:
+                return [same] * len(mine)
+        seen = [self._seen(step.history(name, parameter), name, parameter, skipped) for name, parameter in mine.items()]
+        seen = seen if on_cpu else fetch_histories(seen)
+        with one_thread():  # samples are small
+            return follow_all(seen)
+
+    def _live(
+        self, owned: RecordedOptimizer, mine: Mapping[str, nn.Parameter], scale: float
+    ) -> Mapping[str, LiveParameter]:
+        """Return an optimizer's parameters as a sink takes them; one object for as long as nothing changes."""
+        parameters, before, live = self._lives.get(id(owned), (None, 1.0, {}))
+        if parameters is not mine or before != scale:
+            live = {name: LiveParameter(parameter, owned.optimizer, scale) for name, parameter in mine.items()}
+            self._lives[id(owned)] = mine, scale, live
+        return live
 
     def _seen(self, history: GradientHistory, name: str, parameter: nn.Parameter, skipped: bool) -> Seen:
         """Return a gradient's history with its sample at the step; with none where the step will be skipped."""
@@ -164,16 +184,24 @@ class StepPreparation:
         return history, self._check.sample(name, parameter, projected=history.projected, look="at the step")
 
     def _explained(
-        self, owned: RecordedOptimizer, step: StepInProgress, followed: Sequence[Factors], number: int, *, skipped: bool
+        self,
+        optimizer: str,
+        mine: Mapping[str, nn.Parameter],
+        step: StepInProgress,
+        followed: Sequence[Factors],
+        number: int,
+        *,
+        skipped: bool,
     ) -> list[Resolution]:
         """Return what is known of each parameter's gradient, those compared with their patterns that are to be."""
-        mine = owned.parameters
-        kind = (owned.name, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
+        kind = (optimizer, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
-        coarse = any(one.arrival.call.coarse is not None for backward in step.backwards for one in backward.calls)
+        coarse = bool([one for back in step.backwards for one in back.calls if one.arrival.call.coarse is not None])
         arrivals: dict[str, list[tuple[int, Arrival]]] = {}
-        if full or coarse or any(factors.blind for factors in followed):
+        if full or coarse or [factors for factors in followed if factors.blind]:
             arrivals = _arrivals_of(step.backwards)
+        elif not self._measured:
+            return _by_samples(followed)
         found = []
         for (name, parameter), factors in zip(mine.items(), followed, strict=True):
             calls = arrivals.get(name, [])
@@ -263,13 +291,28 @@ def _not_at_hand() -> float:
     raise AssertionError("the norm of a late step's gradient is read with its other numbers")
 
 
+def _by_samples(followed: Sequence[Factors]) -> list[Resolution]:
+    """Return what samples alone tell of gradients."""
+    found: list[Resolution] = []
+    before: Factors | None = None
+    for factors in followed:
+        found.append(found[-1] if factors is before else Resolution(factors.of, factors.objection))
+        before = factors
+    return found
+
+
 def _with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     return [name for name, parameter in parameters.items() if parameter.grad is not None]
 
 
 def _kind_of_factors(followed: Sequence[Factors]) -> FactorsKind:
     """Say what happened to the gradients of a step: nothing, one factor for all of them (clipping), or several."""
-    found = {factor for factors in followed for factor in factors.of.values()}
+    found: set[float] = set()
+    last: Factors | None = None
+    for factors in followed:
+        if factors is not last:
+            found.update(factors.of.values())
+            last = factors
     if found <= {1.0}:
         return "none"
     return "one" if max(found) - min(found) <= 1e-5 * max(map(abs, found)) else "several"

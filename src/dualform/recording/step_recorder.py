@@ -101,6 +101,7 @@ class StepRecorder:
         self._on_failure = on_failure
         self._parameters = covered(layers)
         self._held = held([owned.optimizer for owned in optimizers])  # ids of parameters
+        self._looked: dict[int, Mapping[str, nn.Parameter]] = {}  # optimizer -> its parameters when they were looked at
         exact = {name for layer in layers if not layer.keys_only for name, _ in layer.parameters.values()}
         measured = {name for layer in layers if layer.shares_only for name, _ in layer.parameters.values()}
         self._changes = Changes(model, layers, self._parameters, exact)
@@ -268,7 +269,8 @@ class StepRecorder:
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
-        if self._changes.is_converted(name, parameter):
+        dtype, device = self._changes.kinds[name]
+        if parameter.dtype is not dtype or parameter.device != device:
             with self._guarding():
                 self._follow(name)
         if parameter.is_cuda and is_capturing():
@@ -288,7 +290,8 @@ class StepRecorder:
                 warn_user(warning)
             self._accumulations.discard()
         self.annotator.late = False
-        self.annotator.spend([arrival.call.binding for arrival in arrivals])
+        if new := [arrival.call.binding for arrival in arrivals if arrival.backward is None]:
+            self.annotator.spend(new)
         self._accumulations.end(name, parameter, task, arrivals)
 
     def coarse_seen(self, layer: str) -> None:
@@ -371,8 +374,12 @@ class StepRecorder:
 
     def _look_for_joined(self, owned: RecordedOptimizer) -> None:
         """Tell of parameters that came into an optimizer's groups after the recording began and are not recorded."""
+        mine = owned.parameters
+        if self._looked.get(id(owned)) is mine:
+            return
         new = held([owned.optimizer]) - self._held
         if not new:
+            self._looked[id(owned)] = mine
             return
         missing = uncovered(self._model, [owned.optimizer], self._layers)
         joined = {name: parameter for name, parameter in missing.items() if id(parameter) in new}
@@ -398,8 +405,7 @@ class StepRecorder:
         self._hooks.forget()
         owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
         mine = owned.parameters
-        for name in mine:
-            step.histories.pop(name, None)
+        step.histories = {name: history for name, history in step.histories.items() if name not in mine}
         if prepared is None:
             self._accumulations.discard()
             return
@@ -467,8 +473,8 @@ class StepRecorder:
 
     def _follow_moved(self) -> None:
         """Go on where the model was moved to another device; refuse a step where it was converted."""
-        for name, parameter in self._parameters.items():
-            if self._changes.is_converted(name, parameter):
+        for name in self._changes.converted():
+            if self._changes.is_converted(name, self._parameters[name]):  # no longer, once another one was followed
                 self._follow(name)
 
     def _follow(self, name: str) -> None:

@@ -314,9 +314,13 @@ class AccumulatedCalls:
         marked = {} if self._marker is None else self._marker.measure(facts.parameters)
         inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
         patterns = [tensor for rows in found for tensor in rows.tensors()]
-        copy = self._copier.copy([*patterns, *facts.samples.values(), *marked.values(), *inputs])
-        here = iter(copy.tensors)
-        copied = iter([_with_tensors(rows, here) for rows in found])
+        tensors = [*patterns, *facts.samples.values(), *marked.values(), *inputs]
+        copy = self._copier.copy(tensors)
+        here = iter(copy.tensors[len(patterns) :])
+        if copy.tensors is not tensors:
+            others = iter(copy.tensors)
+            found = [_with_tensors(rows, others) for rows in found]
+        copied = iter(found)
         calls = [
             TakenCall(
                 record.layer,

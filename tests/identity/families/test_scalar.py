@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dualform.errors import FormatError
 from dualform.identity.families import Coefficients, Facts, derive, optimizer_kinds
+from dualform.identity.families.optimizer_kind import OptimizerKind
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 
 Step = dict[str, Any]
@@ -234,3 +235,14 @@ def test_the_rate_from_settings_is_the_rate_along_a_gradient(nesterov: bool) -> 
     assert known is not None
     assert measured.along / measured.square == pytest.approx(known.rate[1], rel=1e-12)
     np.testing.assert_allclose(known.decay, 0.01 * np.abs(known.rate), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", optimizer_kinds().values(), ids=lambda kind: kind.name)
+def test_settings_of_a_whole_group_are_those_of_each_parameter(kind: OptimizerKind[Any]) -> None:
+    optimizer = kind.make(torch.zeros(2, 3))
+    group = optimizer.param_groups[0]
+    warm, cold = torch.zeros(2, 3), torch.zeros(2, 3)
+    states: dict[torch.Tensor, dict[str, Any]] = {warm: {"momentum_buffer": torch.zeros(2, 3)}}
+    for known in (states, {}):
+        one_by_one = [kind.encode(group, known.get(parameter, {})) for parameter in (warm, cold)]
+        assert list(kind.encode_all(group, known, [warm, cold])) == one_by_one

@@ -269,6 +269,12 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
                 found[name] = value if isinstance(value, bool) else float(value)
         return found
 
+    def encode_all(
+        self, group: Mapping[str, Any], states: Mapping[Tensor, State], parameters: Sequence[Tensor]
+    ) -> Sequence[Mapping[str, Setting]]:
+        """Return the settings, which depend on no parameter's state."""
+        return [self.encode(group, {})] * len(parameters)
+
     def decode(self, row: Mapping[str, Any]) -> Settings:
         """Return the settings."""
         found = {name: row[name] for name in self.settings if name in row}

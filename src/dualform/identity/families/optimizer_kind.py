@@ -264,6 +264,18 @@ class OptimizerKind(ABC, Generic[M]):
     def encode(self, group: Mapping[str, Any], state: State) -> dict[str, Setting]:
         """Return a group's settings as the steps table holds them, given also the parameter's state before the step."""
 
+    def encode_all(
+        self, group: Mapping[str, Any], states: Mapping[Tensor, State], parameters: Sequence[Tensor]
+    ) -> Sequence[Mapping[str, Setting]]:
+        """Return what `encode` does for each of some parameters of a group; equal settings may be one object.
+
+        Args:
+            group: the group.
+            states: the optimizer's state, by parameter.
+            parameters: the parameters.
+        """
+        return [self.encode(group, states.get(parameter, {})) for parameter in parameters]
+
     @abstractmethod
     def decode(self, row: Mapping[str, Any]) -> Settings:
         """Return a group's settings, from a row of the steps table; the inverse of `encode`."""

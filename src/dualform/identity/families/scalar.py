@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dualform.errors import RefusedError
 from dualform.identity.families.elementwise import ElementwiseBackward, ElementwiseStep
@@ -91,6 +92,18 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
             **{name: bool(group[name]) for name in _SWITCHES},
             _BUFFER: state.get("momentum_buffer") is not None,
         }
+
+    def encode_all(
+        self, group: Mapping[str, Any], states: Mapping[Tensor, State], parameters: Sequence[Tensor]
+    ) -> Sequence[Mapping[str, Setting]]:
+        """Return the settings of each parameter: one object for all that have a momentum buffer, one for the others."""
+        without = self.encode(group, {})
+        if not states:
+            return [without] * len(parameters)
+        within = {**without, _BUFFER: True}
+        return [
+            without if states.get(parameter, {}).get("momentum_buffer") is None else within for parameter in parameters
+        ]
 
     def decode(self, row: Mapping[str, Any]) -> Settings:
         """Return the settings, and whether a momentum buffer existed."""
