@@ -65,7 +65,8 @@ def _mask_lines(findings: Sequence[Row]) -> Grid:
     )
     note = (
         "A mask removes recorded updates from all layers; the model is not retrained. Compare each text with the "
-        "random rows of its size: where leaving those out breaks the network too, a mask of that size says little by itself."
+        "random rows of its size: where leaving those out breaks the network too, a mask of that size says little by "
+        "itself."
     )
     return Grid("Bits per held-out byte of each text, after masks", ("memory", *domains), rows, note)
 
