@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dualform.identity.families.optimizer_kind import Move, StepMap, StepMatrix
 from dualform.identity.grouped_products import RowGroups, gradients_by_group
-from dualform.identity.parameter_maps import OuterMap, ParameterMap
+from dualform.identity.parameter_maps import BiasMap, OuterMap, ParameterMap
 
 UseKey = tuple[int, int, int]
 """Names a use of a parameter in one grouping: the place of the grouping, of the layer, and of the layer's use."""
@@ -108,12 +108,15 @@ def bias_rounding(rows: Iterable[UseRows], shape: Sequence[int], dtype: torch.dt
     """
     total: Tensor | float = 0.0
     for one in rows:
-        values = one.values.to(dtype)
-        found = abs(one.factor) * torch.finfo(dtype).eps / 2 * one.parameter_map.gradient(values.abs(), one.keys, shape)
+        half_unit = abs(one.factor) * torch.finfo(dtype).eps / 2
+        if type(one.parameter_map) is BiasMap:
+            found = torch.linalg.vector_norm(one.values, ord=1, dim=0, dtype=dtype).reshape(*shape) * half_unit
+        else:
+            found = one.parameter_map.gradient(one.values.to(dtype).abs(), one.keys, shape).reshape(*shape) * half_unit
         if torch.finfo(one.values.dtype).eps > torch.finfo(dtype).eps:
-            rounded = one.parameter_map.gradient(values, one.keys, shape).abs()
-            found = found + abs(one.factor) * torch.finfo(one.values.dtype).eps / 2 * rounded
-        total = total + found.reshape(*shape)
+            rounded = one.parameter_map.gradient(one.values.to(dtype), one.keys, shape).reshape(*shape).abs()
+            found.add_(rounded, alpha=abs(one.factor) * torch.finfo(one.values.dtype).eps / 2)
+        total = total + found
     return total
 
 
