@@ -108,13 +108,12 @@ def gradients_by_group(
     count = len(groups.present)
     kind = type(parameter_map)
     if kind is OuterMap:
-        return [found.reshape(*shape) for found in _outer(values, keys, groups, dtype)]
+        found = _outer(values, keys, groups, dtype)
+        return found if len(shape) == 2 else [one.reshape(*shape) for one in found]
     if kind is BiasMap:
-        return [found.reshape(*shape) for found in sum_by_group(values, groups, dtype).unbind()]
+        return list(sum_by_group(values, groups, dtype).view(count, *shape).unbind())
     if kind is ScaleMap:
-        return [
-            found.reshape(*shape) for found in sum_by_group(values.to(dtype) * keys.to(dtype), groups, dtype).unbind()
-        ]
+        return list(sum_by_group(values.to(dtype) * keys.to(dtype), groups, dtype).view(count, *shape).unbind())
     if kind is RowsMap and count > 1:
         width = shape[-1]
         rows = torch.Size(shape).numel() // width

@@ -603,7 +603,8 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a state on a device; numbers stay on the CPU."""
     return {
-        name: entry.to(device) if isinstance(entry, Tensor) and entry.dim() else entry for name, entry in state.items()
+        name: entry.to(device) if isinstance(entry, Tensor) and entry.device != device and entry.dim() else entry
+        for name, entry in state.items()
     }
 
 

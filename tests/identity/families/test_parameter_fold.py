@@ -1,6 +1,7 @@
 """The live fold is the dense one: each share moved by every step's map, in float64, one share after the other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -96,10 +97,14 @@ def test_matrices_of_steps_multiply_and_carry_the_earlier_gradient() -> None:
     torch.testing.assert_close(torch.tensor(found.gradient), b @ torch.tensor(first.gradient))
 
 
+def two_groups(parameters: list[Tensor]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
+
+
 TOGETHER: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "AdamW, AMSGrad": lambda p: make.AdamW(p, lr=1e-2, amsgrad=True),
     "RMSprop, momentum": lambda p: make.RMSprop(p, lr=1e-3, momentum=0.5),
-    "two rates": lambda p: make.Adam([{"params": p[:2]}, {"params": p[2:], "lr": 0.1}], lr=1e-2),
+    "two rates": lambda p: make.Adam(two_groups(p), lr=1e-2),
 }
 
 
@@ -124,21 +129,21 @@ def test_steps_of_several_parameters_are_read_and_doubted_as_each_by_itself(name
         }
         linears = kind.read_together(list(taken.values()))
         steps = []
-        for (place, one), linear in zip(taken.items(), linears, strict=True):
-            alone = kind.read(one)
-            zero = torch.zeros_like(one.gradient)
-            assert all(map(torch.equal, linear.step(zero, zero, one.gradient), alone.step(zero, zero, one.gradient)))
-            steps.append(DoubtfulStep(linear, one.settings, 1e-7 * torch.rand_like(one.gradient)))
+        for (place, mine), linear in zip(taken.items(), linears, strict=True):
+            alone, gradient = kind.read(mine), mine.gradient
+            zero = torch.zeros_like(gradient)
+            assert all(map(torch.equal, linear.step(zero, zero, gradient), alone.step(zero, zero, gradient)))
+            steps.append(DoubtfulStep(linear, mine.settings, 1e-7 * torch.rand_like(gradient)))
             spread = single[place]
             assert spread is not None
-            spread.step(alone, one.settings, steps[-1].doubt)
-        mine = [spread for place in taken if (spread := joined[place]) is not None]
-        type(mine[0]).step_together(mine, steps)
-    for one, other in zip(single, joined, strict=True):
-        assert one is not None
-        assert other is not None
-        torch.testing.assert_close(other.size, one.size, rtol=1e-12, atol=0)
-        torch.testing.assert_close(other.state, one.state, rtol=1e-12, atol=0)
+            spread.step(alone, mine.settings, steps[-1].doubt)
+        spreads = [spread for place in taken if (spread := joined[place]) is not None]
+        type(spreads[0]).step_together(spreads, steps)
+    for expected, found in zip(single, joined, strict=True):
+        assert expected is not None
+        assert found is not None
+        torch.testing.assert_close(found.size, expected.size, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.state, expected.state, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

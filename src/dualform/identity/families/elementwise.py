@@ -395,7 +395,10 @@ def reads(
 
 def _in_precision(state: State, dtype: torch.dtype) -> State:
     """Return a state whose tensors have a dtype; the tensors themselves where they have it already."""
-    return {name: entry.to(dtype) if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+    return {
+        name: entry.to(dtype) if isinstance(entry, Tensor) and entry.dtype != dtype else entry
+        for name, entry in state.items()
+    }
 
 
 def _sign(settings: Settings) -> float:

@@ -237,11 +237,11 @@ class ParameterFold:
 
     def _move_of_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> Move[StepMap]:
         whole = self.whole
-        taken = gradient.to(whole.weight)
+        taken = _as(gradient, whole.weight)
         if whole.average is not None:
             return Move(linear, [whole.weight], [whole.average], [taken])
         # Without an average of the optimizer's, the step's map uses none.
-        average = whole.weight if live_average is None else live_average.to(whole.weight)
+        average = whole.weight if live_average is None else _as(live_average, whole.weight)
         return Move(linear, [whole.weight], [average], [taken], averages_moved=True)
 
     def _moves_of_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> list[Move[StepMap]]:
@@ -362,6 +362,11 @@ class ParameterFold:
             if not grouping:  # each grouping has every pattern once
                 explained += share.weight
         return start, whole - explained, live.to(whole) - start.to(whole) - whole
+
+
+def _as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the dtype and on the device of another; itself where it is so, faster than `Tensor.to`."""
+    return tensor if tensor.dtype == like.dtype and tensor.device == like.device else tensor.to(like)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
