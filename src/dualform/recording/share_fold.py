@@ -25,7 +25,7 @@ from dualform.identity.families.optimizer_kind import (
     require_optimizer_kind,
 )
 from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows, bias_rounding
-from dualform.identity.grouped_products import RowGroups, sum_by_group
+from dualform.identity.grouped_products import RowGroups, sum_unsorted_by_group
 from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
@@ -434,7 +434,7 @@ class ShareFold:
             for grouping in range(len(self.groupings)):
                 codes, groups = self._codes_of(facts.step, call, grouping)
                 rows = SortedRows(groups, values, keys)
-                self._add_keys(grouping, record.layer, layer, rows)
+                self._add_keys(grouping, record.layer, layer, groups, keys)
                 for number, use in enumerate(layer.uses):
                     factor = factors[use.parameter][call.micro] if use.parameter in factors else 0.0
                     if factor != 0.0 and len(codes):
@@ -443,8 +443,8 @@ class ShareFold:
                         )
         return found
 
-    def _add_keys(self, grouping: int, name: str, layer: LayerStart, rows: SortedRows) -> None:
-        groups, (_, keys) = rows.groups, rows.get()
+    def _add_keys(self, grouping: int, name: str, layer: LayerStart, groups: RowGroups, keys: Tensor) -> None:
+        """Add the keys of a call to the sums of keys by group."""
         if not groups.present:
             return
         at = (grouping, name)
@@ -458,7 +458,7 @@ class ShareFold:
         for group, size in zip(groups.present, groups.sizes, strict=True):
             total.counts[group] += size
         if not takes_ids(layer.uses):  # a sum of places in a table says nothing
-            found = sum_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
+            found = sum_unsorted_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
             if len(groups.present) == len(total.sums):
                 total.sums += found
             else:
