@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dualform.identity.grouped_products import RowGroups, gradients_by_group, sum_by_group
+from dualform.identity.grouped_products import RowGroups, gradients_by_group, sum_by_group, sum_unsorted_by_group
 from dualform.identity.parameter_maps import PARAMETER_MAPS
 
 SHAPES = {
@@ -34,6 +34,14 @@ def test_each_groups_gradient_is_that_of_its_rows(name: str, codes: list[int]) -
         mine = of == group
         expected = parameter_map.gradient(values[mine], keys[mine], shape).reshape(shape)
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("codes", [[0, 0, 0, 0, 0, 0], [2, 0, 2, 7, 0, 2], [1, 1, 3, 3, 3, 4]])
+def test_rows_need_no_order_to_be_summed_by_group(codes: list[int]) -> None:
+    groups = RowGroups.of_codes(torch.tensor(codes))
+    rows = torch.randn(6, 3, dtype=torch.float64)
+    expected = sum_by_group(groups.sort(rows), groups, torch.float64)
+    torch.testing.assert_close(sum_unsorted_by_group(rows, groups, torch.float64), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_no_rows_have_no_groups() -> None:

@@ -60,6 +60,18 @@ class RowGroups:
         """Return the matrix (n, T) that sums sorted rows by group."""
         return self._kept("members", device, dtype, lambda: torch.arange(len(self.sizes))[:, None] == self._of_rows)
 
+    def members_as_they_lie(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the matrix (n, T) that sums rows by group which are not sorted."""
+        if self.order is None:
+            return self.members(device, dtype)
+        order = self.order
+
+        def make() -> Tensor:
+            places = torch.empty_like(order).index_copy_(0, order, self._of_rows)
+            return torch.arange(len(self.sizes))[:, None] == places
+
+        return self._kept("as they lie", device, dtype, make)
+
     def of_rows(self, device: torch.device) -> Tensor:
         """Return for each sorted row the place of its group among those that are present, (T,)."""
         return self._kept("of rows", device, torch.int64, lambda: self._of_rows)
@@ -87,6 +99,13 @@ def sum_by_group(rows: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
     return _product(groups.members(rows.device, rows.dtype), rows, dtype)
 
 
+def sum_unsorted_by_group(rows: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
+    """Return the sum of each group's rows, (n, d), in a dtype, where the rows lie as the call has them."""
+    if len(groups.present) == 1:
+        return sum_by_group(rows, groups, dtype)
+    return _product(groups.members_as_they_lie(rows.device, rows.dtype), rows, dtype)
+
+
 def gradients_by_group(
     parameter_map: ParameterMap,
     values: Tensor,
@@ -108,13 +127,12 @@ def gradients_by_group(
     count = len(groups.present)
     kind = type(parameter_map)
     if kind is OuterMap:
-        return [found.reshape(*shape) for found in _outer(values, keys, groups, dtype)]
+        found = _outer(values, keys, groups, dtype)
+        return found if len(shape) == 2 else [one.reshape(*shape) for one in found]
     if kind is BiasMap:
-        return [found.reshape(*shape) for found in sum_by_group(values, groups, dtype).unbind()]
+        return list(sum_by_group(values, groups, dtype).view(count, *shape).unbind())
     if kind is ScaleMap:
-        return [
-            found.reshape(*shape) for found in sum_by_group(values.to(dtype) * keys.to(dtype), groups, dtype).unbind()
-        ]
+        return list(sum_by_group(values.to(dtype) * keys.to(dtype), groups, dtype).view(count, *shape).unbind())
     if kind is RowsMap and count > 1:
         width = shape[-1]
         rows = torch.Size(shape).numel() // width

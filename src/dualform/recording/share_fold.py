@@ -4,7 +4,7 @@ Runs on the training thread, on the parameters' device or, if asked, in the CPU'
 the result is tensors by name and the groups' labels, which a sink keeps, and which can be loaded again to go on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,17 @@ from dualform.binning import Bins
 from dualform.errors import RefusedError
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_kind import (
+    DoubtfulStep,
     Move,
     OptimizerKind,
     ReplayedStep,
-    Settings,
     Spread,
-    StepMap,
     StepMatrix,
     follow_together,
     require_optimizer_kind,
 )
 from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows, bias_rounding
-from dualform.identity.grouped_products import RowGroups, sum_by_group
+from dualform.identity.grouped_products import RowGroups, sum_unsorted_by_group
 from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
@@ -47,6 +46,8 @@ MAX_WAITING_STEPS = 16
 """Steps of SGD that wait to be folded at once: a share is read and written once in so many steps."""
 MAX_MOVED_BYTES = 1 << 30
 """Bytes of groups' gradients that the same kernels move on a GPU; on a CPU each parameter's are moved by themselves."""
+MAX_READ_BYTES = 256 << 20
+"""Bytes of parameters on a GPU whose steps the same kernels read; on a CPU each parameter's is read by itself."""
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of patterns that may wait for it."""
 
@@ -342,48 +343,73 @@ class ShareFold:
         rows = self._rows(facts, calls)
         moves: list[Move[Any]] = []
         size = 0  # bytes of their gradients
-        for fact in updated:
-            captured, kind = self._captured[fact.parameter], require_optimizer_kind(fact.optimizer)
-            fold, device = self._folds[fact.parameter], self._devices[fact.parameter]
-            before, state = (_moved(one, device) for one in (captured.before, after[fact.parameter]))
-            gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
-            linear = kind.read(ReplayedStep(settings, gradient, before, state, self._dtypes[fact.parameter]))
-            live_average = state.get(kind.average) if kind.average else None
-            self._spread_doubt(fact.parameter, kind, linear, settings, rows.get(fact.parameter, ()))
-            more = fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+        doubtful: dict[str, DoubtfulStep[Any]] = {}
+        for fact, kind, taken, linear in self._read_steps(updated, after):
+            name = fact.parameter
+            live_average = taken.after.get(kind.average) if kind.average else None
+            if (spread := self._spread(name, kind)) is not None:
+                doubt = self._rounding(name, rows.get(name, ()))
+                doubtful[name] = DoubtfulStep(linear, taken.settings, doubt)
+                self._spreads[name] = spread
+            more = self._folds[name].step(
+                linear, rows.get(name, ()), gradient=taken.gradient, live_average=live_average
+            )
             moves += more
             size += sum(one.nbytes for move in more for one in move.gradients if one is not None)
-            if size > (MAX_MOVED_BYTES if device.type == "cuda" else 0):
+            if size > (MAX_MOVED_BYTES if self._devices[name].type == "cuda" else 0):
                 follow_together(moves)
                 moves, size = [], 0
         follow_together(moves)
+        self._follow_doubts(doubtful)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
         if waiting or self._waiting_bytes > MAX_WAITING_BYTES:
             self.fold_waiting()
 
-    def _spread_doubt(
-        self, name: str, kind: OptimizerKind[Any], linear: StepMap, settings: Settings, rows: Sequence[UseRows]
-    ) -> None:
-        """Follow through a step how far rounding of its gradients may have carried a bias.
+    def _read_steps(
+        self, updated: Sequence[ParameterFacts], after: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep, Any]]:
+        """Yield each parameter's step with its linear map; on a GPU, maps of many parameters are read at once."""
+        waiting: list[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep]] = []
+        size = 0
+        for place, fact in enumerate(updated):
+            name, kind = fact.parameter, require_optimizer_kind(fact.optimizer)
+            captured, device = self._captured[name], self._devices[name]
+            before, state = (_moved(one, device) for one in (captured.before, after[name]))
+            gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
+            waiting.append((fact, kind, ReplayedStep(settings, gradient, before, state, self._dtypes[name])))
+            size += gradient.nbytes
+            if size > (MAX_READ_BYTES if device.type == "cuda" else 0) or place == len(updated) - 1:
+                yield from _read_together(waiting)
+                waiting, size = [], 0
+
+    def _spread(self, name: str, kind: OptimizerKind[Any]) -> Spread[Any] | None:
+        """Return how far rounding of its gradients may have carried a bias so far; None for other parameters.
 
         Where the true gradient of a bias is zero (that of an attention's keys), rounding is all that there is of it,
         and an optimizer that divides a gradient by its own size makes as much of it as of any other.
         """
-        if name not in self._biases:
-            return
-        if name not in self._spreads:
-            made = kind.spread(self._shapes[name])
-            if made is None:
-                return
-            if (earlier := self._earlier_spreads.pop(name, None)) is not None:
-                made.load({entry: earlier[entry].to(self._devices[name]) for entry in made.state})
-            self._spreads[name] = made
-        shape, dtype = self._shapes[name], self._dtypes[name]
-        doubt = bias_rounding((one for one in rows if one.use[0] == 0), shape, dtype)  # each grouping has all patterns
-        like = torch.zeros(shape, dtype=dtype, device=self._devices[name])
-        self._spreads[name].step(linear, settings, like + doubt)
+        if name in self._spreads or name not in self._biases:
+            return self._spreads.get(name)
+        made = kind.spread(self._shapes[name])
+        if made is not None and (earlier := self._earlier_spreads.pop(name, None)) is not None:
+            made.load({entry: earlier[entry].to(self._devices[name]) for entry in made.state})
+        return made
+
+    def _rounding(self, name: str, rows: Sequence[UseRows]) -> Tensor:
+        """Return how far each element of a bias's gradient in a step may be off by rounding."""
+        shape, dtype, device = self._shapes[name], self._dtypes[name], self._devices[name]
+        found = bias_rounding((one for one in rows if one.use[0] == 0), shape, dtype)  # each grouping has all patterns
+        return found.to(device) if isinstance(found, Tensor) else torch.zeros(shape, dtype=dtype, device=device)
+
+    def _follow_doubts(self, steps: Mapping[str, DoubtfulStep[Any]]) -> None:
+        """Follow through a step how far rounding of its gradients may have carried the biases."""
+        families: dict[type[Spread[Any]], list[str]] = {}
+        for name in steps:
+            families.setdefault(type(self._spreads[name]), []).append(name)
+        for family, names in families.items():
+            family.step_together([self._spreads[name] for name in names], [steps[name] for name in names])
 
     def _spread_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the spread of a bias as tensors: its size, and what it goes on from; nothing for other parameters."""
@@ -408,7 +434,7 @@ class ShareFold:
             for grouping in range(len(self.groupings)):
                 codes, groups = self._codes_of(facts.step, call, grouping)
                 rows = SortedRows(groups, values, keys)
-                self._add_keys(grouping, record.layer, layer, rows)
+                self._add_keys(grouping, record.layer, layer, groups, keys)
                 for number, use in enumerate(layer.uses):
                     factor = factors[use.parameter][call.micro] if use.parameter in factors else 0.0
                     if factor != 0.0 and len(codes):
@@ -417,8 +443,8 @@ class ShareFold:
                         )
         return found
 
-    def _add_keys(self, grouping: int, name: str, layer: LayerStart, rows: SortedRows) -> None:
-        groups, (_, keys) = rows.groups, rows.get()
+    def _add_keys(self, grouping: int, name: str, layer: LayerStart, groups: RowGroups, keys: Tensor) -> None:
+        """Add the keys of a call to the sums of keys by group."""
         if not groups.present:
             return
         at = (grouping, name)
@@ -432,7 +458,7 @@ class ShareFold:
         for group, size in zip(groups.present, groups.sizes, strict=True):
             total.counts[group] += size
         if not takes_ids(layer.uses):  # a sum of places in a table says nothing
-            found = sum_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
+            found = sum_unsorted_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
             if len(groups.present) == len(total.sums):
                 total.sums += found
             else:
@@ -577,8 +603,21 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a state on a device; numbers stay on the CPU."""
     return {
-        name: entry.to(device) if isinstance(entry, Tensor) and entry.dim() else entry for name, entry in state.items()
+        name: entry.to(device) if isinstance(entry, Tensor) and entry.device != device and entry.dim() else entry
+        for name, entry in state.items()
     }
+
+
+def _read_together(
+    steps: Sequence[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep]],
+) -> Iterator[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep, Any]]:
+    """Yield steps with their linear maps; steps of one optimizer are read together."""
+    kinds = {kind.name: kind for _, kind, _ in steps}
+    for name, kind in kinds.items():
+        mine = [one for one in steps if one[1].name == name]
+        linears = kind.read_together([taken for _, _, taken in mine])
+        for (fact, _, taken), linear in zip(mine, linears, strict=True):
+            yield fact, kind, taken, linear
 
 
 def _states_after(live: Mapping[str, LiveParameter]) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The live fold is the dense one: each share moved by every step's map, in float64, one share after the other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.identity.families import optimizer_kinds
-from dualform.identity.families.optimizer_kind import ReplayedStep, StepMatrix, follow_together
+from dualform.identity.families.optimizer_kind import DoubtfulStep, ReplayedStep, StepMatrix, follow_together
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 from dualform.identity.families.parameter_fold import ParameterFold, SortedRows, UseRows, bias_rounding
 from dualform.identity.grouped_products import RowGroups
@@ -94,6 +95,55 @@ def test_matrices_of_steps_multiply_and_carry_the_earlier_gradient() -> None:
     found = second.after(first)
     torch.testing.assert_close(torch.tensor([found.weight, found.average]), b @ a)
     torch.testing.assert_close(torch.tensor(found.gradient), b @ torch.tensor(first.gradient))
+
+
+def two_groups(parameters: list[Tensor]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
+
+
+TOGETHER: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "AdamW, AMSGrad": lambda p: make.AdamW(p, lr=1e-2, amsgrad=True),
+    "RMSprop, momentum": lambda p: make.RMSprop(p, lr=1e-3, momentum=0.5),
+    "two rates": lambda p: make.Adam(two_groups(p), lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_steps_of_several_parameters_are_read_and_doubted_as_each_by_itself(name: str) -> None:
+    torch.manual_seed(0)
+    parameters: list[Tensor] = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 2), (4,), (1,), (5,))]
+    optimizer = TOGETHER[name](parameters)
+    kind = optimizer_kinds()[type(optimizer)]
+    single, joined = ([kind.spread(one.shape) for one in parameters] for _ in range(2))
+    for step in range(4):
+        for place, one in enumerate(parameters):
+            one.grad = None if place == step else torch.randn_like(one)
+        optimizer.step()
+        taken = {
+            place: ReplayedStep(
+                kind.decode(kind.encode(group, optimizer.state[one])), one.grad, {}, optimizer.state[one], torch.float32
+            )
+            for group in optimizer.param_groups
+            for place, one in enumerate(parameters)
+            if one.grad is not None and any(one is other for other in group["params"])
+        }
+        linears = kind.read_together(list(taken.values()))
+        steps = []
+        for (place, mine), linear in zip(taken.items(), linears, strict=True):
+            alone, gradient = kind.read(mine), mine.gradient
+            zero = torch.zeros_like(gradient)
+            assert all(map(torch.equal, linear.step(zero, zero, gradient), alone.step(zero, zero, gradient)))
+            steps.append(DoubtfulStep(linear, mine.settings, 1e-7 * torch.rand_like(gradient)))
+            spread = single[place]
+            assert spread is not None
+            spread.step(alone, mine.settings, steps[-1].doubt)
+        spreads = [spread for place in taken if (spread := joined[place]) is not None]
+        type(spreads[0]).step_together(spreads, steps)
+    for expected, found in zip(single, joined, strict=True):
+        assert expected is not None
+        assert found is not None
+        torch.testing.assert_close(found.size, expected.size, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.state, expected.state, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from dualform.identity.families.optimizer_kind import (
     BackwardRecursion,
+    DoubtfulStep,
     Move,
     Multiplier,
     OptimizerKind,
@@ -152,6 +153,8 @@ def _add_products(
 
 
 Reading = Callable[[Settings, State, State], ElementwiseStep]
+ReadingTogether = Callable[[Sequence[tuple[Settings, State]]], list[ElementwiseStep]]
+"""Reads the steps of several parameters off their settings and their states after the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,39 @@ class ElementwiseSpread(Spread[ElementwiseStep]):
             moved = 1 / (1 / moved + 1 / (2 * reach))
         self._square = linear.kappa**2 * self._square.to(moved) + moved.square()
 
+    @classmethod
+    def step_together(
+        cls, spreads: Sequence["ElementwiseSpread"], steps: Sequence[DoubtfulStep[ElementwiseStep]]
+    ) -> None:
+        """Follow the steps of several parameters; those whose steps have the same numbers as one long vector."""
+        alike: dict[tuple[Any, ...], list[tuple[ElementwiseSpread, DoubtfulStep[ElementwiseStep]]]] = {}
+        for spread, step in zip(spreads, steps, strict=True):
+            linear = step.linear
+            factors = (spread._response, linear.beta, linear.on_average, linear.on_gradient)
+            numbers = ("matrix" if isinstance(factor, Tensor) else factor for factor in factors)
+            at = (linear.alpha, linear.kappa, linear.reach, step.settings["lr"], step.doubt.device, *numbers)
+            alike.setdefault(at, []).append((spread, step))
+        for pairs in alike.values():
+            mine, taken = zip(*pairs, strict=True)
+            joined = cls((0,))
+            joined._square = torch.cat([one._square.to(step.doubt.device).reshape(-1) for one, step in pairs])
+            joined._response = _joined_factor([one._response for one in mine])
+            linears = [step.linear for step in taken]
+            linear = dataclasses.replace(
+                linears[0],
+                beta=_joined_factor([one.beta for one in linears]),
+                on_average=_joined_factor([one.on_average for one in linears]),
+                on_gradient=_joined_factor([one.on_gradient for one in linears]),
+            )
+            joined.step(linear, taken[0].settings, torch.cat([step.doubt.reshape(-1) for step in taken]))
+            sizes = [step.doubt.numel() for step in taken]
+            squares, response = joined._square.split(sizes), joined._response
+            responses = response.split(sizes) if isinstance(response, Tensor) else [response] * len(sizes)
+            for (one, step), square, left in zip(pairs, squares, responses, strict=True):
+                shape = step.doubt.shape
+                one._square = square.view(shape)
+                one._response = left.view(shape) if isinstance(left, Tensor) else left
+
     @property
     def size(self) -> Tensor:
         """The standard deviation of each element."""
@@ -233,6 +269,12 @@ class ElementwiseSpread(Spread[ElementwiseStep]):
         """Go on from the squares u² and the response n."""
         response = state["response"]
         self._square, self._response = state["square"], response if response.dim() else float(response)
+
+
+def _joined_factor(factors: Sequence[Tensor | float]) -> Tensor | float:
+    """Return the factors of several parameters as one vector, where they are matrices, and the number otherwise."""
+    matrices = [factor.reshape(-1) for factor in factors if isinstance(factor, Tensor)]
+    return torch.cat(matrices) if matrices else factors[0]
 
 
 class ElementwiseKind(OptimizerKind[ElementwiseStep]):
@@ -250,6 +292,7 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         state_settings: tuple[str, ...],
         overwrites_state: tuple[str, ...],
         decoupled: bool,
+        together: ReadingTogether | None,
     ) -> None:
         super().__init__(optimizer, average)
         self.settings = settings
@@ -257,6 +300,7 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         self.overwrites_state = overwrites_state
         self._decoupled = decoupled
         self._read = read
+        self._read_together = together
 
     def encode(self, group: Mapping[str, Any], state: State) -> dict[str, Setting]:
         """Return the settings; betas are two."""
@@ -291,8 +335,18 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         A first moment is a lerp, `m + β (d − m)`, so that its α is what β leaves.
         """
         before, after = (_in_precision(state, taken.precision) for state in (taken.before, taken.after))
-        linear = self._read(taken.settings, before, after)
-        rounded = near(taken.gradient.dtype)
+        return self._rounded(self._read(taken.settings, before, after), taken.gradient.dtype)
+
+    def read_together(self, taken: Sequence[ReplayedStep]) -> list[ElementwiseStep]:
+        """Return the steps of several parameters, which some optimizers read by a few kernels for all of them."""
+        if self._read_together is None or len(taken) == 1:
+            return super().read_together(taken)
+        found = self._read_together([(one.settings, _in_precision(one.after, one.precision)) for one in taken])
+        return [self._rounded(linear, one.gradient.dtype) for linear, one in zip(found, taken, strict=True)]
+
+    def _rounded(self, linear: ElementwiseStep, dtype: torch.dtype) -> ElementwiseStep:
+        """Return a step with its numbers as the step itself rounded them."""
+        rounded = near(dtype)
         beta = linear.beta if isinstance(linear.beta, Tensor) else rounded(linear.beta)
         alpha = rounded(linear.alpha) if isinstance(beta, Tensor) or not linear.alpha else 1 - beta
         kappa, decay = rounded(linear.kappa), rounded(linear.decay)
@@ -314,6 +368,7 @@ def reads(
     state_settings: tuple[str, ...] = (),
     overwrites_state: tuple[str, ...] = (),
     decoupled: bool = False,
+    together: ReadingTogether | None = None,
 ) -> Callable[[Reading], Reading]:
     """Register a function that reads a step of an optimizer.
 
@@ -324,6 +379,7 @@ def reads(
         state_settings: settings that make it keep more state from its first step on.
         overwrites_state: state entries that a step overwrites and the function needs as they were before it.
         decoupled: whether its weight decay never goes through the gradient.
+        together: reads the steps of several parameters at once, as the function reads each.
     """
 
     def register(read: Reading) -> Reading:
@@ -335,6 +391,7 @@ def reads(
             state_settings=state_settings,
             overwrites_state=overwrites_state,
             decoupled=decoupled,
+            together=together,
         )
         register_optimizer(kind)
         return read
@@ -344,7 +401,10 @@ def reads(
 
 def _in_precision(state: State, dtype: torch.dtype) -> State:
     """Return a state whose tensors have a dtype; the tensors themselves where they have it already."""
-    return {name: entry.to(dtype) if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+    return {
+        name: entry.to(dtype) if isinstance(entry, Tensor) and entry.dtype != dtype else entry
+        for name, entry in state.items()
+    }
 
 
 def _sign(settings: Settings) -> float:
@@ -354,29 +414,75 @@ def _sign(settings: Settings) -> float:
 def _adam(settings: Settings, after: State, *, decoupled: bool) -> ElementwiseStep:
     beta1, beta2 = settings["betas"]
     count = float(after["step"])
-    second = after["max_exp_avg_sq"] if settings["amsgrad"] else after["exp_avg_sq"]
-    denominator = second.sqrt() / (1 - beta2**count) ** 0.5 + settings["eps"]
+    denominator = _adam_second(settings, after).sqrt() / (1 - beta2**count) ** 0.5 + settings["eps"]
+    return _adam_step(settings, count, settings["lr"] / (1 - beta1**count) / denominator, decoupled=decoupled)
+
+
+def _adam_second(settings: Settings, after: State) -> Tensor:
+    found: Tensor = after["max_exp_avg_sq"] if settings["amsgrad"] else after["exp_avg_sq"]
+    return found
+
+
+def _adam_step(settings: Settings, count: float, on_average: Tensor, *, decoupled: bool) -> ElementwiseStep:
+    """Return a step of Adam, given how many steps there were and what it multiplies its average with."""
+    beta1, _ = settings["betas"]
     decay, lr = settings["weight_decay"], settings["lr"]
     return ElementwiseStep(
         alpha=beta1,
         beta=1 - beta1,
         kappa=1 - lr * decay if decoupled else 1.0,
-        on_average=lr / (1 - beta1**count) / denominator,
+        on_average=on_average,
         decay=0.0 if decoupled else decay,
         sign=_sign(settings),
         corrected=count,
     )
 
 
+def _adam_together(taken: Sequence[tuple[Settings, State]]) -> list[ElementwiseStep]:
+    """Read steps of Adam or AdamW as `_adam` does, by the same kernels for all parameters with the same settings."""
+    counts = [float(after["step"]) for _, after in taken]
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for place, ((settings, after), count) in enumerate(zip(taken, counts, strict=True)):
+        second = _adam_second(settings, after)
+        alike.setdefault((count, second.dtype, second.device, *settings.items()), []).append(place)
+    found: dict[int, ElementwiseStep] = {}
+    for places in alike.values():
+        settings, count = taken[places[0]][0], counts[places[0]]
+        beta1, beta2 = settings["betas"]
+        factors = torch._foreach_sqrt([_adam_second(*taken[place]) for place in places])
+        torch._foreach_div_(factors, (1 - beta2**count) ** 0.5)
+        torch._foreach_add_(factors, settings["eps"])
+        torch._foreach_reciprocal_(factors)
+        torch._foreach_mul_(factors, settings["lr"] / (1 - beta1**count))
+        decoupled = settings.get("decoupled_weight_decay", True)  # AdamW's is always
+        for place, factor in zip(places, factors, strict=True):
+            found[place] = _adam_step(settings, count, factor, decoupled=decoupled)
+    return [found[place] for place in range(len(taken))]
+
+
 _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
-@reads(torch.optim.Adam, *_ADAM, "decoupled_weight_decay", average="exp_avg", state_settings=("amsgrad",))
+@reads(
+    torch.optim.Adam,
+    *_ADAM,
+    "decoupled_weight_decay",
+    average="exp_avg",
+    state_settings=("amsgrad",),
+    together=_adam_together,
+)
 def _read_adam(settings: Settings, before: State, after: State) -> ElementwiseStep:
     return _adam(settings, after, decoupled=settings["decoupled_weight_decay"])
 
 
-@reads(torch.optim.AdamW, *_ADAM, average="exp_avg", state_settings=("amsgrad",), decoupled=True)
+@reads(
+    torch.optim.AdamW,
+    *_ADAM,
+    average="exp_avg",
+    state_settings=("amsgrad",),
+    decoupled=True,
+    together=_adam_together,
+)
 def _read_adamw(settings: Settings, before: State, after: State) -> ElementwiseStep:
     return _adam(settings, after, decoupled=True)
 

@@ -200,12 +200,32 @@ class ReplayedStep:
     precision: torch.dtype = torch.float64
 
 
+@dataclass(frozen=True, slots=True)
+class DoubtfulStep(Generic[M]):
+    """A step of one parameter whose gradient is known to within a doubt.
+
+    Attributes:
+        linear: the step's map.
+        settings: the optimizer's settings in the step.
+        doubt: how far each element of the gradient may be off, at random, in the parameter's shape.
+    """
+
+    linear: M
+    settings: Settings
+    doubt: Tensor
+
+
 class Spread(ABC, Generic[M]):
     """How far doubt about the gradients of all steps so far may have carried each element of a parameter."""
 
     @abstractmethod
     def step(self, linear: M, settings: Settings, doubt: Tensor) -> None:
         """Follow one step, whose gradient is known to within `doubt`, at random, in the parameter's shape."""
+
+    @classmethod
+    @abstractmethod
+    def step_together(cls, spreads: Sequence[Self], steps: Sequence[DoubtfulStep[Any]]) -> None:
+        """Do what `step` does for several parameters, by as few kernels as may be."""
 
     @property
     @abstractmethod
@@ -305,6 +325,10 @@ class OptimizerKind(ABC, Generic[M]):
     @abstractmethod
     def read(self, taken: ReplayedStep) -> M:
         """Return a step as a linear map."""
+
+    def read_together(self, taken: Sequence[ReplayedStep]) -> list[M]:
+        """Return the steps of several parameters as linear maps, the same that `read` gives of each."""
+        return [self.read(one) for one in taken]
 
     def coefficients(self, facts: Facts, horizon: int, of: CoefficientsOf) -> Coefficients:
         """Return a parameter's coefficients after `horizon` steps, if the optimizer has coefficients."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dualform.identity.families.optimizer_kind import Move, StepMap, StepMatrix
 from dualform.identity.grouped_products import RowGroups, gradients_by_group
-from dualform.identity.parameter_maps import OuterMap, ParameterMap
+from dualform.identity.parameter_maps import BiasMap, OuterMap, ParameterMap
 
 UseKey = tuple[int, int, int]
 """Names a use of a parameter in one grouping: the place of the grouping, of the layer, and of the layer's use."""
@@ -108,12 +108,15 @@ def bias_rounding(rows: Iterable[UseRows], shape: Sequence[int], dtype: torch.dt
     """
     total: Tensor | float = 0.0
     for one in rows:
-        values = one.values.to(dtype)
-        found = abs(one.factor) * torch.finfo(dtype).eps / 2 * one.parameter_map.gradient(values.abs(), one.keys, shape)
+        half_unit = abs(one.factor) * torch.finfo(dtype).eps / 2
+        if type(one.parameter_map) is BiasMap:
+            found = torch.linalg.vector_norm(one.values, ord=1, dim=0, dtype=dtype).reshape(*shape) * half_unit
+        else:
+            found = one.parameter_map.gradient(one.values.to(dtype).abs(), one.keys, shape).reshape(*shape) * half_unit
         if torch.finfo(one.values.dtype).eps > torch.finfo(dtype).eps:
-            rounded = one.parameter_map.gradient(values, one.keys, shape).abs()
-            found = found + abs(one.factor) * torch.finfo(one.values.dtype).eps / 2 * rounded
-        total = total + found.reshape(*shape)
+            rounded = one.parameter_map.gradient(one.values.to(dtype), one.keys, shape).reshape(*shape).abs()
+            found.add_(rounded, alpha=abs(one.factor) * torch.finfo(one.values.dtype).eps / 2)
+        total = total + found
     return total
 
 
@@ -234,11 +237,11 @@ class ParameterFold:
 
     def _move_of_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> Move[StepMap]:
         whole = self.whole
-        taken = gradient.to(whole.weight)
+        taken = _as(gradient, whole.weight)
         if whole.average is not None:
             return Move(linear, [whole.weight], [whole.average], [taken])
         # Without an average of the optimizer's, the step's map uses none.
-        average = whole.weight if live_average is None else live_average.to(whole.weight)
+        average = whole.weight if live_average is None else _as(live_average, whole.weight)
         return Move(linear, [whole.weight], [average], [taken], averages_moved=True)
 
     def _moves_of_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> list[Move[StepMap]]:
@@ -359,6 +362,11 @@ class ParameterFold:
             if not grouping:  # each grouping has every pattern once
                 explained += share.weight
         return start, whole - explained, live.to(whole) - start.to(whole) - whole
+
+
+def _as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the dtype and on the device of another; itself where it is so, faster than `Tensor.to`."""
+    return tensor if tensor.dtype == like.dtype and tensor.device == like.device else tensor.to(like)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
