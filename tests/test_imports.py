@@ -1,7 +1,8 @@
 """Imports go one way, recording -> engine -> effects -> attend -> show -> experiments -> cli; mathematics is beside.
 
 The store stands beside the engine: it writes what a recording hands over and gives it to the engine as a source. Only
-`opening.py`, which puts a store and a memory together, and the public names import it.
+`opening.py`, which puts a store and a memory together, `replaying`, which records a training and runs it again, and the
+public names import it.
 
 Names of modules in strings count as imports: a module that is loaded by its name is imported all the same. And torch
 comes late.
@@ -29,6 +30,7 @@ PURE = {
     "lazy",
     "logits",
     "modes",
+    "named_code",
     "pieces",
     "printable",
     "progress",
@@ -37,7 +39,7 @@ PURE = {
     "torch_modes",
     "_version",
 }
-STAGES = ("recording", "store", "engine", "effects", "attend", "show", "experiments", "cli")
+STAGES = ("recording", "store", "engine", "replaying", "effects", "attend", "show", "experiments", "cli")
 MAY_IMPORT: Mapping[str, set[str]] = {
     "binning": {"errors", "lazy"},
     "corpus": {"errors", "pieces", "tokens"},
@@ -48,6 +50,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "lazy": set(),
     "logits": {"errors"},
     "modes": {"torch_modes"},
+    "named_code": {"errors", "printable"},
     "pieces": {"errors", "tokens"},
     "printable": set(),
     "progress": {"printable"},
@@ -58,15 +61,25 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "recording": PURE,
     "engine": PURE | {"recording"},
     "store": PURE | {"recording", "engine"},
+    "replaying": PURE | {"recording", "engine", "store"},
     "effects": PURE | {"recording", "engine"},
     "attend": PURE | {"recording", "engine", "effects"},
-    "opening": {"errors", "store", "engine", "attend"},
+    "opening": {"errors", "store", "engine", "replaying", "attend"},
     "show": PURE | {"recording", "engine", "effects", "attend", "opening"},
     "experiments": PURE | {"recording", "engine", "effects", "attend", "opening", "show"},
     "integrations": {"errors", "recording"},  # and the public names, as a user's program has them
-    "cli": PURE | {"recording", "engine", "effects", "attend", "show", "experiments"},
+    "cli": PURE | {"recording", "engine", "effects", "attend", "opening", "show", "experiments"},
     "__main__": {"cli"},
-    "__init__": PURE | {"recording", "store", "attend", "show", "opening"},  # when asked for; show registers itself
+    "__init__": PURE
+    | {
+        "recording",
+        "store",
+        "replaying",
+        "effects",
+        "attend",
+        "show",
+        "opening",
+    },  # when asked for; show registers itself
 }
 COMPARED = {"dualform.show.model_loading": {"dualform.experiments.models"}}
 """Names of modules that a file only compares with: a run may name a factory of that package without being trusted."""
@@ -138,6 +151,7 @@ def test_imports_go_one_way() -> None:
         ("dualform.attend.memory", "from dualform.store.reader import Run", "store"),
         ("dualform.attend.text", 'import_module("dualform.store.corpus_files")', "store"),
         ("dualform.engine.local", "def late():\n    from dualform.store import reader", "store"),
+        ("dualform.attend.memory", "from dualform.replaying.replay_executor import ReplayExecutor", "replaying"),
         ("dualform.show.viewer.opened", "from dualform.store.manifest import Manifest", "store"),
         ("dualform.experiments.demo", "from dualform.store.format import MANIFEST", "store"),
         ("dualform.cli.run_commands", "from ..store.reader import Run", "store"),
@@ -208,7 +222,7 @@ def test_no_framework_is_imported_unless_its_integration_is() -> None:
 
 
 def test_public_names_are_few_and_there() -> None:
-    assert len(dualform.__all__) < 18
+    assert len(dualform.__all__) < 22
     for name in dualform.__all__:
         assert getattr(dualform, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'recrod'"):

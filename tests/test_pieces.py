@@ -8,7 +8,7 @@ import torch
 
 import dualform
 from dualform.errors import MediaError, QueryError
-from dualform.pieces import _byte_signs, encode_text, piece_texts, raw_piece, vocabulary_size
+from dualform.pieces import _byte_signs, encode_text, piece_texts, raw_piece, render_chat, vocabulary_size
 from dualform.tokens import join
 
 TEXT = "The naïve 狐狸 sees the 🐺 — the naïve fox."
@@ -159,3 +159,22 @@ def test_tokens_of_any_kind(kind, run):
     assert (corpus.train.tolist(), corpus.test.tolist(), corpus.titles) == ([2, 0, 1, 1], [0, 1], ("A", "B"))
     assert corpus.train.dtype == np.int64
     assert repr(corpus) == "Corpus('kinds', 4 + 2 pieces, vocabulary of 3, 2 documents)"
+
+
+def test_a_chat_is_rendered_by_the_tokenizers_template() -> None:
+    class Chat:
+        def apply_chat_template(
+            self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        ) -> str:
+            assert not tokenize
+            said = "".join(f"[{one['role']}] {one['content']} " for one in messages)
+            return said + ("[assistant] " if add_generation_prompt else "")
+
+    asked = {"role": "user", "content": "Who's there?"}
+    assert render_chat(Chat(), [asked]) == "[user] Who's there? [assistant] "
+    answered = {"role": "assistant", "content": "Nay,"}
+    assert render_chat(Chat(), [asked, answered]) == "[user] Who's there? [assistant] Nay, "
+    with pytest.raises(QueryError, match="a chat of 1 messages, but the tokenizer, of type NoneType, has no chat"):
+        render_chat(None, [asked])
+    with pytest.raises(QueryError, match="chat template failed: KeyError: 'content'"):
+        render_chat(Chat(), [{"role": "user"}])

@@ -70,6 +70,8 @@ def test_live_shares_are_those_of_the_patterns(layer: str, optimizer: str) -> No
         run = Run(blobs)
         live, patterns = run.kept_shares, dualform.open(blobs).share_source("label")
         assert live is not None
+        if optimizer == "Muon":  # which raises small directions of a gradient, and their rounding, up to 485-fold
+            within *= 10
         own_order = sums_in_own_order(layer.partition(",")[0])
         for name, parameter in model.named_parameters():
             found, expected = live.shares(name, ("label",)), patterns.shares(name, ("label",))

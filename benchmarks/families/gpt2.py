@@ -86,7 +86,8 @@ def _last(training: Training) -> int:
 
 @row(
     "gpt2-keys",
-    what="recording overhead, GPT-2-small-sized model in float32, the last 3072-wide layer's keys, float16, to disk",
+    what="recording overhead after the first 20 steps, GPT-2-small-sized model in float32, the last 3072-wide layer's "
+    "keys, float16, to disk",
     against="the same steps without recording",
     unit="percent",
     cuda=at_most(0.15),
@@ -246,7 +247,7 @@ ALL = "GPT-2-small-sized model, keys and values of every linear layer of all blo
 
 @row(
     "gpt2-all-dropped",
-    what=f"{ALL}, float32, into a sink that drops them on the device",
+    what=f"steps after the first 20, {ALL}, float32, into a sink that drops them on the device",
     against="the same steps without recording",
     cuda=at_most(1.2),
     precision="float32",
@@ -262,7 +263,7 @@ ALL = "GPT-2-small-sized model, keys and values of every linear layer of all blo
 )
 @row(
     "gpt2-all-host",
-    what=f"{ALL}, float32, into page-locked memory of the CPU",
+    what=f"steps after the first 20, {ALL}, float32, into page-locked memory of the CPU",
     against="the same steps without recording",
     cuda=at_most(2.5),
     precision="float32",

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from dualform.indexing import indexed
     from dualform.opening import open
     from dualform.recording.estimate import estimate
-    from dualform.recording.keep import Patterns, Shares
+    from dualform.recording.keep import Patterns, Shares, Steps
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
+    from dualform.replaying.replay_training import replay
+    from dualform.replaying.training import record_training
     from dualform.store.record_to_folder import record
 
 _HOME = {
@@ -29,6 +31,7 @@ _HOME = {
     "Recorder": "dualform.recording.recorder",
     "Shares": "dualform.recording.keep",
     "Spotlight": "dualform.attend.spotlight",
+    "Steps": "dualform.recording.keep",
     "Top": "dualform.attend.questions",
     "Totals": "dualform.attend.questions",
     "bins": "dualform.binning",
@@ -37,7 +40,9 @@ _HOME = {
     "indexed": "dualform.indexing",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
+    "record_training": "dualform.replaying.training",
     "register_layer": "dualform.recording.layers",
+    "replay": "dualform.replaying.replay_training",
 }
 
 __all__ = [
@@ -48,6 +53,7 @@ __all__ = [
     "Recorder",
     "Shares",
     "Spotlight",
+    "Steps",
     "Top",
     "Totals",
     "__version__",
@@ -57,7 +63,9 @@ __all__ = [
     "indexed",
     "open",
     "record",
+    "record_training",
     "register_layer",
+    "replay",
 ]
 
 

@@ -53,6 +53,10 @@ class StoreError(DualformError, OSError):
     """The memory could not be written."""
 
 
+class RemoteError(StoreError):
+    """A run in object storage could not be read or written: no connection, no permission, or replaced meanwhile."""
+
+
 class ResumeError(DualformError, ValueError):
     """The model or its optimizer does not stand where the memory says."""
 
@@ -79,3 +83,7 @@ class SharesOnlyError(DualformError, RuntimeError):
 
 class DataError(DualformError, RuntimeError):
     """A data set could not be had, or is not what it should be."""
+
+
+class ReplayError(DualformError, RuntimeError):
+    """A training cannot be run again, or is not the recorded one when it is."""

@@ -18,6 +18,8 @@ from dualform import cli
 from dualform.experiments.datasets import load
 from dualform.experiments.image_training import ClassifierRecipe, Phase, make_tasks, train_classifier
 from dualform.show.predictions import predict_units
+from helpers.object_storage import serving
+from helpers.served import Running
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,19 @@ def test_help_is_instant_and_imports_nothing_heavy():
 
 
 def test_every_command_has_help():
-    for command in ("demo", "reproduce", "info", "verify", "attend", "evaluate", "mask", "report", "view", "data"):
+    for command in (
+        "demo",
+        "reproduce",
+        "info",
+        "verify",
+        "cp",
+        "attend",
+        "evaluate",
+        "mask",
+        "report",
+        "view",
+        "data",
+    ):
         result = CliRunner().invoke(cli.app, [command, "--help"])
         assert result.exit_code == 0, command
         assert "Usage" in result.output
@@ -387,3 +401,34 @@ def test_the_wheel_has_the_pages_of_viewer_and_report(tmp_path):
     }
     assert "dualform/show/viewer/static/panels/mask.js" in here
     assert here <= names
+
+
+def test_runs_in_object_storage_are_copied_and_asked_by_their_address(trained, monkeypatch, capsys, tmp_path):
+    folder = trained[0]
+    monkeypatch.setenv("DUALFORM_CACHE", str(tmp_path / "cache"))
+    with serving() as server:
+        address = server.address()
+        status, out, _ = call(monkeypatch, capsys, "cp", folder, address, "--json")
+        assert (status, json.loads(out)["location"]) == (0, address)
+        status, _, err = call(monkeypatch, capsys, "cp", folder, address)
+        assert status == 1
+        assert "holds a recorded run already" in err
+        for command in (["info"], ["verify"], ["attend", "--by", "label"], ["mask", "--without", "label = 3"]):
+            pages = []
+            for place in (folder, address):
+                status, out, _ = call(monkeypatch, capsys, command[0], place, *command[1:], "--json")
+                assert status == 0
+                pages.append(out.replace(str(place), "RUN"))
+            assert pages[0] == pages[1]
+        page = tmp_path / "report.html"
+        assert call(monkeypatch, capsys, "report", address, "-o", page, "--tests", "2")[0] == 0
+        assert page.stat().st_size > 10_000
+        viewer = Running(address)
+        try:
+            with viewer.client() as client:
+                assert client.get("/api/run").json()["path"] == address
+        finally:
+            viewer.stop()
+        status, _, err = call(monkeypatch, capsys, "info", f"{address}-none")
+        assert status == 1
+        assert "holds no manifest.json" in err

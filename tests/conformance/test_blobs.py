@@ -1,4 +1,4 @@
-"""A folder, memory, and one SQLite file pass the suite of `Blobs`; runs in them answer the questions of the README."""
+"""A folder, memory, S3 and one SQLite file pass the suite of `Blobs`; runs in them answer the README's questions."""
 
 import contextlib
 import copy
@@ -35,6 +35,7 @@ from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.format import LOCK
 from dualform.store.memory_blobs import MemoryBlobs
 from helpers.language_models import TEXT, Letters, characters, record_output_model
+from helpers.object_storage import ObjectStorage, can_serve, serving
 from helpers.small import sgd
 
 # The toy: blobs as rows of one SQLite file. ---------------------------------------------------------------------------
@@ -101,7 +102,33 @@ class SqliteBlobs(Blobs):
 # The suite ------------------------------------------------------------------------------------------------------------
 
 
+SERVERS: list[ObjectStorage] = []  # the S3 server of this file's tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def object_storage() -> Iterator[None]:
+    """Run an S3 server for the tests of this file, where its packages are installed."""
+    if not can_serve():
+        yield
+        return
+    with serving() as server:
+        SERVERS.append(server)
+        yield
+        SERVERS.clear()
+
+
+def object_place(path: Path) -> Blobs:
+    """Return a new place on the S3 server, with a cache of ranges beside the test's other files."""
+    if not SERVERS:
+        pytest.skip("object storage is tested with obstore and moto: pip install 'dualform[cloud]' 'moto[server]'")
+    from dualform.store.object_blobs import ObjectBlobs
+    from dualform.store.range_cache import RangeCache
+
+    return ObjectBlobs(SERVERS[0].address(), cache=RangeCache(path / "ranges", 1 << 24))
+
+
 PLACES: dict[str, Callable[[Path], Blobs]] = {
+    "object": object_place,
     "folder": lambda path: FolderBlobs(path / "run"),
     "memory": lambda path: MemoryBlobs(),
     "sqlite": lambda path: SqliteBlobs(path / "run.sqlite"),
@@ -112,6 +139,12 @@ class TestFolderBlobs(BlobsConformance):
     @pytest.fixture
     def blobs(self, tmp_path: Path) -> Blobs:
         return PLACES["folder"](tmp_path)
+
+
+class TestObjectBlobs(BlobsConformance):
+    @pytest.fixture
+    def blobs(self, tmp_path: Path) -> Blobs:
+        return PLACES["object"](tmp_path)
 
 
 class TestMemoryBlobs(BlobsConformance):
@@ -243,6 +276,8 @@ def place_for_text(place: Blobs) -> Blobs:
     """Return another place of the same kind."""
     if isinstance(place, FolderBlobs):
         return FolderBlobs(f"{place.folder}-text")
+    if place.location.startswith("s3:"):
+        return type(place)(f"{place.location}-text")  # type: ignore[call-arg]
     return MemoryBlobs() if isinstance(place, MemoryBlobs) else SqliteBlobs(Path(f"{place.location}-text"))
 
 
@@ -257,7 +292,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.fixture(scope="module", params=["plain", "float16 in pieces"])
+@pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ...]]:
     """The answers of a run in a folder; also where files are too large to be mapped, and rows are stored coarsely."""
     folder = tmp_path_factory.mktemp("folder")
@@ -267,7 +302,14 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield options, answers(PLACES["folder"](folder), folder, **options)
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+ASKED = [
+    ("plain", "memory"),
+    ("plain", "sqlite"),
+    *(("float16 in pieces", kind) for kind in ("memory", "sqlite", "object")),
+]
+
+
+@pytest.mark.parametrize(("expected", "kind"), ASKED, indirect=["expected"])
 def test_every_place_gives_the_answers_of_a_folder(kind: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
     options, wanted = expected
     found = answers(PLACES[kind](tmp_path), tmp_path, **options)
@@ -289,6 +331,8 @@ def break_in(place: Blobs) -> None:
         (place.folder / LOCK).unlink()
     elif isinstance(place, SqliteBlobs):
         place.remove("lease")
+    elif place.location.startswith("s3:"):
+        place.remove(LOCK)
     else:
         assert isinstance(place, MemoryBlobs)
         place._holder = None

@@ -17,7 +17,7 @@ BUDGET = 4_000_000
 class Running:
     """A server in a thread of this process."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path | str, **options: Any) -> None:
         options.setdefault("budget", BUDGET)
         options.setdefault("trust", True)  # our own runs
         self.server, self.socket, self.address = make_server(folder, **options)

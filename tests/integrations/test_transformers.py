@@ -179,9 +179,10 @@ def test_positions_given_by_row_belong_to_samples(tmp_path: Path) -> None:
 
 
 def test_a_training_that_is_resumed(tmp_path: Path) -> None:
-    plain = make_trainer("llama", tmp_path / "plain")
+    tokenizer = make_tokenizer()
+    plain = make_trainer("llama", tmp_path / "plain", processing_class=tokenizer)
     plain.train()
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "processing_class": tokenizer}
     trainer = make_trainer("llama", tmp_path, callbacks=[StopAfter(3)], **options)
     with pytest.raises(Stopped):
         recorded(trainer, tmp_path / "run", columns=["source"])
@@ -191,6 +192,8 @@ def test_a_training_that_is_resumed(tmp_path: Path) -> None:
     memory = dualform.open(tmp_path / "run")
     assert memory.step == 4
     assert_recorded(memory, trainer.model)
+    assert len(memory.corpus().titles) == SAMPLES
+    assert memory.attend_text(trainer.model, "w5 w7", tokenizer=tokenizer, layers="lm_head", goes_on=1).notes == ()
 
 
 class Stopped(Exception):

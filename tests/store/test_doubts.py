@@ -13,6 +13,7 @@ import dualform
 from dualform.engine import verification as audit
 from dualform.engine.doubt import fold_doubts
 from dualform.engine.plain import PlainExecutor
+from dualform.experiments.models.transformer import transformer
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from helpers.small import state
@@ -118,6 +119,56 @@ def test_a_key_bias_passes_whatever_the_order_of_its_sum(run: Path, monkeypatch:
     for other in ("query.bias", "key.weight", "out.weight"):
         assert failing(memory.verify(edited(run, model, other, 1e-3))) == [other]
     assert failing(memory.verify(edited(run, model, "key.bias", 1e3))) == ["key.bias"]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-3, 1e-9])
+def test_shares_of_a_transformer_pass_and_a_regulariser_of_its_key_bias_does_not(run: Path, penalty: float) -> None:
+    torch.manual_seed(0)
+    model = transformer(tokens=11, width=8, heads=2, blocks=2, context=12)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    bias = model.get_parameter("blocks.0.attention.k.bias")
+    with dualform.record(model, optimizer, run, keep=dualform.Shares(by="source")) as recorder:
+        for _ in range(10):
+            tokens = torch.randint(11, (4, 12))
+            recorder.annotate(source=["a", "b", "a", "c"])
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(tokens[:, :-1])[0].flatten(0, 1), tokens[:, 1:].flatten())
+            (loss + penalty * bias.sin().sum()).backward()
+            optimizer.step()
+    check = dualform.open(run).verify(model)
+    assert failing(check) == (["blocks.0.attention.k.bias"] if penalty else []), check
+    (keys,) = [layer for layer in check.layers if layer.layer == "blocks.1.attention.k"]
+    assert keys.unexplained is not None
+    assert keys.unexplained > 1e-3, "rounding is all there is of a key bias, or this shows nothing"
+
+
+def test_shares_know_of_rounding_what_their_patterns_know(run: Path) -> None:
+    """And what rounding did to the key part of a bias hides no edit of other parts."""
+    trained(run, adamw, packed=True, keep=[dualform.Shares(by="step"), dualform.Patterns()])
+    memory = dualform.open(run)
+    kept = memory._run.kept_shares
+    assert kept is not None
+    found = kept.gradient_spread("all.bias")
+    doubts = fold_doubts(memory._run, ["all.bias"], horizon=STEPS)
+    expected = PlainExecutor().run(memory._run, [doubts])[0]["all.bias"].spread
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+    assert kept.gradient_spread("all.weight") is None
+
+
+def test_rounding_of_a_key_part_hides_no_regulariser_of_the_value_part(run: Path) -> None:
+    torch.manual_seed(0)
+    model = Attention(packed=True)
+    optimizer = adamw(model)
+    with dualform.record(model, optimizer, run, keep=dualform.Shares(by="step")):
+        for _ in range(STEPS):
+            inputs = torch.randn(8, 6, WIDTH)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), inputs[:, 0, :4].argmax(dim=1)).backward()
+            assert model.all.bias.grad is not None
+            model.all.bias.grad[2 * WIDTH :] *= 1 + 1e-3
+            optimizer.step()
+    check = dualform.open(run).verify(model)
+    assert failing(check) == ["all.bias"], check
 
 
 def test_rounding_in_some_elements_hides_no_edit_of_others(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

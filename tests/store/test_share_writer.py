@@ -12,7 +12,7 @@ from torch import nn
 
 import dualform
 from dualform.binning import Bins
-from dualform.errors import CorruptError, FormatError, QueryError, RefusedError, ResumeError
+from dualform.errors import CorruptError, FormatError, QueryError, RefusedError, ResumeError, StoreError
 from dualform.recording import share_fold
 from dualform.store.manifest import Manifest, sealed
 from dualform.store.memory_blobs import MemoryBlobs
@@ -46,6 +46,14 @@ def shares_of(blobs: MemoryBlobs | Path, horizon: int | None = None) -> Mapping[
     kept = run.kept_shares
     assert kept is not None
     return {name: kept.shares(name, BY, horizon=horizon).shares for name in run.manifest.parameters}
+
+
+def spreads_of(blobs: MemoryBlobs) -> Mapping[str, torch.Tensor]:
+    run = Run(blobs)
+    kept = run.kept_shares
+    assert kept is not None
+    found = {name: kept.gradient_spread(name) for name in run.manifest.parameters}
+    return {name: spread for name, spread in found.items() if spread is not None}
 
 
 def recorded(steps: int = 7, optimizer: str = "AdamW", **options: Any) -> tuple[MemoryBlobs, nn.Module]:
@@ -82,7 +90,9 @@ def test_a_shares_run_keeps_no_patterns_and_everything_else() -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_run_goes_on_from_a_flush_and_from_an_older_checkpoint(optimizer: str) -> None:
-    whole = shares_of(recorded(9, optimizer)[0])
+    uninterrupted = recorded(9, optimizer)[0]
+    whole, spreads = shares_of(uninterrupted), spreads_of(uninterrupted)
+    assert list(spreads) == (["0.bias", "2.bias"] if optimizer == "AdamW" else [])
     for older in (False, True):
         blobs = MemoryBlobs()
         model, trainer = make(optimizer)
@@ -108,10 +118,23 @@ def test_a_run_goes_on_from_a_flush_and_from_an_older_checkpoint(optimizer: str)
             assert again.step == 5
             train(model, trainer, again, range(5, 9))
         torch.testing.assert_close(shares_of(blobs), whole, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(spreads_of(blobs), spreads, rtol=1e-6, atol=0)
         run = Run(blobs)
         assert run.manifest.shares is not None
         assert run.manifest.shares.horizons == (9,)
         assert set(blobs.list("shares/")) == {name for name in run.manifest.files if "shares/" in name}
+
+
+def test_a_resumed_run_that_takes_no_step_keeps_what_its_state_says_of_rounding() -> None:
+    blobs, trained = recorded(3)
+    model, trainer = make()
+    model.load_state_dict(trained.state_dict())
+    again = dualform.record(model, trainer, blobs, keep=dualform.Shares(by="label"), resume=True)
+    with again:
+        state = again.state_dict()["sink"]
+    assert "spread.1" in state["shares"]
+    assert "spread_square.1" in state["resume"]
+    assert list(spreads_of(blobs)) == ["0.bias", "2.bias"]
 
 
 def test_resuming_with_other_groups_is_refused() -> None:
@@ -190,6 +213,30 @@ def test_what_patterns_would_be_refused_for_is_measured() -> None:
     assert float(found.rounding.norm()) > 0
 
 
+def test_after_a_step_that_was_folded_in_part_nothing_more_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = MemoryBlobs()
+    model, trainer = make()
+    recorder = dualform.record(model, trainer, blobs, keep=dualform.Shares(by="label")).start()
+    train(model, trainer, recorder, range(2))
+    recorder.flush()
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(share_fold, "follow_together", fail)
+        with pytest.raises(RefusedError, match="no room"):
+            train(model, trainer, recorder, range(2, 3))
+    with pytest.raises(dualform.DualformError, match="An earlier step was not"):
+        train(model, trainer, recorder, range(3, 4))
+    with pytest.raises(StoreError, match="not folded into the shares"):
+        recorder.flush()
+    recorder.close()
+    kept = Run(blobs).kept_shares
+    assert kept is not None
+    assert kept.horizons == (2,)
+
+
 def test_shares_in_host_memory_are_the_same() -> None:
     torch.testing.assert_close(shares_of(recorded(device="cpu")[0]), shares_of(recorded()[0]), rtol=0, atol=0)
 
@@ -201,6 +248,8 @@ def test_shares_in_host_memory_are_the_same() -> None:
         ("share.0.0.0.99", torch.zeros(6, 5), "does not know"),
         ("share.0.00.0.0", torch.zeros(6, 5), "does not know"),
         ("unexplained.0", torch.zeros(6, 5, dtype=torch.float64), "expected"),
+        ("spread.1", torch.zeros(6), "expected"),
+        ("spread.9", torch.zeros(6, dtype=torch.float64), "does not know"),
         ("keys.0.0", torch.zeros(1000, 5, dtype=torch.float64), "expected"),
         ("start_number.77", torch.zeros((), dtype=torch.float64), "does not know"),
     ],

@@ -117,6 +117,10 @@ class Table:
     unknown_counts: dict[str, int] = field(default_factory=dict)
     kept: dict[tuple[str | Bins, ...] | None, KeptGroups] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a worker of an executor have the view, without the executor and what was found here."""
+        return Table, (self.run, self.conditions, self.horizon)
+
     @property
     def key(self) -> tuple[Any, ...]:
         """Names the view by its conditions, as text since 1 == True in Python, and its horizon."""

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from dualform.attend import text
 from dualform.attend.conditions import Condition, condition
+from dualform.attend.cost import count_rounds
 from dualform.attend.groups import Table
 from dualform.attend.info import Info, describe_run
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.path import Asked
 from dualform.attend.prompts import PromptLike
 from dualform.attend.queries import batches, capture_queries, given_queries
+from dualform.attend.questions import Question
 from dualform.attend.recognition import differing_parts, logged_marks, other_model_text
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.sums import view_parts
@@ -45,7 +47,7 @@ from dualform.engine.fingerprints import matching_steps
 from dualform.engine.jobs import Executor
 from dualform.engine.local import LocalExecutor
 from dualform.engine.share_source import ParameterShares
-from dualform.engine.source import PatternSource
+from dualform.engine.source import Cost, PatternSource
 from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, compare_shares, verify
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
@@ -82,8 +84,13 @@ class Memory:
 
     @property
     def path(self) -> Path:
-        """The run folder."""
+        """The run folder. Of a run elsewhere `location` has the address."""
         return Path(self._run.name)
+
+    @property
+    def location(self) -> str:
+        """The run folder, or the address of the run in object storage, as text."""
+        return self._run.name
 
     @property
     def step(self) -> int:
@@ -399,6 +406,20 @@ class Memory:
         recorded = {name: live[name] for name in self._run.description.parameters}
         return dataclasses.replace(outcome, hint=_other_step(matching_steps(self._run, recorded) - {self._horizon}))
 
+    def plan(self, question: Question, *, layers: str | Collection[str] | None = None) -> Cost:
+        """Say what a question takes at most: replays of the training, seconds for them, and bytes of patterns.
+
+        >>> memory.plan(dualform.Top(10))  # doctest: +SKIP
+
+        Args:
+            question: `dualform.Totals(...)` or `dualform.Top(...)`.
+            layers: the layers that are asked about; by default all that were recorded.
+        """
+        names = list(self.layers) if layers is None else _layer_names(layers)
+        for name in names:
+            self._run.layer(name)
+        return self._run.cost(names, count_rounds(self._run, question, names))
+
     # Attention ----------------------------------------------------------------------------------------------------
 
     @keeping_modes
@@ -540,7 +561,7 @@ class Memory:
         view = self._describe()
         unknown = sum(self.unknown().values()) if self._conditions else 0
         more = f"; {unknown:,} patterns have no value in the mask's columns" if unknown else ""
-        return f"Memory({str(self.path)!r}, {self._run.steps} steps{', ' + view if view else ''}{more})"
+        return f"Memory({self.location!r}, {self._run.steps} steps{', ' + view if view else ''}{more})"
 
     def _describe(self) -> str:
         parts = [str(one) for one in self._conditions]

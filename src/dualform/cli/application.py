@@ -11,7 +11,7 @@ from dualform.cli.data_commands import data
 from dualform.cli.experiment_commands import demo_command, evaluate_command, reproduce_command
 from dualform.cli.page_commands import report_command, view_command
 from dualform.cli.question_commands import attend_command, mask_command
-from dualform.cli.run_commands import info_command, support_command, verify_command
+from dualform.cli.run_commands import copy_command, info_command, replay_command, support_command, verify_command
 from dualform.errors import DualformError
 from dualform.printable import printable
 
@@ -27,9 +27,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": reproduce_command,
     "info": info_command,
     "verify": verify_command,
+    "cp": copy_command,
     "attend": attend_command,
     "evaluate": evaluate_command,
     "mask": mask_command,
+    "replay": replay_command,
     "report": report_command,
     "view": view_command,
     "support": support_command,

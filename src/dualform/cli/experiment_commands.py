@@ -28,7 +28,8 @@ def demo_command(
 
 def reproduce_command(
     study: Annotated[
-        str, typer.Argument(help="single, joint, continual, aesop, wikitext2, text, or all.", show_default=False)
+        str,
+        typer.Argument(help="single, joint, continual, aesop, wikitext2, text, sources, or all.", show_default=False),
     ],
     data_set: Annotated[
         str | None,

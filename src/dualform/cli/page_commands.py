@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dualform.cli.options import AcceptOption, JsonOption, ModelOption, RunArgument, TrustOption, open_view
+from dualform.cli.options import AcceptOption, JsonOption, ModelOption, RunArgument, TrainOption, TrustOption, open_view
 from dualform.printable import printable
 
 
@@ -20,6 +20,7 @@ def report_command(
     max_mb: Annotated[float, typer.Option("--max-mb", help="The size of the file at most.", min=0.01)] = 3.0,
     model: ModelOption = None,
     accept_untrained: AcceptOption = False,
+    train: TrainOption = None,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -29,7 +30,7 @@ def report_command(
     from dualform.show.terminal_tables import print_json
 
     written = write_report(
-        open_view(run),
+        open_view(run, train=train, trust=trust),
         output,
         tests=test or tests,
         by=None if by is None else parse_by(by),

@@ -7,14 +7,17 @@ import typer
 from dualform.cli.options import (
     AcceptOption,
     AtOption,
+    ExecutorOption,
     InputsOption,
     JsonOption,
     ModelOption,
     RunArgument,
+    TrainOption,
     TrustOption,
     WhereOption,
     WithoutOption,
     open_view,
+    select_view,
 )
 from dualform.errors import QueryError
 
@@ -47,7 +50,9 @@ def attend_command(
     without: WithoutOption = None,
     at: AtOption = None,
     accept_untrained: AcceptOption = False,
+    train: TrainOption = None,
     trust: TrustOption = False,
+    executor: ExecutorOption = None,
     json: JsonOption = False,
 ) -> None:
     """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
@@ -57,7 +62,7 @@ def attend_command(
     from dualform.show.terminal_tables import print_json
     from dualform.show.text_output import show_text
 
-    memory = open_view(run, where=where, without=without, at=at)
+    memory = open_view(run, where=where, without=without, at=at, executor=executor, train=train, trust=trust)
     prompt = _prompt(text, token_ids, tokenizer=tokenizer, context=context)
     if prompt is not None:
         spotlight = answer_prompt(
@@ -106,7 +111,9 @@ def mask_command(
     inputs: InputsOption = None,
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Mask only these layers; repeatable.")] = [],  # noqa: B006
     accept_untrained: AcceptOption = False,
+    train: TrainOption = None,
     trust: TrustOption = False,
+    executor: ExecutorOption = None,
     json: JsonOption = False,
 ) -> None:
     """Say what changes without some patterns: removes recorded updates; the model is not retrained."""
@@ -115,8 +122,9 @@ def mask_command(
 
     if where is None and without is None and at is None:
         raise QueryError('Nothing is masked. Give --where, --without or --at, for example --without "label = 3".')
-    masked = open_view(run, where=where, without=without, at=at)
-    outcome = compare_mask(open_view(run), masked, model, inputs, layer, accept_untrained=accept_untrained, trust=trust)
+    memory = open_view(run, executor=executor, train=train, trust=trust)
+    masked = select_view(memory, where=where, without=without, at=at)
+    outcome = compare_mask(memory, masked, model, inputs, layer, accept_untrained=accept_untrained, trust=trust)
     if json:
         print_json(outcome)
     else:

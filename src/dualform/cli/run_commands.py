@@ -1,10 +1,14 @@
-"""Commands about a run as a whole, and about what can be recorded: `info`, `verify` and `support`."""
+"""Commands about a run as a whole, and about what can be recorded: `info`, `verify`, `cp`, `replay` and `support`."""
 
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from dualform.cli.options import AtOption, JsonOption, ModelOption, RunArgument, open_view
+from dualform.cli.options import AtOption, JsonOption, ModelOption, RunArgument, TrainOption, TrustOption, open_view
+from dualform.errors import QueryError
+from dualform.named_code import import_named
 from dualform.printable import printable
 
 FACTORY_HINT = (
@@ -25,12 +29,19 @@ def info_command(run: RunArgument, json: JsonOption = False) -> None:
         sys.stdout.write(f"{printable(repr(found))}\n")
 
 
-def verify_command(run: RunArgument, model: ModelOption = None, at: AtOption = None, json: JsonOption = False) -> None:
+def verify_command(
+    run: RunArgument,
+    model: ModelOption = None,
+    at: AtOption = None,
+    train: TrainOption = None,
+    trust: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
     """Check every file, rebuild every weight from the patterns, and compare with the live ones."""
     from dualform.show.model_loading import make_model
     from dualform.show.terminal_tables import print_json
 
-    memory = open_view(run, at=at)
+    memory = open_view(run, at=at, train=train, trust=trust)
     outcome = memory.verify(None if model is None else make_model(model))
     factory_hint = "" if outcome.passed or model is None else FACTORY_HINT.format(model)
     hint = " ".join(filter(None, (outcome.hint, factory_hint)))
@@ -79,6 +90,46 @@ def verify_command(run: RunArgument, model: ModelOption = None, at: AtOption = N
         sys.stdout.write(f"{printable(repr(outcome))}\n" + (f"{factory_hint}\n" if factory_hint else ""))
     if not outcome.passed:
         raise typer.Exit(1)
+
+
+def copy_command(
+    run: RunArgument,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A new folder, or a new address: s3://bucket/run.")],
+    json: JsonOption = False,
+) -> None:
+    """Copy a run between folders and object storage, comparing every file with its checksum."""
+    from dualform.opening import copy_run
+    from dualform.recording.estimate import size_text
+    from dualform.show.terminal_tables import print_json
+
+    copied = copy_run(run, target)
+    if json:
+        print_json(copied)
+    else:
+        sys.stdout.write(printable(f"{copied.location}: {copied.files} files, {size_text(copied.bytes)}") + "\n")
+
+
+def replay_command(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--to", help="The folder of the new run.")],
+    keep: Annotated[str, typer.Option(help="What to store: patterns.")] = "patterns",
+    layers: Annotated[
+        list[str], typer.Option("--layers", "-l", help="Only these layers' patterns; repeatable. Default: all.")
+    ] = [],  # noqa: B006
+    dtype: Annotated[str | None, typer.Option(help="What patterns are stored in, as dualform.record takes it.")] = None,
+    train: TrainOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Run the training of a run that keeps steps again, prove every step, and store its patterns in a new run."""
+    import dualform
+
+    if keep != "patterns":
+        raise QueryError(f"--keep is {keep!r}; expected patterns.")
+    function = None if train is None else import_named(train, option="--train")
+    patterns = dualform.Patterns(layers=layers or None, dtype=dtype)  # type: ignore[arg-type]
+    dualform.replay(function, run, keep=patterns, to=to, trust=trust)
+    found = dualform.open(to).info()
+    sys.stdout.write(f"{printable(repr(found))}\n")
 
 
 def support_command() -> None:

@@ -202,7 +202,7 @@ class LayerEffects:
 def losses(table: EffectView, cache: AnswerCache) -> Losses:
     """Return what the values say about the loss, found once for the run."""
     run = table.run
-    layers = [n for n, e in run.layers.items() if e.store == "keys+values" and run.count(n) and is_linear(run, n)]
+    layers = [n for n, e in run.layers.items() if e.has_values and run.count(n) and is_linear(run, n)]
     found: list[Losses] = []
 
     def compute() -> dict[str, Tensor]:

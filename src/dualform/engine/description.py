@@ -12,8 +12,11 @@ from dualform.recording.rowcheck import Outcome
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A number of things. No file of a run holds as many as 2⁵³."""
 Shape = tuple[Count, ...]
-Stored = Literal["keys+values", "keys", "shares"]
-"""What is stored of a layer. With "shares" its patterns are not: sums over groups of them are all there is."""
+Stored = Literal["keys+values", "keys", "shares", "steps"]
+"""What is stored of a layer. With "shares" its patterns are not: sums over groups of them are all there is.
+
+With "steps" they are not either: they come back when the training is replayed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,11 @@ class LayerEntry:
     store: Stored
     dtype: str  # of the stored keys and values
     optional: bool = False  # whether readers leave it out when it has no patterns
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are patterns with values to ask for: stored ones, or ones that a replay brings back."""
+        return self.store in ("keys+values", "steps")
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -51,6 +59,21 @@ class RowsEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingEntry:
+    """The training of a run as a function that can be called again.
+
+    Attributes:
+        function: `"package.module:function"`, which takes what opens a recording; None where it has no such name.
+        seconds: how long the recorded training took, from its start to its last published step.
+        surroundings: settings of the machine and of torch on which the bits of a training depend, by name.
+    """
+
+    function: str | None = None
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    surroundings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class RunDescription:
     """A training run as its patterns need it.
 
@@ -69,6 +92,7 @@ class RunDescription:
         versions: the versions of what recorded it.
         factory: `"package.module:function"` that makes the model, where it is known.
         factory_arguments: the arguments of the factory.
+        training: how to run the training again, where it is known.
     """
 
     layers: Mapping[str, LayerEntry]
@@ -85,3 +109,4 @@ class RunDescription:
     versions: Mapping[str, str] = field(default_factory=dict)
     factory: str | None = None
     factory_arguments: Mapping[str, Any] = field(default_factory=dict)
+    training: TrainingEntry | None = None

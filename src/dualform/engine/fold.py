@@ -16,30 +16,51 @@ from dualform.progress import bar
 
 def run_folds(source: PatternSource, folds: Sequence[Fold[Any]]) -> list[Any]:
     """Return the result of each fold: parameter -> what its follower found; or what its onlooker found."""
-    steps: dict[tuple[str, int], ParameterSteps] = {}  # by parameter and horizon
-    followings: list[dict[str, Following[Any]]] = []
-    onlookers: list[tuple[int, Onlooker] | None] = []  # each fold's, with its horizon
-    for fold in folds:
-        horizon = min(fold.horizon, source.steps)
-        for name in fold.parameters:
-            if (name, horizon) not in steps:
-                steps[name, horizon] = ParameterSteps(source, name)
-        mine = {name: steps[name, horizon].follow(fold.follower, fold.groups) for name in fold.parameters}
-        followings.append(mine)
-        onlookers.append(None if fold.onlooker is None else (horizon, fold.onlooker(mine)))
-    reader = StepReader(source, {name for name, _ in steps})
-    total = max((horizon for _, horizon in steps), default=0)
-    with bar("replaying", total=total) as advance:
-        for step in range(total):
-            calls = reader.calls(step)
-            for (_, horizon), parameter in steps.items():
-                if step < horizon:
-                    parameter.take(step, calls)
-            for horizon, onlooker in filter(None, onlookers):
-                if step < horizon:
-                    onlooker.after_step(step)
+    running = RunningFolds(source, folds)
+    with bar("replaying", total=running.steps) as advance:
+        for step in range(running.steps):
+            running.take(step)
             advance(1)
-    return [
-        {name: following.result() for name, following in mine.items()} if looking is None else looking[1].result()
-        for mine, looking in zip(followings, onlookers, strict=True)
-    ]
+    return running.results()
+
+
+class RunningFolds:
+    """Folds at work: takes the steps in their order.
+
+    Attributes:
+        steps: how many steps there are to take.
+    """
+
+    def __init__(self, source: PatternSource, folds: Sequence[Fold[Any]]) -> None:
+        self._parameters: dict[tuple[str, int], ParameterSteps] = {}  # by parameter and horizon
+        self._followings: list[dict[str, Following[Any]]] = []
+        self._onlookers: list[tuple[int, Onlooker] | None] = []  # each fold's, with its horizon
+        for fold in folds:
+            horizon = min(fold.horizon, source.steps)
+            for name in fold.parameters:
+                if (name, horizon) not in self._parameters:
+                    self._parameters[name, horizon] = ParameterSteps(source, name)
+            mine = {
+                name: self._parameters[name, horizon].follow(fold.follower, fold.groups) for name in fold.parameters
+            }
+            self._followings.append(mine)
+            self._onlookers.append(None if fold.onlooker is None else (horizon, fold.onlooker(mine)))
+        self._reader = StepReader(source, {name for name, _ in self._parameters})
+        self.steps = max((horizon for _, horizon in self._parameters), default=0)
+
+    def take(self, step: int) -> None:
+        """Take a step of every parameter again."""
+        calls = self._reader.calls(step)
+        for (_, horizon), parameter in self._parameters.items():
+            if step < horizon:
+                parameter.take(step, calls)
+        for horizon, onlooker in filter(None, self._onlookers):
+            if step < horizon:
+                onlooker.after_step(step)
+
+    def results(self) -> list[Any]:
+        """Return the result of each fold: parameter -> what its follower found; or what its onlooker found."""
+        return [
+            {name: following.result() for name, following in mine.items()} if looking is None else looking[1].result()
+            for mine, looking in zip(self._followings, self._onlookers, strict=True)
+        ]

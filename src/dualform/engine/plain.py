@@ -7,7 +7,7 @@ import torch
 
 from dualform.engine.fold import run_folds
 from dualform.engine.jobs import Fold, Job, Pass, Sweep
-from dualform.engine.reading import BlockReader, pattern_ranges
+from dualform.engine.reading import BlockReader, PatternRange, pattern_ranges
 from dualform.engine.reducers import one_group
 from dualform.engine.source import PatternSource
 from dualform.engine.sweep import run_sweep
@@ -26,28 +26,51 @@ class PlainExecutor:
         return run_sweep(source, job) if isinstance(job, Sweep) else self._run_pass(source, job)
 
     def _run_pass(self, source: PatternSource, job: Pass[Any]) -> Any:
-        horizon, device = job.view.horizon, job.like.device
-        reader = BlockReader(
+        running = RunningPass(source, job)
+        size = job.block_patterns or 1024
+        for wanted in pattern_ranges(source, job.layer, horizon=job.view.horizon, mask=job.view.mask, size=size):
+            running.take(wanted)
+        return running.result()
+
+
+class RunningPass:
+    """A pass at work: takes ranges of patterns in the order of steps; one state per part."""
+
+    def __init__(self, source: PatternSource, job: Pass[Any]) -> None:
+        self._job = job
+        self._reader = BlockReader(
             source,
             job.layer,
-            horizon=horizon,
+            horizon=job.view.horizon,
             values=job.needs_values,
             of=job.coefficients_of,
-            device=device,
+            device=job.like.device,
             dtype=job.dtype,
         )
+        self._total = job.new_state()
+        self._part: int | None = None  # the part whose patterns `_state` is of
+        self._state: Any = None
+
+    def take(self, wanted: PatternRange) -> None:
+        """Read a range of patterns, measure it, and add it to the state of its part."""
+        assert wanted.part is not None, "these ranges lie in parts"
+        job, device = self._job, self._job.like.device
+        block = self._reader.read(wanted)
         nothing = torch.empty(0, device=device)
-        states: dict[int, Any] = {}
-        size = job.block_patterns or 1024
-        for wanted in pattern_ranges(source, job.layer, horizon=horizon, mask=job.view.mask, size=size):
-            block = reader.read(wanted)
-            measured = nothing if job.measure is None or job.queries is None else job.measure(job.queries, block)
-            groups_of = one_group(len(wanted), device) if job.groups is None else job.groups.of(wanted, device)
-            assert wanted.part is not None, "these ranges lie in parts"
-            state = states.get(wanted.part.index)
-            state = job.new_state() if state is None else state
-            states[wanted.part.index] = job.reducer.add(state, block, measured, groups_of)
-        total = job.new_state()
-        for index in sorted(states):
-            total = job.reducer.merge(total, states[index])
-        return job.reducer.result(total)
+        measured = nothing if job.measure is None or job.queries is None else job.measure(job.queries, block)
+        groups_of = one_group(len(wanted), device) if job.groups is None else job.groups.of(wanted, device)
+        if self._part != wanted.part.index:
+            self._merge()
+            self._part, self._state = wanted.part.index, job.new_state()
+        self._state = job.reducer.add(self._state, block, measured, groups_of)
+
+    def result(self) -> Any:
+        """Return the answer."""
+        self._merge()
+        return self._job.reducer.result(self._total)
+
+    def _merge(self) -> None:
+        """Add the state of a part that has ended to those of the parts before it."""
+        if self._part is not None:
+            self._total = self._job.reducer.merge(self._total, self._state)
+            self._part, self._state = None, None

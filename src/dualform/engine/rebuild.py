@@ -59,7 +59,7 @@ def parts(
     if replayed_parameters(source, layers):
         fold = fold_shares(source, layers, horizon=horizon, groups=1, by=MaskGroup(view.mask))
         for name, outcome in executor.run(source, [fold])[0].items():
-            found[name] = ParameterParts(outcome.start, outcome.shares[0], outcome.rounding, outcome.noise)
+            found[name] = ParameterParts(outcome.start, outcome.shares[0], outcome.rounding, noise=outcome.noise)
     return found
 
 
@@ -69,7 +69,7 @@ def layers_with_values(source: PatternSource) -> list[str]:
     return [
         name
         for name, entry in source.layers.items()
-        if entry.store == "keys+values" and not shared & set(entry.parameters.values())
+        if entry.has_values and not shared & set(entry.parameters.values())
     ]
 
 

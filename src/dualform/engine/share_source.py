@@ -82,6 +82,13 @@ class ShareSource(ABC):
         """Return the size that the optimizer's own coarse rounding is expected to have in a parameter; 0 if unknown."""
         return 0.0
 
+    def gradient_spread(self, parameter: str, *, horizon: int | None = None) -> Tensor | None:
+        """Return how far rounding of the gradients may have carried each element of a parameter; None if unknown.
+
+        One standard deviation, in the parameter's shape, float64.
+        """
+        return None
+
     def stored_bytes(self, layer: str) -> int:
         """Return how many bytes the sums of a layer take where they are stored; 0 where they are not."""
         return 0

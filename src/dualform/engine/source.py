@@ -6,7 +6,8 @@ here. To add a source, derive from `PatternSource` and `PatternPart` and impleme
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -24,6 +25,7 @@ from dualform.engine.share_source import ShareSource
 from dualform.errors import KeysOnlyError, QueryError, SharesOnlyError, UnknownLayerError
 from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
 from dualform.identity.families.optimizer_facts import CoefficientsOf
+from dualform.recording.estimate import size_text
 from dualform.recording.media import Files
 
 Factors = npt.NDArray[np.float64]
@@ -96,6 +98,26 @@ class DerivedSums(Protocol):
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Save tensors under a name; fails silently where that is not possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a question takes at most.
+
+    Attributes:
+        replays: how many times the recorded training is run again.
+        seconds: how long these replays take, by the time that the recorded training took.
+        bytes: keys and values that are read or go by.
+    """
+
+    replays: int
+    seconds: float
+    bytes: int
+
+    def __str__(self) -> str:
+        times = "1 replay" if self.replays == 1 else f"{self.replays} replays"
+        taken = f"{times}, about {self.seconds:.3g} s; " if self.replays else ""
+        return f"{taken}{size_text(self.bytes)} of patterns"
 
 
 class PatternPart(ABC):
@@ -215,6 +237,11 @@ class PatternSource(ABC):
     def derived_sums(self) -> DerivedSums | None:
         """Where tensors that were computed from the patterns are kept for the next process; None for nowhere."""
         return None
+
+    def cost(self, layers: Collection[str], rounds: int) -> Cost:
+        """Say what a question about some layers takes whose jobs come in so many rounds, each after the one before."""
+        size = sum(part.stored_bytes(name) for part in self.parts() for name in layers)
+        return Cost(replays=0, seconds=0.0, bytes=rounds * size)
 
     # What follows from these --------------------------------------------------------------------------------------
 

@@ -141,8 +141,8 @@ class StepReader:
                 entry=entry,
                 rows=rows,
                 micro=int(table["micro"][i]),
-                keys=decode(*keys.take(rows), dtype),
-                values=decode(*values.take(rows), dtype),
+                keys=decode(*keys.take(rows), dtype).cpu(),
+                values=decode(*values.take(rows), dtype).cpu(),
                 layout=table["layout"][i],
                 whole=not sums_in_own_order(entry.kind)
                 and all(stored.dtype in (dtype, torch.int64) for stored in (keys, values)),

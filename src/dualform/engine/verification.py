@@ -16,8 +16,8 @@ part of the proof: `‖start + shares − live‖` may be 5e-2 · ‖change‖ a
 
 A run that keeps shares keeps two such terms, `unexplained` and `rounding`, so that its sum is complete whatever the
 training did, and completeness proves nothing. It passes only where each of the two is within the bound that the error
-of a pattern memory must keep; otherwise the verdict is how much of the change the shares explain,
-`1 − ‖unexplained + rounding‖² / ‖change‖²`.
+of a pattern memory must keep, widened for biases by what rounding of their gradients explains of `unexplained`;
+otherwise the verdict is how much of the change the shares explain, `1 − ‖unexplained + rounding‖² / ‖change‖²`.
 """
 
 import dataclasses
@@ -419,18 +419,30 @@ def _excused(
         check, whole, now = checks[name], rebuilt[name].whole, live[name].detach().cpu().double()
         apart = doubt.apart(whole, now)
         excuse = apart if name in by_norm else apart.minimum(MAX_DOUBTS * doubt.spread)
-        # Rounding at random leaves about its spread all together: an edit of every element is more than that.
         most = MAX_DOUBT_NORMS * float(doubt.spread.norm())
         if name in by_norm:
             most = min(most, MAX_INT8_ERROR * check.change)
-        excuse = excuse * min(1.0, most / max(float(excuse.norm()), 1e-300))
-        unexplained = float((apart - excuse).norm())
+        unexplained = _left_over(apart, excuse, most)
         if unexplained <= check.bound:
             explained = most + float(doubt.drift(whole).abs().norm())
         else:
             explained = check.error - unexplained
         found[name] = dataclasses.replace(check, bound=check.bound + explained)
     return found
+
+
+def _left_over(apart: Tensor, excuse: Tensor, most: float) -> float:
+    """Return the norm of what is left of an error, element by element, once rounding is taken off.
+
+    Rounding at random leaves about its spread all together: an edit of every element is more than that.
+
+    Args:
+        apart: the absolute error of each element.
+        excuse: what rounding may be of each.
+        most: what rounding may be of all together.
+    """
+    excuse = excuse * min(1.0, most / max(float(excuse.norm()), 1e-300))
+    return float((apart - excuse).norm())
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,15 +551,30 @@ def compare_shares(run: PatternSource, live: Mapping[str, Tensor], *, horizon: i
         noise = 0.0 if run.is_replayed(name) else coefficient_noise(run, name, horizon)
         chance = 4 * kept.expected_noise(name, horizon=horizon) if rounds_coarsely(run, name) else 0.0
         coarse = MAX_ROUNDING * change + chance if rounds_coarsely(run, name) else 0.0
+        fine = bound + 4 * noise + FINE_PART_OF_COARSE * chance
         rest = RestCheck(
             unexplained=float(unexplained.norm()),
             rounding=float(rounding.norm()),
             size=float((unexplained + rounding).norm()),
-            unexplained_bound=bound + 4 * noise + FINE_PART_OF_COARSE * chance,
+            unexplained_bound=fine + _share_excuse(unexplained, kept.gradient_spread(name, horizon=horizon), fine),
             rounding_bound=bound + coarse,
         )
         checks[name] = ParameterCheck(name, float((whole - now).norm()), change, bound, noise=noise, rest=rest)
     return checks
+
+
+def _share_excuse(unexplained: Tensor, spread: Tensor | None, bound: float) -> float:
+    """Return by how much a bound on what no pattern explains is widened, by what rounding of gradients explains of it.
+
+    As for a memory of patterns: element by element, and only where the rest is within the bound.
+    """
+    apart = unexplained.abs()
+    size = float(apart.norm())
+    if spread is None or size <= bound:
+        return 0.0
+    most = MAX_DOUBT_NORMS * float(spread.norm())
+    left = _left_over(apart, apart.minimum(MAX_DOUBTS * spread), most)
+    return most if left <= bound else size - left
 
 
 def rounds_coarsely(run: PatternSource, parameter: str) -> bool:

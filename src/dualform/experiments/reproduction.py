@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
 
@@ -17,12 +17,15 @@ from dualform.experiments.language.language_summary import language_section
 from dualform.experiments.language.language_summary import summarise_language as summarise_language
 from dualform.experiments.page import Section, write_page
 from dualform.experiments.study_summary import Grid, summarise_images, summarise_shares
+from dualform.experiments.text_sources import TextSourcesStudy, reproduce_text_sources
+from dualform.experiments.text_sources_page import summarise_text_sources, text_sources_section
 from dualform.show.terminal_tables import console, print_grid, print_json
 from dualform.tokens import SPLIT_UNITS
 
 SEEDS_KEPT = ("first", "all", "none")
 SHARES = "shares"  # keep these, in place of patterns
 PAGE = Path("docs/results.md")
+TEXT_SOURCES = "sources"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +133,16 @@ def _print(job: StudyJob, findings: Sequence[Row], folder: Path) -> None:
 
 def _jobs(options: ReproductionOptions) -> list[StudyJob]:
     """Return the studies asked for; all are the image studies and, on the paper's data, the language ones."""
-    known = [*image_studies.IMAGE_STUDIES, *plans.LANGUAGE_STUDIES]
+    known = (*image_studies.IMAGE_STUDIES, *plans.LANGUAGE_STUDIES)
     which = options.which
+    if which == TEXT_SOURCES:
+        return [_text_sources_job(options)]
     if which == "all":
         wanted = [*image_studies.IMAGE_STUDIES, *([*plans.PAPER_STUDIES] if options.data in (None, "mnist") else [])]
     elif which in known:
         wanted = [which]
     else:
-        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)} or all.")
+        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)}, {TEXT_SOURCES} or all.")
     return [
         _image_job(cast("image_studies.ImageStudyName", name), options)
         if name in get_args(image_studies.ImageStudyName)
@@ -168,6 +173,21 @@ def _image_job(name: image_studies.ImageStudyName, options: ReproductionOptions)
             options.folder / f"{name}-{data}-0" / "figures",
             command=options.command(name),
         ),
+    )
+
+
+def _text_sources_job(options: ReproductionOptions) -> StudyJob:
+    plain = TextSourcesStudy()
+    study = replace(plain, updates=options.updates or plain.updates, width=options.units or plain.width)
+    if study.width % study.heads:
+        raise QueryError(f"--units is {study.width}; expected a multiple of the Transformer's {study.heads} heads.")
+    return StudyJob(
+        name=TEXT_SOURCES,
+        run=lambda folder, seed, keep: reproduce_text_sources(
+            study, folder, seed=seed, device=options.device, keep=keep
+        ),
+        summarise=summarise_text_sources,
+        section=lambda findings: text_sources_section(findings, command=options.command(TEXT_SOURCES)),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Literal
 import xxhash
 
 Check = Literal["sampled", "every"]
+CheckOrNone = Check | Literal["never"]
+"""Which steps are checked in full; none in a replay, where every step is proved to be one that was checked before."""
 FIRST_STEPS = 20
 """Steps that are checked in full at the beginning of a recording, and after anything unusual."""
 ONE_IN = 16
@@ -23,19 +25,19 @@ class CheckSchedule:
         next_is_full: whether the step that is being accumulated will be checked in full, as far as it is known before.
     """
 
-    def __init__(self, check: Check, seed: int) -> None:
+    def __init__(self, check: CheckOrNone, seed: int) -> None:
         """Decide for one recording.
 
         Args:
-            check: "every" step, or "sampled".
+            check: "every" step, "sampled" ones, or none ("never").
             seed: of the random choice; the same seed chooses the same steps.
         """
-        self._every = check == "every"
+        self._check = check
         self._seed = seed
         self._left = FIRST_STEPS  # steps to come that are checked in full in any case
         self._known: set[Hashable] = set()
         self._counted = -1  # the last step that was asked for
-        self.next_is_full = True
+        self.next_is_full = check != "never"
 
     def is_full(self, step: int, kind: Hashable) -> bool:
         """Say whether a step is checked in full, and find `next_is_full`.
@@ -47,11 +49,13 @@ class CheckSchedule:
         if kind not in self._known:
             self._known.add(kind)
             self._left = FIRST_STEPS
-        full = self._every or self._left > 0 or self._is_drawn(step)
+        full = self._is_chosen(step)
         if step != self._counted:
             self._counted, self._left = step, max(0, self._left - 1)
-        self.next_is_full = self._every or self._left > 0 or self._is_drawn(step + 1)
+        self.next_is_full = self._is_chosen(step + 1)
         return full
 
-    def _is_drawn(self, step: int) -> bool:
-        return xxhash.xxh3_64_intdigest(f"{self._seed} {step}".encode()) % ONE_IN == 0
+    def _is_chosen(self, step: int) -> bool:
+        if self._check != "sampled":
+            return self._check == "every"
+        return self._left > 0 or xxhash.xxh3_64_intdigest(f"{self._seed} {step}".encode()) % ONE_IN == 0

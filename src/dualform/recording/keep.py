@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from dualform.binning import Bins, grouping_columns
@@ -73,6 +74,29 @@ class Steps:
 
 
 Keep = Patterns | Shares | Steps
+
+
+def as_keeps(keep: Keep | Sequence[Keep] | None) -> tuple[Keep, ...]:
+    """Return what a recording keeps as a tuple: of one thing, of several, or by default of all patterns."""
+    if keep is None:
+        return (Patterns(),)
+    several = tuple(keep) if isinstance(keep, Sequence) else (keep,)
+    for one in several:
+        if not isinstance(one, Patterns | Shares | Steps):
+            raise ValueError(f"keep is {one!r}; expected Patterns(...), Shares(...) or Steps(), or several of these.")
+    if not several:
+        raise ValueError("keep is empty; expected Patterns(...), Shares(...) or Steps(), or several of these.")
+    return several
+
+
+def keeps_patterns(keep: Sequence[Keep], layer: str) -> bool:
+    """Say whether a recording that keeps these things stores the patterns of a layer."""
+    for one in keep:
+        if isinstance(one, Patterns):
+            wanted = ["*"] if one.layers is None else [one.layers] if isinstance(one.layers, str) else list(one.layers)
+            if any(pattern == layer or fnmatchcase(layer, pattern) for pattern in wanted):
+                return True
+    return False
 
 
 def divided(keep: Keep | Sequence[Keep] | None) -> tuple[Patterns | None, Shares | None]:

@@ -42,6 +42,7 @@ class MadeSteps:
         alignment: Alignment,
         sink: Sink,
         snapshot: Callable[[], dict[str, Tensor]],
+        parameters: Mapping[str, Tensor],
     ) -> None:
         """Hold the steps of one recording.
 
@@ -51,12 +52,14 @@ class MadeSteps:
             alignment: what is known of the layers' rows.
             sink: takes the steps.
             snapshot: returns copies of the parameters as the last step left them.
+            parameters: the covered parameters themselves.
         """
         self._preparation = preparation
         self._changes = changes
         self._alignment = alignment
         self._sink = sink
         self._snapshot = snapshot
+        self._parameters = parameters
         self._made: _MadeStep | None = None
 
     def note(self, step: LateStep, gone: Sequence[int], samples: Mapping[str, Tensor]) -> None:
@@ -73,7 +76,8 @@ class MadeSteps:
         try:
             done = self._preparation.finish(made.step, self._changes)
             rows = dict(self._alignment.outcomes)
-            self._sink.step(StepFacts(done.step, done.calls, done.facts, made.samples, self._snapshot, rows))
+            found = done.calls, done.facts
+            self._sink.step(StepFacts(done.step, *found, made.samples, self._snapshot, rows, self._parameters))
         finally:
             if made.gone:
                 self._sink.discard(made.gone)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import AnnotationError, MediaError
 from dualform.recording.alignment import Alignment, batch_rows
-from dualform.recording.check_schedule import Check
+from dualform.recording.check_schedule import CheckOrNone
 from dualform.recording.estimate import Estimate, estimate
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
@@ -45,7 +45,7 @@ class Recorder:
         batch_axis: int | None = None,
         check_rows: bool = True,
         on_failure: OnFailure = "raise",
-        check: Check = "sampled",
+        check: CheckOrNone = "sampled",
         stored_loosely: Callable[[str], bool] = lambda layer: False,
         world: World | None = None,
         patterns: Layers | Literal[False] = None,

@@ -18,12 +18,16 @@ from dualform.identity.families.optimizer_kind import (
     Move,
     OptimizerKind,
     ReplayedStep,
+    Settings,
+    Spread,
+    StepMap,
     StepMatrix,
     follow_together,
     require_optimizer_kind,
 )
-from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows
+from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows, bias_rounding
 from dualform.identity.grouped_products import RowGroups, sum_by_group
+from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
 from dualform.recording.keep import Shares
@@ -162,6 +166,11 @@ class ShareFold:
         )
         self._layers: dict[str, tuple[int, LayerStart]] = {}
         self._folds: dict[str, ParameterFold] = {}
+        self._biases: frozenset[str] = frozenset()  # parameters with shares that are nothing but biases
+        self._spreads: dict[
+            str, Spread[Any]
+        ] = {}  # of biases, how far rounding of their gradients may have carried them
+        self._earlier_spreads: dict[str, dict[str, Tensor]] = {}  # of a resumed recording, until the next step
         self._places: dict[str, int] = {}  # of each parameter with shares, among all covered ones
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -209,6 +218,13 @@ class ShareFold:
                         there if self._shares.device is None else torch.device(self._shares.device)
                     )
         self._places = {name: place for place, name in enumerate(start.parameters) if name in self._shapes}
+        others = {
+            use.parameter
+            for _, layer in self._layers.values()
+            for use in layer.uses
+            if layer.keys_only or not use.parameter_map.is_bias
+        }
+        self._biases = frozenset(self._shapes) - others
         self._batch_last = start.batch_axis > 0
         self._several = len(start.optimizers) > 1
         self._initial, self._warm = initial, states
@@ -325,6 +341,7 @@ class ShareFold:
         after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
         rows = self._rows(facts, calls)
         moves: list[Move[Any]] = []
+        size = 0  # bytes of their gradients
         for fact in updated:
             captured, kind = self._captured[fact.parameter], require_optimizer_kind(fact.optimizer)
             fold, device = self._folds[fact.parameter], self._devices[fact.parameter]
@@ -332,17 +349,47 @@ class ShareFold:
             gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
             linear = kind.read(ReplayedStep(settings, gradient, before, state, self._dtypes[fact.parameter]))
             live_average = state.get(kind.average) if kind.average else None
-            moves += fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
-            most = MAX_MOVED_BYTES if device.type == "cuda" else 0
-            if sum(one.nbytes for move in moves for one in move.gradients if one is not None) > most:
+            self._spread_doubt(fact.parameter, kind, linear, settings, rows.get(fact.parameter, ()))
+            more = fold.step(linear, rows.get(fact.parameter, ()), gradient=gradient, live_average=live_average)
+            moves += more
+            size += sum(one.nbytes for move in more for one in move.gradients if one is not None)
+            if size > (MAX_MOVED_BYTES if device.type == "cuda" else 0):
                 follow_together(moves)
-                moves = []
+                moves, size = [], 0
         follow_together(moves)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
         if waiting or self._waiting_bytes > MAX_WAITING_BYTES:
             self.fold_waiting()
+
+    def _spread_doubt(
+        self, name: str, kind: OptimizerKind[Any], linear: StepMap, settings: Settings, rows: Sequence[UseRows]
+    ) -> None:
+        """Follow through a step how far rounding of its gradients may have carried a bias.
+
+        Where the true gradient of a bias is zero (that of an attention's keys), rounding is all that there is of it,
+        and an optimizer that divides a gradient by its own size makes as much of it as of any other.
+        """
+        if name not in self._biases:
+            return
+        if name not in self._spreads:
+            made = kind.spread(self._shapes[name])
+            if made is None:
+                return
+            if (earlier := self._earlier_spreads.pop(name, None)) is not None:
+                made.load({entry: earlier[entry].to(self._devices[name]) for entry in made.state})
+            self._spreads[name] = made
+        shape, dtype = self._shapes[name], self._dtypes[name]
+        doubt = bias_rounding((one for one in rows if one.use[0] == 0), shape, dtype)  # each grouping has all patterns
+        like = torch.zeros(shape, dtype=dtype, device=self._devices[name])
+        self._spreads[name].step(linear, settings, like + doubt)
+
+    def _spread_tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the spread of a bias as tensors: its size, and what it goes on from; nothing for other parameters."""
+        if name in self._spreads:
+            return {"size": self._spreads[name].size, **self._spreads[name].state}
+        return self._earlier_spreads.get(name, {})
 
     def fold_waiting(self) -> None:
         """Fold the steps whose patterns wait to be folded at once."""
@@ -382,16 +429,16 @@ class ShareFold:
         total.grow(len(self.groupings[grouping].labels))
         if total.sums.device != keys.device:  # a resumed recording begins on the CPU
             total.sums = total.sums.to(keys.device)
-        wide = keys if keys.is_floating_point() else keys.double()
-        found = sum_by_group(wide, groups, torch.float64 if wide.dtype == torch.float64 else torch.float32)
         for group, size in zip(groups.present, groups.sizes, strict=True):
             total.counts[group] += size
-        if len(groups.present) == len(total.sums):
-            total.sums += found
-        else:
-            total.sums.index_add_(0, groups.places(keys.device), found.double())
+        if not takes_ids(layer.uses):  # a sum of places in a table says nothing
+            found = sum_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
+            if len(groups.present) == len(total.sums):
+                total.sums += found
+            else:
+                total.sums.index_add_(0, groups.places(keys.device), found.double())
         if not grouping:
-            lowest, earlier = wide.min(), self._lowest.get(name)
+            lowest, earlier = keys.min(), self._lowest.get(name)
             self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
 
     # The result ---------------------------------------------------------------------------------------------------
@@ -413,6 +460,8 @@ class ShareFold:
             if fold is None:
                 continue  # no step has touched it
             shares[f"noise.{place}"] = torch.tensor(fold.noise, dtype=torch.float64)
+            if spread := self._spread_tensors(name):
+                shares[f"spread.{place}"] = spread["size"]
             if live is None:
                 continue
             start, unexplained, rounding = fold.rest(live[name])
@@ -447,6 +496,9 @@ class ShareFold:
             if fold is None:
                 continue
             found[f"whole.{place}"] = fold.whole.weight
+            for entry, tensor in self._spread_tensors(name).items():
+                if entry != "size":
+                    found[f"spread_{entry}.{place}"] = tensor
             if fold.whole.average is not None:
                 found[f"whole_average.{place}"] = fold.whole.average
             matrix = fold.start.matrix
@@ -465,6 +517,14 @@ class ShareFold:
         for name, place in self._places.items():
             if f"whole.{place}" in state.resume:
                 self._folds[name] = self._loaded_fold(name, place, state)
+            if f"spread.{place}" in state.shares:
+                prefix, suffix = "spread_", f".{place}"
+                entries = {
+                    key.removeprefix(prefix).removesuffix(suffix): tensor.clone()
+                    for key, tensor in state.resume.items()
+                    if key.startswith(prefix) and key.endswith(suffix)
+                }
+                self._earlier_spreads[name] = {"size": state.shares[f"spread.{place}"].clone(), **entries}
         for name, (place, _) in self._layers.items():
             for grouping in range(len(self.groupings)):
                 if f"keys.{grouping}.{place}" in state.shares:

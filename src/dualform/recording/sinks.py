@@ -152,6 +152,7 @@ class StepFacts:
     snapshot: Callable[[], dict[str, Tensor]]
     """Returns copies of all covered parameters, each on its device; valid until the next step."""
     rows: Mapping[str, RowCheck] = field(default_factory=dict)  # what is known by now of the layers' rows
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)  # the covered parameters, after the step
 
 
 class Sink(Protocol):

@@ -21,7 +21,7 @@ from dualform.recording.alignment import Alignment
 from dualform.recording.annotations import Annotator, Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
-from dualform.recording.check_schedule import Check, CheckSchedule
+from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
@@ -71,7 +71,7 @@ class StepRecorder:
         *,
         strict: bool,
         on_failure: OnFailure,
-        check: Check,
+        check: CheckOrNone,
     ) -> None:
         """Prepare a recording; nothing is attached before `start`.
 
@@ -126,7 +126,7 @@ class StepRecorder:
         self._handles: list[HookHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
-        self._made = MadeSteps(self._preparation, self._changes, alignment, sink, self._snapshot)
+        self._made = MadeSteps(self._preparation, self._changes, alignment, sink, self._snapshot, self._parameters)
         self._finalizer: Callable[[], object] = lambda: None
         self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
 
@@ -463,7 +463,9 @@ class StepRecorder:
         ]
         facts = [*done.facts, *still]
         rows = dict(self._alignment.outcomes)
-        self._sink.step(StepFacts(self.steps, done.calls, facts, dict(self._samples), self._snapshot, rows))
+        self._sink.step(
+            StepFacts(self.steps, done.calls, facts, dict(self._samples), self._snapshot, rows, self._parameters)
+        )
         self.steps += 1
         self.last_facts = facts
 

@@ -1,16 +1,10 @@
 """Make a user's model from `package.module:factory`, and find inputs for it.
 
-A factory that the user names is imported and called, as servers take an application. One that a run remembers is the
-word of whoever made the run: calling it runs code of their choice, so it is called only where it is one of our own
-models, or where the user trusts the run (docs/security.md).
+A factory that the user names is imported and called. One that a run remembers is called only where it is one of our own
+models, or where the user trusts the run (`dualform.named_code`).
 """
 
-import contextlib
-import importlib
-import inspect
-import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +16,7 @@ from torch import Tensor, nn
 
 from dualform.attend.memory import Memory, unknown_text
 from dualform.errors import DualformError, QueryError
-from dualform.printable import printable
+from dualform.named_code import RememberedFunction, import_named
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +47,9 @@ def load_model(memory: Memory, spec: str | None, *, accept_untrained: bool = Fal
         spec, arguments = memory.factory
         model = make_remembered(memory, spec, arguments, trust=trust)
     else:
-        raise QueryError(f"{memory.path} does not know its model. Say how to make it: --model package.module:factory.")
+        raise QueryError(
+            f"{memory.location} does not know its model. Say how to make it: --model package.module:factory."
+        )
     trained, doubts = memory.restored(model)
     if not doubts:
         return Loaded(trained)
@@ -71,57 +67,31 @@ OWN_MODELS = "dualform.experiments.models"
 
 def make_remembered(memory: Memory, spec: str, arguments: Mapping[str, Any], *, trust: bool) -> nn.Module:
     """Make a model as the run says, if it may be believed: one of our own, or the user trusts the run."""
-    module_name, attribute = _parts(spec)
-    own = module_name == OWN_MODELS or module_name.startswith(f"{OWN_MODELS}.")
-    if not own and not trust and not _is_agreed(memory, spec, arguments):
-        raise QueryError(
-            f"{memory.path} says that its model is made by calling {_call(spec, arguments)}, which runs code that the "
-            "run names. If you trust whoever made the run, pass --trust; or name a factory of your own: --model "
-            "package.module:factory."
-        )
-    with _without_current_folder():
-        factory = _imported(module_name, attribute, spec)
-    home = str(getattr(factory, "__module__", ""))
-    plain = inspect.isfunction(factory) or (inspect.isclass(factory) and issubclass(factory, nn.Module))
-    if not plain or not (home == module_name or home.startswith(f"{module_name}.")):
-        raise QueryError(
-            f"{memory.path} names {spec} as what makes its model; expected a function, or a class of modules, that is "
-            f"defined in {module_name}. Name a factory yourself: --model package.module:factory."
-        )
+    remembered = RememberedFunction(
+        memory.location,
+        spec,
+        "its model is made",
+        "pass --trust",
+        "name a factory of your own: --model package.module:factory",
+        arguments,
+        free=OWN_MODELS,
+        kind=nn.Module,
+    )
+    factory = remembered.load(trust=trust)
     try:
         return _made(factory, arguments, spec)
     except DualformError:
         raise
     except Exception as error:
         raise QueryError(
-            f"{memory.path} says that its model is made by calling {_call(spec, arguments)}, which failed: "
+            f"{memory.location} says that its model is made by calling {remembered.call}, which failed: "
             f"{type(error).__name__}: {error}. Name a factory yourself: --model package.module:factory."
         ) from error
 
 
 def make_model(spec: str) -> nn.Module:
     """Import the factory that the user names, also from the current folder, and call it."""
-    module_name, attribute = _parts(spec)
-    sys.path.insert(0, "")
-    try:
-        factory = _imported(module_name, attribute, spec)
-    finally:
-        sys.path.remove("")
-    return _made(factory, MappingProxyType({}), spec)
-
-
-def _parts(spec: str) -> tuple[str, str]:
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise QueryError(f"--model is {spec!r}; expected package.module:factory.")
-    return module_name, attribute
-
-
-def _imported(module_name: str, attribute: str, spec: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise QueryError(f"--model {spec} cannot be imported: {error}.") from error
+    return _made(import_named(spec, option="--model", kind="factory"), MappingProxyType({}), spec)
 
 
 def _made(factory: Any, arguments: Mapping[str, Any], spec: str) -> nn.Module:
@@ -129,36 +99,6 @@ def _made(factory: Any, arguments: Mapping[str, Any], spec: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise QueryError(f"--model {spec} made a {type(model).__name__}; expected an nn.Module.")
     return model
-
-
-def _call(spec: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call as people read it, without control characters that a terminal would obey."""
-    listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return printable(f"{spec}({listed})"[:500])
-
-
-def _is_agreed(memory: Memory, spec: str, arguments: Mapping[str, Any]) -> bool:
-    """Ask on a terminal whether to call the factory that the run names; without a terminal the answer is no."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return False
-    sys.stderr.write(
-        f"{printable(str(memory.path))} says that its model is made by calling\n  {_call(spec, arguments)}\n"
-        "This runs code that the run names. Do you trust whoever made the run? [y/N] "
-    )
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().casefold() in ("y", "yes")
-
-
-@contextlib.contextmanager
-def _without_current_folder() -> Iterator[None]:
-    """Leave the current folder out of the import path: a file there is not what the run's maker meant."""
-    before = list(sys.path)
-    here = os.path.realpath(".")
-    sys.path[:] = [entry for entry in before if entry and os.path.realpath(entry) != here]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def load_inputs(memory: Memory, path: Path | None) -> tuple[Tensor, Tensor | None]:

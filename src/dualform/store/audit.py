@@ -3,7 +3,7 @@
 import torch
 
 from dualform.engine.reading import BLOCK_PATTERNS, decode
-from dualform.errors import CorruptError
+from dualform.errors import CorruptError, RemoteError
 from dualform.store.blobs import Blob
 from dualform.store.reader import Run
 
@@ -18,6 +18,8 @@ def check_files(run: Run) -> int:
         blob = Blob(run.blobs, name)
         try:
             found = blob.checksum()
+        except RemoteError:
+            raise  # which says nothing of the file
         except OSError as error:
             raise CorruptError(f"{blob} cannot be read: {error}. Restore it from a copy.") from error
         if found != entry.xxh3:
@@ -36,7 +38,7 @@ def check_key_ranges(run: Run) -> None:
     """
     for shard in run.shards:
         for layer, entry in run.manifest.layers.items():
-            if not shard.count(layer) or not entry.d_in:
+            if entry.store == "steps" or not shard.count(layer) or not entry.d_in:
                 continue
             source = shard.pool(layer) if layer in shard.entry.pools else shard.rows(layer, "keys")
             low, high = shard.entry.key_range[layer]

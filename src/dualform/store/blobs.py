@@ -8,7 +8,7 @@ derive a test from `BlobsConformance` in `tests/conformance`. What the blobs hol
 import dataclasses
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,10 @@ class Blobs(ABC):
 
     def make_ready(self) -> None:  # noqa: B027 (nothing to make is the common case)
         """Make the place before a run is recorded to it; raise `RunExistsError` where it holds anything but a run."""
+
+    def sizes(self, names: Sequence[str]) -> Mapping[str, int | None]:
+        """Return how many bytes each of many blobs has; None for those that are not there."""
+        return {name: self.size(name) for name in names}
 
     def stage(self, name: str, write: Write) -> Staged:
         """Let `write` make the content of a blob now, to be published later; here it waits in memory."""

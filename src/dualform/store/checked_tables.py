@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from dualform.errors import CorruptError
+from dualform.errors import CorruptError, RemoteError
 from dualform.lazy import compute as pc
 from dualform.lazy import parquet as pq
 from dualform.printable import cut
@@ -61,6 +61,8 @@ def read_checked_table(
             table = _spelled_out(table)
         if texts:
             table.validate(full=True)  # that a text is one is not looked at in reading
+    except RemoteError:
+        raise  # which says nothing of the file
     except (OSError, ValueError, pa.ArrowException) as error:
         raise _unreadable_table(blob, error) from error
     return table
@@ -70,6 +72,8 @@ def count_rows(blob: Blob) -> int:
     """Return the number of rows of a Parquet file, without reading them."""
     try:
         rows: int = pq.read_metadata(_source(blob)).num_rows
+    except RemoteError:
+        raise  # which says nothing of the file
     except (OSError, ValueError, pa.ArrowException) as error:
         raise _unreadable_table(blob, error) from error
     return rows
@@ -79,6 +83,8 @@ def column_names(blob: Blob) -> list[str]:
     """Return the names of the columns of a Parquet file, without reading them."""
     try:
         names: list[str] = pq.read_schema(_source(blob)).names
+    except RemoteError:
+        raise  # which says nothing of the file
     except (OSError, ValueError, pa.ArrowException) as error:
         raise _unreadable_table(blob, error) from error
     return names

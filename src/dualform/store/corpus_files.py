@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dualform.corpus import Corpus, Ids
-from dualform.errors import CorruptError, QueryError
+from dualform.errors import CorruptError, QueryError, RemoteError
 from dualform.printable import cut
 from dualform.store.attach import attach
 from dualform.store.blobs import Blob
@@ -60,6 +60,8 @@ def read_corpus(run: Run) -> Corpus:
     blob = run.blob(VOCABULARY)
     try:
         words = msgspec.convert(parse_json(blob.load()), _Words)
+    except RemoteError:
+        raise  # which says nothing of the file
     except (OSError, ValueError) as error:
         raise CorruptError(f"{blob} cannot be read: {cut(str(error), 200)}. Restore the file from a copy.") from error
     documents = len(arrays["starts"])

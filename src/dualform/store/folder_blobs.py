@@ -7,7 +7,6 @@ somebody else, or lie on a disk that others write to. `folder.py` says which nam
 
 import contextlib
 import errno
-import io
 import os
 import shutil
 import stat
@@ -17,9 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
-
-import xxhash
+from typing import Any, BinaryIO
 
 from dualform.errors import RunExistsError
 from dualform.store.blobs import Blobs, ByteSpan, FileEntry, Tag, Write, changed_error, content_tag
@@ -34,8 +31,7 @@ from dualform.store.folder import (
     remove_folder,
 )
 from dualform.store.format import LOCK
-
-WRITE_BYTES = 1 << 20  # bytes that are summed and written while they are in the processor's cache
+from dualform.store.summed_file import SummedFile
 
 
 class FolderBlobs(Blobs):
@@ -43,6 +39,9 @@ class FolderBlobs(Blobs):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FolderBlobs, (str(self.folder.resolve()),)  # another process may work in another folder
 
     @property
     def location(self) -> str:
@@ -84,7 +83,7 @@ class FolderBlobs(Blobs):
         partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
         try:
             with partial.open("xb", buffering=0) as raw:
-                file = _SummedFile(raw)
+                file = SummedFile(raw)
                 write(file)  # type: ignore[arg-type]
             return _StagedFile(self.folder, name, partial, file.count, file.digest.hexdigest())
         except BaseException:
@@ -246,11 +245,6 @@ class FolderBlobs(Blobs):
                 os.close(descriptor)
 
 
-def as_blobs(place: "str | os.PathLike[str] | Blobs") -> Blobs:
-    """Return the place of a run as `Blobs`: a path stands for the files of that folder."""
-    return place if isinstance(place, Blobs) else FolderBlobs(place)
-
-
 @dataclass(slots=True)
 class _StagedFile:
     """A file that is written, beside its place, and not published yet."""
@@ -277,31 +271,6 @@ class _StagedFile:
         """Remove the partial file, unless it was renamed into place."""
         with contextlib.suppress(OSError):
             self.partial.unlink()
-
-
-class _SummedFile(io.RawIOBase):
-    """Writes to a file without a buffer, and takes the checksum on the way."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self.digest = xxhash.xxh3_64()
-        self.count = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: bytes | memoryview) -> int:  # type: ignore[override]
-        whole = memoryview(content)
-        if not whole.nbytes:
-            return 0
-        whole = whole.cast("B")
-        for start in range(0, len(whole), WRITE_BYTES):
-            rest = whole[start : start + WRITE_BYTES]
-            self.digest.update(rest)
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        self.count += len(whole)
-        return len(whole)
 
 
 _locks: set[int] = set()  # file descriptors of locks that this process holds

@@ -18,16 +18,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 import xxhash
 
-from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape
+from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape, TrainingEntry
 from dualform.errors import FormatError, RunNotFoundError
 from dualform.printable import cut
 from dualform.recording.model_state import StateKind
 from dualform.store import version1
 from dualform.store.blobs import Blob, Blobs, Checksum, FileEntry, Tag
 from dualform.store.documents import parse_json
-from dualform.store.folder_blobs import as_blobs
 from dualform.store.format import MANIFEST
 from dualform.store.manifest_check import problems
+from dualform.store.places import as_blobs
 
 FORMAT = "dualform"
 VERSION = 2
@@ -134,6 +134,7 @@ class Manifest:
     rows: dict[str, RowsEntry] = field(default_factory=dict)  # layers that were tried
     uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
     shares: SharesEntry | None = None  # nothing where the run keeps no shares
+    training: TrainingEntry | None = None  # nothing where the training cannot be run again
 
     @property
     def steps(self) -> int:
@@ -149,6 +150,8 @@ class Manifest:
                 del entry["at"]
         if self.shares is None:
             del body["shares"]
+        if self.training is None:
+            del body["training"]
         for layer in body["layers"].values():
             layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
         return sealed(head | body)
@@ -192,7 +195,7 @@ class Manifest:
         if (size := blobs.size(MANIFEST)) is None:
             raise RunNotFoundError(
                 f"{blobs.location} holds no {MANIFEST}, so it is not a recorded run. "
-                "Give the folder that dualform.record wrote to."
+                "Give the folder or address that dualform.record wrote to."
             )
         if size > MAX_MANIFEST_BYTES:
             raise _too_large(path)
@@ -229,7 +232,7 @@ def _check_seal(text: str | bytes, path: object) -> None:
         )
 
 
-_OPTIONAL = {"no_final", "rows", "uncovered_state", "shares"}  # entries that runs of earlier versions lack
+_OPTIONAL = {"no_final", "rows", "uncovered_state", "shares", "training"}  # entries that runs of earlier versions lack
 _REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if entry.name not in _OPTIONAL))
 
 

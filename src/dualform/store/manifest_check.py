@@ -62,6 +62,9 @@ def problems(manifest: "Manifest") -> Iterator[str]:
             yield f"parameter {name!r} is listed as covered and as uncovered"
     yield from _shares_problems(manifest)
     yield from _shards_problems(manifest)
+    for name, layer in manifest.layers.items():
+        if layer.store == "steps" and manifest.training is None:
+            yield f"the patterns of layer {name!r} come with a replay, but 'training' says nothing of one"
 
 
 def _parameter_problems(manifest: "Manifest") -> Iterator[str]:
@@ -87,7 +90,7 @@ def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Ite
             continue  # named above
         if problem := use_problem(use, layer.d_in, layer.d_out, entry.shape):
             yield f"layer {name!r}, parameter {parameter!r}: {problem}"
-        if layer.store == "keys+values" and entry.dtype not in EXACT_DTYPES:
+        if layer.store not in ("keys", "shares") and entry.dtype not in EXACT_DTYPES:
             yield f"parameter {parameter!r} is {entry.dtype}; with values only {' or '.join(EXACT_DTYPES)} is recorded"
 
 
@@ -168,6 +171,8 @@ def _shard_problems(manifest: "Manifest", shard: "ShardEntry") -> Iterator[str]:
         yield f"shard {shard.index} has a checksum of {name!r}, which is not in 'parameters'"
     for layer in shard.pools:
         entry = manifest.layers.get(layer)
+        if entry is not None and entry.store == "steps":
+            yield f"layer {layer!r} has a pool, but its patterns are not stored"
         if entry is not None and any(PARAMETER_MAPS[use.map].takes_ids for use in entry.uses):
             yield f"layer {layer!r} has a pool, but its keys are whole numbers"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.corpus import Corpus
 from dualform.engine.beside_patterns import Tests
-from dualform.errors import CorruptError, QueryError
+from dualform.errors import CorruptError, QueryError, RemoteError
 from dualform.printable import cut
 from dualform.recording.media import CORPUS, DESCRIPTION, IMAGES, TESTS
 from dualform.store.corpus_files import fitting_corpus
@@ -105,6 +105,8 @@ def _description(run: Run) -> _Description:
     blob = run.blob(DESCRIPTION)
     try:
         return msgspec.convert(parse_json(blob.load()), _Description)
+    except RemoteError:
+        raise  # which says nothing of the file
     except (OSError, ValueError) as error:
         reason = cut(str(error), 200)
         raise CorruptError(f"{blob} cannot be read: {reason}. Restore the file from a copy of the run.") from error

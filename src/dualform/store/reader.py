@@ -5,7 +5,6 @@ cut short is an error at opening; changed bytes are found by `dualform.store.aud
 """
 
 import math
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,10 +18,10 @@ from torch import Tensor
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.engine.facts_check import facts_problem
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
-from dualform.errors import CorruptError
+from dualform.errors import CorruptError, ReplayError
 from dualform.identity.families import Facts
 from dualform.lazy import compute as pc
-from dualform.store.blobs import Blob, Blobs
+from dualform.store.blobs import Blob, Blobs, Tag
 from dualform.store.checked_tables import (
     BUDGET_RATIO,
     MIN_BUDGET,
@@ -32,10 +31,10 @@ from dualform.store.checked_tables import (
     read_checked_table,
 )
 from dualform.store.derived_sums import StoredSums
-from dualform.store.folder_blobs import as_blobs
 from dualform.store.format import FINAL, INITIAL, SHARES, STATE, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
+from dualform.store.places import Place, as_blobs
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.shard_check import (
     annotations_columns_problem,
@@ -45,7 +44,7 @@ from dualform.store.shard_check import (
     steps_problem,
 )
 from dualform.store.stored_rows import FileRows, PooledRows
-from dualform.store.tables import CALLS
+from dualform.store.tables import CALLS, MARKS
 from dualform.store.tensors import OpenFiles, TensorFile
 
 if TYPE_CHECKING:
@@ -106,6 +105,11 @@ class Shard(PatternPart):
 
     def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows:
         """Return the stored keys or values of a layer; they are read from the file when some of them are taken."""
+        if self._manifest.layers[layer].store == "steps":
+            raise ReplayError(
+                f"The patterns of layer {layer!r} are not stored: they come back when the training is replayed. Open "
+                "the run with its training function, dualform.open(path, train=train), and ask with its own executor."
+            )
         count = self.count(layer)
         if what == "keys" and layer not in self.entry.pools:
             return self._stored(f"{layer}/keys", count, below=self._table_rows(layer))
@@ -225,9 +229,9 @@ class Shard(PatternPart):
 class Run(PatternSource):
     """A recorded run, opened for reading: a folder by its path, or wherever else it is kept."""
 
-    def __init__(self, place: str | os.PathLike[str] | Blobs) -> None:
+    def __init__(self, place: Place, *, known: tuple[Manifest, Tag] | None = None) -> None:
         self.blobs = as_blobs(place)
-        self.manifest, self.manifest_tag = Manifest.read_tagged(self.blobs)
+        self.manifest, self.manifest_tag = Manifest.read_tagged(self.blobs) if known is None else known
         self._check_sizes()
         size = sum(entry.bytes for shard in self.manifest.shards for entry in shard.files.values())
         files = OpenFiles(
@@ -239,6 +243,10 @@ class Run(PatternSource):
                 shards.append(Shard(self.blobs, entry, self.manifest, tuple(shards), files=files))
         self.shards = tuple(shards)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process open the run as it is seen here, whatever was published since."""
+        return _opened_elsewhere, (self.blobs, self.manifest, self.manifest_tag)
 
     @cached_property
     def description(self) -> RunDescription:
@@ -259,6 +267,7 @@ class Run(PatternSource):
             versions=manifest.versions,
             factory=manifest.factory,
             factory_arguments=manifest.factory_arguments,
+            training=manifest.training,
         )
 
     @cached_property
@@ -326,7 +335,7 @@ class Run(PatternSource):
             columns: CallColumns = {
                 name: np.asarray(table[name])
                 for name in table.column_names
-                if name not in ("parameter", "optimizer", "factors", "fingerprint")
+                if name not in ("parameter", "optimizer", "factors", "fingerprint", *MARKS)
             }
             step = columns.pop("step", np.zeros(0)).astype(np.int64)
             optimizer = table["optimizer"][0].as_py() if table.num_rows else "none"
@@ -410,8 +419,10 @@ class Run(PatternSource):
         return Blob(self.blobs, self.manifest.files[name].at or name)
 
     def _check_sizes(self) -> None:
-        for name, entry in self.files().items():
-            found = self.blobs.size(name)
+        listed = self.files()
+        sizes = self.blobs.sizes(list(listed))
+        for name, entry in listed.items():
+            found = sizes[name]
             if found == entry.bytes:
                 continue
             blob = Blob(self.blobs, name)
@@ -421,3 +432,8 @@ class Run(PatternSource):
                 f"{blob} has {found} bytes, but {entry.bytes} were published: it was cut short or changed. "
                 "Restore it from a copy of the run."
             )
+
+
+def _opened_elsewhere(blobs: Blobs, manifest: Manifest, tag: Tag) -> Run:
+    """Open a run that another process has opened."""
+    return Run(blobs, known=(manifest, tag))

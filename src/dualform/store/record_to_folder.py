@@ -1,21 +1,19 @@
 """`dualform.record`: a recorder over a disk writer."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
-from dualform.errors import RunFactoryError
+from dualform.errors import RefusedError, ResumeError, RunFactoryError
 from dualform.recording.check_schedule import Check
-from dualform.recording.keep import Keep, divided
+from dualform.recording.keep import Keep, Shares, Steps, as_keeps, divided
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers, StoredDtype, stored_dtype
-from dualform.store.blobs import Blobs
-from dualform.store.folder_blobs import as_blobs
+from dualform.store.places import Place, as_blobs
 from dualform.store.share_writer import ShareWriter
 from dualform.store.writer import DiskWriter
 
@@ -25,7 +23,7 @@ _STORED_DTYPES = (None, *get_args(StoredDtype))
 def record(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    path: str | os.PathLike[str] | Blobs,
+    path: Place,
     *,
     keep: Keep | Sequence[Keep] | None = None,
     layers: Layers = None,
@@ -41,6 +39,7 @@ def record(
     queue_bytes: int = 512 << 20,
     factory: str | None = None,
     factory_arguments: Mapping[str, Any] | None = None,
+    training: str | None = None,
 ) -> Recorder:
     """Record a training run while the returned context lasts.
 
@@ -55,10 +54,12 @@ def record(
     Args:
         model: the model that is trained.
         optimizer: its optimizer, or several in a list, each with parameters of its own; a framework's wrapper will do.
-        path: the run folder to make, or the `Blobs` to keep the run in.
+        path: the run folder to make; an address in object storage, "s3://bucket/run" (also gs:// and az://, with the
+            package extra `cloud`); or the `Blobs` to keep the run in.
         keep: what is kept of the training: `dualform.Patterns()`, every key and value, the default;
             `dualform.Shares(by="source")`, what each group of patterns made of every weight, in constant size; or a
-            list of both.
+            list of both. `dualform.Steps()`, facts and marks of the steps, whose patterns come back when the training
+            is replayed; or a list of it and of `dualform.Patterns(layers=...)`, for the layers to store.
         layers: nothing, or `"trained"`, for every supported layer of which the optimizer holds a parameter; a name or
             pattern such as `"encoder.*"`, or several; or a mapping from names or patterns to `"keys+values"` or
             `"keys"` (attention only), of which the first match decides.
@@ -80,9 +81,21 @@ def record(
         queue_bytes: how much may wait to be written before training has to wait.
         factory: `"package.module:function"` that makes the model, so that the command line can.
         factory_arguments: its keyword arguments, of JSON types.
+        training: with `Steps()`, `"package.module:function"` that runs this training; see `dualform.record_training`.
     """
-    patterns, shares = divided(keep)
-    if patterns is not None and shares is None:
+    keeps = as_keeps(keep)
+    again = any(isinstance(one, Steps) for one in keeps)
+    if again and any(isinstance(one, Shares) for one in keeps):
+        raise RefusedError(
+            "keep has both Shares(...) and Steps(). Record them in two runs: a replay brings either back."
+        )
+    if again and resume is not False:
+        raise ResumeError(
+            "A recording that keeps steps cannot be resumed: a replay runs the whole training, from its first step. "
+            "Record all of it in one go."
+        )
+    patterns, shares = divided([one for one in keeps if not isinstance(one, Steps)] or None)
+    if patterns is not None and shares is None and not again:
         layers = patterns.layers if layers is None else layers
     if patterns is not None and patterns.dtype is not None:
         dtype = patterns.dtype
@@ -110,6 +123,8 @@ def record(
         steps=steps,
         factory=factory,
         factory_arguments=factory_arguments or {},
+        keep=keeps,
+        training=training,
     )
     return Recorder(
         model,

@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 
 from dualform.engine.description import LayerEntry
+from dualform.engine.proofs import PROJECTIONS
 from dualform.engine.reading import PLACE_DTYPES
 from dualform.identity.families.naming import same_optimizer
 from dualform.identity.parameter_use import takes_ids
@@ -23,7 +24,7 @@ from dualform.printable import cut
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.row_encoding import ROW_SCALED, SCALE, stored_dtypes
-from dualform.store.tables import CALLS, STEPS
+from dualform.store.tables import CALLS, MARKS, STEPS
 from dualform.store.tensors import TensorPlace
 
 MAX_CALL_PATTERNS = 1 << 40
@@ -50,8 +51,9 @@ def calls_columns_problem(schema: pa.Schema) -> str:
 def steps_columns_problem(schema: pa.Schema) -> str:
     """Say what is wrong with the columns of a table of steps: our own, and the settings of any optimizer."""
     found = {field.name: field.type for field in schema}
-    wrong = [name for name, kind in STEPS.items() if found.get(name) != kind]
-    odd = [name for name, kind in found.items() if name not in STEPS and kind not in SETTING_TYPES]
+    known = STEPS | (MARKS if found.keys() & MARKS.keys() else {})
+    wrong = [name for name, kind in known.items() if found.get(name) != kind]
+    odd = [name for name, kind in found.items() if name not in known and kind not in SETTING_TYPES]
     if len(found) != len(schema) or wrong or odd:
         return f"its columns are {_column_names_text(schema)}; expected those of a table of steps"
     return ""
@@ -107,9 +109,10 @@ def calls_problem(
         if (column["offset"][here] != np.cumsum(sizes) - sizes).any():
             return f"the calls of layer {name!r} do not lie one behind the other"
         entry, count = manifest.layers[name], int(sizes.sum())
-        if count and entry.d_in and name not in shard.key_range:
-            return f"the manifest has no range of the keys of layer {name!r}"
-        expected |= _expected(name, entry, count, shard.pools.get(name))
+        if entry.store != "steps":
+            if count and entry.d_in and name not in shard.key_range:
+                return f"the manifest has no range of the keys of layer {name!r}"
+            expected |= _expected(name, entry, count, shard.pools.get(name))
         known = set(zip(layouts[here].tolist(), sizes.tolist(), strict=True)) if len(layouts) else set()
         for layout, size in known:
             if layout is not None and not _is_layout(layout, size, entry.d_out):
@@ -227,7 +230,7 @@ def steps_problem(table: pa.Table, shard: ShardEntry, manifest: Manifest, calls:
         manifest: the run's manifest.
         calls: the number of calls in the shard.
     """
-    if any(table[name].null_count for name in STEPS):
+    if any(table[name].null_count for name in (*STEPS, *MARKS) if name in table.column_names):
         return "a step has no value in a column that needs one"
     names = pc.unique(table["parameter"]).to_pylist()
     if unknown := [name for name in names if name not in manifest.parameters]:
@@ -243,4 +246,10 @@ def steps_problem(table: pa.Table, shard: ShardEntry, manifest: Manifest, calls:
     lists = table["factors"].combine_chunks()
     if pc.list_flatten(lists).null_count:
         return "a factor has no value"
+    if "projections" in table.column_names:
+        marks = table["projections"].combine_chunks()
+        if (np.asarray(pc.list_value_length(marks)) != PROJECTIONS).any() or pc.list_flatten(marks).null_count:
+            return f"a parameter has other than {PROJECTIONS} projections"
+        if pc.list_flatten(table["inputs"].combine_chunks()).null_count:
+            return "a checksum of inputs has no value"
     return ""

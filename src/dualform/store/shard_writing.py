@@ -6,6 +6,7 @@ of the training thread; `writer.py` calls it on the writer's thread.
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ class ShardWriter:
         self.manifest = manifest
         self._tag: Tag | None = None  # of the manifest as it was last published; None before it first is
         self._next = 0  # number of the next shard
+        self._began = time.monotonic()
         self._earlier_rows: dict[str, RowsEntry] = {}  # of the patterns that a resumed run holds already
         self._publishing: Background | None = None
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
@@ -99,7 +101,7 @@ class ShardWriter:
             raise
         index, self._next = self._next, self._next + 1
         start, stop = records[0].step, records[-1].step + 1
-        rows = records[-1].rows
+        rows, written_at = records[-1].rows, time.monotonic()
 
         def finish() -> None:
             try:
@@ -121,7 +123,10 @@ class ShardWriter:
             for name, before in self._earlier_rows.items():  # of the patterns that a resumed run holds already
                 if name not in known or SEVERITY[before.outcome] > SEVERITY[known[name].outcome]:
                     known[name] = before
-            self.publish_manifest(shards=(*self.manifest.shards, shard), columns=columns, rows=known)
+            training = self.manifest.training
+            if training is not None:
+                training = dataclasses.replace(training, seconds=written_at - self._began)
+            self.publish_manifest(shards=(*self.manifest.shards, shard), columns=columns, rows=known, training=training)
 
         return finish
 
@@ -134,6 +139,8 @@ class ShardWriter:
         bases: dict[str, int] = {}
         for record in records:
             for call in record.calls:
+                if self.manifest.layers[call.layer].store == "steps":
+                    continue
                 if len(ends := _ends(call.keys)):
                     least, greatest = key_range.get(call.layer, ends)
                     key_range[call.layer] = (min(ends[0], least), max(ends[1], greatest))

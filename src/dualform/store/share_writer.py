@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dualform.binning import Bins
-from dualform.errors import ResumeError
+from dualform.errors import ResumeError, StoreError
 from dualform.identity.families.optimizer_kind import find_optimizer_kind
 from dualform.recording.annotations import Binding
 from dualform.recording.keep import Shares
@@ -45,6 +45,7 @@ class ShareWriter:
         self._kept_calls: dict[int, int] = {}  # number of a call whose patterns are kept -> its backward
         self._published: set[int] = set()  # steps after which shares are published
         self._given: FoldState | None = None  # the state of a checkpoint
+        self._broken: BaseException | None = None  # the error that kept a step from being folded to its end
 
     def open(self, start: Start) -> int:
         """Begin a run, or continue one; return the number of the first step to come."""
@@ -117,11 +118,23 @@ class ShareWriter:
         for binding in {id(call.binding): call.binding for call in facts.calls}.values():
             if binding is not None:
                 check_columns(self._columns, binding)
-        self._fold.step(facts)
+        self._check_whole()
+        try:
+            self._fold.step(facts)
+        except BaseException as error:
+            self._broken = error
+            raise
         calls = [call for call in facts.calls if call.number in self._kept_calls]
         self._run.step(dataclasses.replace(facts, calls=calls))
         if self._fold.steps in self._shares.at:
             self._publish(facts.snapshot)
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise StoreError(
+                f"An earlier step was not folded into the shares ({self._broken}), so later ones cannot be added. "
+                "What was published before stays readable. Continue from a checkpoint with resume=True."
+            )
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of everything that some backwards accumulated."""
@@ -176,6 +189,7 @@ class ShareWriter:
         Earlier shares stay only where the user named their step. At the end of a run that is not to go on rounding is
         left out: it is the difference of the final parameters, which are kept too, and all other parts.
         """
+        self._check_whole()
         step = self._fold.steps
         parameters = snapshot()
         if not step or step in self._published or not parameters:

@@ -142,6 +142,11 @@ class StoredShares(ShareSource):
         file, at = self._file(horizon), list(self._run.manifest.parameters).index(parameter)
         return float(file.tensor(f"noise.{at}")) if f"noise.{at}" in file.places else 0.0
 
+    def gradient_spread(self, parameter: str, *, horizon: int | None = None) -> Tensor | None:
+        """Return how far rounding of the gradients may have carried each element of a parameter; None if unknown."""
+        file, at = self._file(horizon), list(self._run.manifest.parameters).index(parameter)
+        return file.tensor(f"spread.{at}") if f"spread.{at}" in file.places else None
+
     def _grouping(self, by: tuple[str, ...]) -> int:
         if by not in self._by:
             known = ", ".join(map(repr, self._by))
@@ -219,6 +224,8 @@ def _expected(name: str, run: "Run", kept: SharesEntry) -> Expected | None:
             return entry.shape, _fold_dtype(entry.dtype)
         case (("start" | "unexplained" | "rounding"), [place]) if place < len(parameters):
             return parameters[place].shape, _fold_dtype(parameters[place].dtype)
+        case "spread", [place] if place < len(parameters):
+            return parameters[place].shape, torch.float64
         case (("start_number" | "noise"), [place]) if place < len(parameters):
             return (), torch.float64
         case "keys", [grouping, layer] if grouping < len(kept.groupings) and layer < len(layers):

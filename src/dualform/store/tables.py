@@ -10,9 +10,10 @@ from typing import Any
 import pyarrow as pa
 
 from dualform.engine.fingerprints import fingerprint
+from dualform.engine.proofs import unpack_mark
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
-from dualform.store.taken_steps import TakenStep, join_columns
+from dualform.store.taken_steps import StepMarks, TakenStep, join_columns
 
 CALLS = pa.schema(
     [
@@ -42,6 +43,15 @@ STEPS = {  # and the optimizer's settings by name
     "updated": pa.bool_(),
     "factors": pa.list_(pa.float64()),  # per micro, what the gradient was multiplied with between backward and step
     "fingerprint": pa.string(),  # of a sample of the parameter after the step
+}
+
+
+MARKS = {  # beside the others in a run whose training is to be run again
+    "checksum": pa.int64(),  # of all bits of the parameter after the step
+    "projections": pa.list_(pa.float64()),  # of the parameter after the step
+    "inputs": pa.list_(pa.int64()),  # checksums of the step's keys that owe nothing to parameters, call by call
+    "calls_digest": pa.string(),  # of the step's calls, the same for all of its parameters
+    "annotations_digest": pa.string(),  # of their annotations
 }
 
 
@@ -108,6 +118,7 @@ def steps_table(records: Sequence[TakenStep]) -> pa.Table:
             **fact.settings,
             "factors": list(fact.factors),
             "fingerprint": fingerprint(record.samples[fact.parameter]),
+            **({} if record.marks is None else _marked(record.marks, fact.parameter)),
         }
         for record in records
         for fact in record.facts
@@ -115,7 +126,19 @@ def steps_table(records: Sequence[TakenStep]) -> pa.Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
     return pa.table(
         {
-            name: pa.array([row.get(name) for row in rows], type=STEPS.get(name))
+            name: pa.array([row.get(name) for row in rows], type=(STEPS | MARKS).get(name))
             for name in dict.fromkeys([*STEPS, *names])
         }
     )
+
+
+def _marked(marks: StepMarks, parameter: str) -> dict[str, Any]:
+    """Return the cells of a row of the steps table that mark a parameter after a step."""
+    mark = unpack_mark(marks.parameters[parameter])
+    return {
+        "checksum": mark.checksum,
+        "projections": list(mark.projections),
+        "inputs": [int(one) for one in marks.inputs],
+        "calls_digest": marks.calls,
+        "annotations_digest": marks.annotations,
+    }

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualform.engine.proofs import ParameterMarker, checksum, digest_annotations, digest_calls
 from dualform.recording.annotations import Binding
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
@@ -81,6 +82,23 @@ class TakenCall(NamedTuple):
         return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class StepMarks:
+    """The marks by which a step is recognised when the training is run again (`dualform.engine.proofs`).
+
+    Attributes:
+        parameters: the packed mark of each parameter after the step.
+        inputs: the checksum of the keys of each call whose keys owe nothing to the parameters, (1,) each.
+        calls: the digest of the step's calls.
+        annotations: the digest of the calls' annotations.
+    """
+
+    parameters: Mapping[str, Tensor]
+    inputs: Sequence[Tensor]
+    calls: str
+    annotations: str
+
+
 CallRow = tuple[str, int, int, int, int, int, int | None, int | None, int | None, str | None]
 """A call's row in the calls table, without its step and the offset of its patterns.
 
@@ -113,13 +131,15 @@ class TakenStep:
     samples: Mapping[str, Tensor]
     rows: Mapping[str, RowCheck]
     copy: HostCopy | None  # until it is released: it refers to all tensors
+    marks: StepMarks | None = None  # where the training is to be run again
     call_rows: list[CallRow] = field(default_factory=list)  # once it is compacted
     columns: list[ColumnRows] = field(default_factory=list)  # once it is compacted
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values in memory."""
-        return sum(call.nbytes for call in self.calls)
+        """Bytes of keys and values in memory; of samples too in a run that stores few patterns or none."""
+        samples = () if self.marks is None else self.samples.values()
+        return sum(call.nbytes for call in self.calls) + sum(sample.nbytes for sample in samples)
 
     def wait(self) -> None:
         """Return when patterns and samples are here: they may be on their way from a GPU."""
@@ -216,21 +236,37 @@ class PooledLayers:
 class AccumulatedCalls:
     """The calls that were accumulated and may reach a step to come."""
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype], pooled: PooledLayers) -> None:
+    def __init__(
+        self,
+        dtypes: Mapping[str, torch.dtype],
+        pooled: PooledLayers,
+        *,
+        unstored: Collection[str] = (),
+        marker: ParameterMarker | None = None,
+    ) -> None:
         """Take calls.
 
         Args:
             dtypes: layer -> the dtype that it is stored in.
             pooled: says which layers' identical keys are stored once.
+            unstored: the layers whose patterns are let go of at once; only their calls' places are kept.
+            marker: marks the parameters after each step; None where the training is not to be run again.
         """
         self._dtypes = dtypes
         self._pooled = pooled
+        self._unstored = frozenset(unstored)
+        self._marker = marker
         self._copier = HostCopier()
         self._records: dict[int, CallRecord] = {}  # by number
+        self._inputs: dict[int, Tensor] = {}  # checksums of keys that owe nothing to the parameters, by number
         self._bytes = 0  # of all of them, as they will be in the CPU's memory
 
     def add(self, record: CallRecord) -> None:
         """Take a call that was just accumulated."""
+        if self._marker is not None and record.raw:
+            self._inputs[record.number] = checksum(record.keys)
+        if record.layer in self._unstored:
+            record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
         self._records[record.number] = record
         self._bytes += self._nbytes(record)
 
@@ -238,11 +274,12 @@ class AccumulatedCalls:
         """Let go of the calls of some backwards."""
         gone = set(backwards)
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
+        self._inputs = {number: one for number, one in self._inputs.items() if number in self._records}
         self._bytes = sum(self._nbytes(record) for record in self._records.values())
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._records, self._bytes = {}, 0
+        self._records, self._inputs, self._bytes = {}, {}, 0
 
     def nbytes(self) -> int:
         """Return the bytes of all patterns, as they will be in the CPU's memory."""
@@ -258,7 +295,10 @@ class AccumulatedCalls:
     def join(self, facts: StepFacts) -> TakenStep:
         """Return a step with its patterns, on their way to the CPU's memory where they are not there."""
         records = [self._records[call.number] for call in facts.calls]
-        pooled = [self._pooled.has(record, call) for record, call in zip(records, facts.calls, strict=True)]
+        pooled = [
+            record.layer not in self._unstored and self._pooled.has(record, call)
+            for record, call in zip(records, facts.calls, strict=True)
+        ]
         found: list[TakenRows] = []
         for call, record, in_pool in zip(facts.calls, records, pooled, strict=True):
             keys, values = call.keys_of(record), record.values
@@ -271,14 +311,15 @@ class AccumulatedCalls:
             found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys"))
             if values is not None:
                 found.append(_encoded(values, of_values, seed, "values"))
-        tensors = [tensor for rows in found for tensor in rows.tensors()]
-        tensors.extend(facts.samples.values())
+        marked = {} if self._marker is None else self._marker.measure(facts.parameters)
+        inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
+        patterns = [tensor for rows in found for tensor in rows.tensors()]
+        tensors = [*patterns, *facts.samples.values(), *marked.values(), *inputs]
         copy = self._copier.copy(tensors)
-        here = iter(copy.tensors[len(tensors) - len(facts.samples) :])
         if copy.tensors is not tensors:
             others = iter(copy.tensors)
             found = [_with_tensors(rows, others) for rows in found]
-        copied = iter(found)
+        copied, here = iter(found), iter(copy.tensors[len(patterns) :])
         calls = [
             TakenCall(
                 record.layer,
@@ -292,8 +333,12 @@ class AccumulatedCalls:
             for call, record, in_pool in zip(facts.calls, records, pooled, strict=True)
         ]
         places = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
-        samples = dict(zip(facts.samples, here, strict=True))
-        return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy)
+        samples = {name: next(here) for name in facts.samples}
+        marks: StepMarks | None = None
+        if self._marker is not None:
+            packed = {name: next(here) for name in marked}
+            marks = StepMarks(packed, list(here), digest_calls(places), digest_annotations(places))
+        return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy, marks)
 
 
 def _seed(layer: str, step: int, call: StepCall, what: str) -> int:

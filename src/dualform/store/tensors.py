@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dualform.engine.description import Count
-from dualform.errors import CorruptError
+from dualform.errors import CorruptError, RemoteError
 from dualform.printable import cut
 from dualform.store.blobs import Blob, Blobs, FileEntry
 from dualform.store.documents import parse_json
@@ -243,6 +243,8 @@ class TensorFile:
         try:
             self._content: _FileBytes | _BlobBytes = _BlobBytes(blob) if path is None else _FileBytes(path)
             self.places, self.metadata = _read_header(self._content)
+        except RemoteError:
+            raise  # which says nothing of the file
         except (OSError, ValueError) as error:
             raise CorruptError(f"{blob} cannot be read: {error}. Restore the file from a copy of the run.") from error
         self.keep_mapped = keep_mapped and path is not None
@@ -305,6 +307,8 @@ class TensorFile:
     def _read_into(self, buffer: Tensor, offset: int) -> None:
         try:
             self._content.read_into(buffer.numpy().data, offset)
+        except RemoteError:
+            raise
         except (OSError, EOFError) as error:
             raise CorruptError(f"{self.blob} ends too early. Restore the file from a copy of the run.") from error
 

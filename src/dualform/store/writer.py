@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 
 from dualform._version import __version__
-from dualform.engine.description import LayerEntry, ParameterEntry
-from dualform.errors import ResumeError, RunExistsError, StoreError
+from dualform.engine.description import LayerEntry, ParameterEntry, Stored, TrainingEntry
+from dualform.engine.proofs import ParameterMarker
+from dualform.errors import RefusedError, ResumeError, RunExistsError, StoreError
 from dualform.recording.annotations import Binding
 from dualform.recording.estimate import size_text
+from dualform.recording.keep import Keep, Patterns, Steps, keeps_patterns
 from dualform.recording.media import Files
-from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
+from dualform.recording.sinks import CallRecord, LayerStart, PreparedStep, Start, StepFacts
+from dualform.recording.surroundings import find_surroundings
 from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.blobs import Blobs
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STARTING, STATE
@@ -103,6 +106,8 @@ class DiskWriter:
         steps: int | None,
         factory: str | None,
         factory_arguments: Mapping[str, Any],
+        keep: Sequence[Keep] = (Patterns(),),
+        training: str | None = None,
     ) -> None:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
@@ -114,6 +119,9 @@ class DiskWriter:
         self._planned = steps
         self._factory = factory
         self._factory_arguments = dict(factory_arguments)
+        self._keep = keep
+        again = any(isinstance(one, Steps) for one in keep)
+        self._training = TrainingEntry(training, surroundings=find_surroundings()) if again else None
         self._queue: ByteQueue[TakenStep | _Seal | _Attachment] = ByteQueue(queue_bytes)
         self._worker: threading.Thread | None = None
         self._ended = False  # whether the worker was told that nothing more will come
@@ -139,7 +147,13 @@ class DiskWriter:
     def open(self, start: Start) -> int:
         """Begin a run, or continue one; return the number of the first step to come."""
         self._shards = ShardWriter(self.blobs, self._describe(start))
-        self._accumulated = AccumulatedCalls(self._dtypes(), PooledLayers())
+        layers = self._shards.manifest.layers
+        self._accumulated = AccumulatedCalls(
+            self._dtypes(),
+            PooledLayers(),
+            unstored=[name for name, layer in layers.items() if layer.store == "steps"],
+            marker=None if self._training is None else ParameterMarker(),
+        )
         self._keeper = StateKeeper(start.state)
         try:
             self.blobs.make_ready()
@@ -385,8 +399,8 @@ class DiskWriter:
                     d_in=layer.d_in,
                     d_out=layer.d_out,
                     uses=layer.uses,
-                    store="keys" if layer.keys_only else "shares" if layer.shares_only else "keys+values",
-                    dtype=stored_dtype(self.dtype, name) or _name(start.parameters[layer.uses[0].parameter].dtype),
+                    store=self._store(name, layer),
+                    dtype=self._stored_dtype(name, layer) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
                 )
                 for name, layer in start.layers.items()
@@ -403,7 +417,23 @@ class DiskWriter:
             factory=self._factory,
             factory_arguments=self._factory_arguments,
             shares=self.shares,
+            training=self._training,
         )
+
+    def _stored_dtype(self, name: str, layer: LayerStart) -> str | None:
+        """Return the dtype in which a layer's patterns are stored; None for the one that is trained."""
+        return None if self._store(name, layer) == "steps" else stored_dtype(self.dtype, name)
+
+    def _store(self, name: str, layer: LayerStart) -> Stored:
+        """Return what is stored of a layer's patterns."""
+        if self._training is None or keeps_patterns(self._keep, name):
+            return "keys" if layer.keys_only else "shares" if layer.shares_only else "keys+values"
+        if layer.keys_only:
+            raise RefusedError(
+                f"Layer {name!r} is recorded with its keys only, and keep=Steps() stores none of its patterns. Leave "
+                'out its "keys", or store them: keep=[Steps(), Patterns(layers=[...])].'
+            )
+        return "steps"
 
     def _begin(self, start: Start) -> None:
         if self._resume is not False and self._resume is not True:

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_kind import ReplayedStep, StepMatrix, follow_together
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
-from dualform.identity.families.parameter_fold import ParameterFold, SortedRows, UseRows
+from dualform.identity.families.parameter_fold import ParameterFold, SortedRows, UseRows, bias_rounding
 from dualform.identity.grouped_products import RowGroups
-from dualform.identity.parameter_maps import OuterMap
+from dualform.identity.parameter_maps import BiasMap, OuterMap
 
 make = torch.optim
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
@@ -94,3 +94,17 @@ def test_matrices_of_steps_multiply_and_carry_the_earlier_gradient() -> None:
     found = second.after(first)
     torch.testing.assert_close(torch.tensor([found.weight, found.average]), b @ a)
     torch.testing.assert_close(torch.tensor(found.gradient), b @ torch.tensor(first.gradient))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_of_a_bias_is_that_of_its_sum_and_of_its_dtype(dtype: torch.dtype) -> None:
+    values = torch.randn(7, 3).to(dtype)
+    groups = RowGroups.of_codes(torch.zeros(7, dtype=torch.int64))
+    keys = torch.ones(7, 1, dtype=dtype)
+    rows = UseRows((0, 0, 0), BiasMap(), values, keys, torch.zeros(7), -0.5, SortedRows(groups, values, keys))
+    expected = 0.5 * 2.0**-24 * values.double().abs().sum(0)
+    if dtype == torch.bfloat16:
+        expected += 0.5 * 2.0**-8 * values.double().sum(0).abs()
+    found = bias_rounding([rows], (3,), torch.float32)
+    assert isinstance(found, torch.Tensor)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -17,6 +17,7 @@ from dualform.experiments.datasets import (  # noqa: F401 (an import registers t
     mnist,
     moby_dick,
     sources,
+    standard_library,
     wikitext2,
 )
 from dualform.experiments.datasets.catalogue import find_dataset, names
@@ -70,7 +71,7 @@ def describe_datasets() -> tuple[Description, ...]:
     Only looks whether the files are there; their checksums are verified by `fetch` and `load`.
 
     >>> [row.name for row in describe_datasets()]
-    ['aesop', 'cifar-10', 'digits', 'fashion-mnist', 'mnist', 'moby-dick', 'wikitext-2']
+    ['aesop', 'cifar-10', 'digits', 'fashion-mnist', 'mnist', 'moby-dick', 'standard-library', 'wikitext-2']
     """
     return tuple(
         Description(

@@ -89,7 +89,7 @@ def names() -> tuple[str, ...]:
 
     >>> from dualform.experiments import datasets
     >>> datasets.names()
-    ('aesop', 'cifar-10', 'digits', 'fashion-mnist', 'mnist', 'moby-dick', 'wikitext-2')
+    ('aesop', 'cifar-10', 'digits', 'fashion-mnist', 'mnist', 'moby-dick', 'standard-library', 'wikitext-2')
     """
     return tuple(sorted(_DATASETS))
 

@@ -80,7 +80,7 @@ def _findings(
     loss = clock("held-out loss", lambda: held_out_loss(model, corpus, unroll=unroll))
     measure, value = quality(loss, corpus)
     prompts = ask_held_out(model, corpus, context=unroll)
-    has_values = memory.layers["softmax"].store == "keys+values"
+    has_values = memory.layers["softmax"].has_values
     whole = has_values and chosen.recorded == study.recipe.updates
     shown = MODELS[study.model].shown
     return {

@@ -102,6 +102,10 @@ class ElementwiseStep(StepMap):
         for group in alike.values():
             _follow_together(group)
 
+    def bias_correction(self, alpha: float) -> float:
+        """Return 1 − αᵗ where the step divides the average by it."""
+        return 1 - alpha**self.corrected if self.corrected else 1.0
+
 
 def _follow_together(moves: Sequence[Move[ElementwiseStep]]) -> None:
     """Follow steps that are alike but for their matrices."""
@@ -213,12 +217,22 @@ class ElementwiseSpread(Spread[ElementwiseStep]):
         moved = doubt.double() * (linear.on_average * self._response + linear.on_gradient)
         if reach := linear.reach * settings["lr"]:
             moved = 1 / (1 / moved + 1 / (2 * reach))
-        self._square = linear.kappa**2 * self._square + moved.square()
+        self._square = linear.kappa**2 * self._square.to(moved) + moved.square()
 
     @property
     def size(self) -> Tensor:
         """The standard deviation of each element."""
         return self._square.sqrt()
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """The squares u² and the response n."""
+        return {"square": self._square, "response": torch.as_tensor(self._response, dtype=torch.float64)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the squares u² and the response n."""
+        response = state["response"]
+        self._square, self._response = state["square"], response if response.dim() else float(response)
 
 
 class ElementwiseKind(OptimizerKind[ElementwiseStep]):

@@ -212,6 +212,15 @@ class Spread(ABC, Generic[M]):
     def size(self) -> Tensor:
         """The standard deviation of each element, in the parameter's shape, float64."""
 
+    @property
+    @abstractmethod
+    def state(self) -> Mapping[str, Tensor]:
+        """The tensors, by name, from which a new `Spread` of the same parameter can go on."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the tensors that `state` gave."""
+
 
 class OptimizerKind(ABC, Generic[M]):
     """One optimizer: which settings are logged of a step, how the step is taken again, and how it is read as a map."""

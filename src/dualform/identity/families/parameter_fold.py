@@ -95,6 +95,28 @@ class SortedRows:
         return self._found
 
 
+def bias_rounding(rows: Iterable[UseRows], shape: Sequence[int], dtype: torch.dtype) -> Tensor | float:
+    """Return how far each element of a bias's gradient may be from the sum of its patterns' values, by rounding alone.
+
+    A sum in another order is off by up to half a unit in the last place of sum |value|. Where the values are coarser
+    than the dtype that shares are folded in (bfloat16), autograd rounds its sum to the dtype of the values too.
+
+    Args:
+        rows: the patterns of the step, in one grouping.
+        shape: the bias's shape.
+        dtype: what shares are folded in.
+    """
+    total: Tensor | float = 0.0
+    for one in rows:
+        values = one.values.to(dtype)
+        found = abs(one.factor) * torch.finfo(dtype).eps / 2 * one.parameter_map.gradient(values.abs(), one.keys, shape)
+        if torch.finfo(one.values.dtype).eps > torch.finfo(dtype).eps:
+            rounded = one.parameter_map.gradient(values, one.keys, shape).abs()
+            found = found + abs(one.factor) * torch.finfo(one.values.dtype).eps / 2 * rounded
+        total = total + found.reshape(*shape)
+    return total
+
+
 @dataclass(slots=True)
 class _WaitingStep:
     """A step of numbers that waits to be folded, with its patterns."""

@@ -1,6 +1,7 @@
 """How a step rounds: settings to the parameter's dtype, and products as the machine does."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -10,7 +11,12 @@ def near(dtype: torch.dtype) -> Callable[[float], float]:
 
     A decay of 1 - 1e-5 is off by 5e-8 in float32: nothing in one step, but the same in all of them.
     """
-    return lambda number: float(torch.tensor(number, dtype=dtype))
+    return lambda number: _rounded(number, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype))
 
 
 def machine(device: torch.device) -> str:

@@ -82,7 +82,7 @@ def _overview(session: Session) -> Overview:
     can_draw = session.media.scale is not None and len(session.tests) > 0
     return Overview(
         name=memory.path.name if memory.path.name != "run" else f"{memory.path.parent.name}/run",
-        path=str(memory.path),
+        path=memory.location,
         steps=info.steps,
         closed=info.closed,
         bytes=info.bytes,

@@ -45,7 +45,7 @@ def write_report(
         loaded = load_model(memory, model, accept_untrained=accept_untrained, trust=trust)
     session = Session(memory, loaded.model, budget=budget, warnings=loaded.warnings)
     if not len(session.tests):
-        raise QueryError(f"{memory.path} keeps no test examples to report on. Add some with memory.add_tests.")
+        raise QueryError(f"{memory.location} keeps no test examples to report on. Add some with memory.add_tests.")
     chosen = choose_tests(session, tests) if isinstance(tests, int) else list(tests)
     for test in chosen:
         session.test(test)  # raises if there is no test of this number

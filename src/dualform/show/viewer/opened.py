@@ -1,8 +1,8 @@
 """The run as it is now: opened when first asked for, and again when more of it has been published."""
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import dualform
@@ -21,7 +21,7 @@ class Opened:
 
     def __init__(
         self,
-        path: Path,
+        path: str | os.PathLike[str],
         *,
         model: str | None = None,
         budget: int = 512 << 20,
@@ -69,7 +69,7 @@ class Opened:
             return self._current[1]
 
     def _open(self) -> Session:
-        memory = dualform.open(self.path)
+        memory = dualform.open(self.path, trust=self._trust)
         if self._current is not None and self._model is None and memory.factory != self._factory:
             raise QueryError(
                 f"{self.path} names another factory of its model by now, which a running viewer does not "

@@ -1,10 +1,10 @@
 """Serve the viewer: bind, make a token, say where it is, run until it is stopped."""
 
 import getpass
+import os
 import secrets
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 from dualform.errors import QueryError
@@ -14,7 +14,7 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def make_server(
-    run: Path,
+    run: str | os.PathLike[str],
     *,
     model: str | None = None,
     host: str = "127.0.0.1",
@@ -74,7 +74,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    run: Path,
+    run: str | os.PathLike[str],
     *,
     model: str | None,
     host: str,

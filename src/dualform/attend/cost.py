@@ -1,0 +1,26 @@
+"""How often patterns have to be gone through for a question, before it is asked."""
+
+from collections.abc import Sequence
+
+from dualform.attend.questions import Question, Top
+from dualform.engine.shares import replayed_parameters
+from dualform.engine.source import PatternSource
+
+EFFECT_ROUNDS = 3
+"""Rounds of jobs that a layer's effects take: what the values say about the loss, moments, and sums."""
+
+
+def count_rounds(source: PatternSource, question: Question, layers: Sequence[str]) -> int:
+    """Return in how many rounds, one after the other, a question's jobs come, if no sum is known from before.
+
+    The jobs of all layers share a round. Effects take rounds of their own for each layer; and so do contributions of
+    single patterns where the optimizer has no coefficients: one for the start of each layer, whose output says which
+    unit is asked for, and one for the contributions.
+    """
+    folded = [layer for layer in layers if replayed_parameters(source, [layer])]
+    if question.of == "effect":
+        return EFFECT_ROUNDS * len(layers) + len(folded)
+    if question.of != "contribution" or not isinstance(question, Top):
+        return 1
+    output = len(folded) + 1 if question.unit is None else 0
+    return output + max(1, len(folded))

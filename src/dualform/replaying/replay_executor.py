@@ -1,0 +1,159 @@
+"""The executor of a run whose patterns come back with a replay: all jobs of a question in one run of the training.
+
+Patterns that are few are held in memory after a replay, and asked there by the executor for stored patterns, like all
+that is stored. Otherwise each pass and fold takes its patterns while the training goes by them, and nothing is held.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualform.engine.fold import RunningFolds
+from dualform.engine.jobs import Executor, Fold, Job, Pass, Sweep
+from dualform.engine.local import LocalExecutor, block_patterns
+from dualform.engine.plain import RunningPass
+from dualform.engine.reading import PatternRange, kept_by_part
+from dualform.engine.source import PatternPart, PatternSource
+from dualform.errors import ReplayError
+from dualform.recording.estimate import size_text
+from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
+from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
+
+SWEPT_BYTES = 2 << 30
+"""Size of a layer's patterns up to which they are held for a question that goes backwards in time."""
+
+
+class ReplayExecutor:
+    """Runs jobs over a run whose training can be run again.
+
+    Args:
+        stored: runs the jobs for which no replay is needed; by default threads on this machine, or its GPU.
+    """
+
+    def __init__(self, stored: Executor | None = None) -> None:
+        self._stored: Executor = LocalExecutor() if stored is None else stored
+
+    def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job; those that need a replay share one, and are kept beside the run."""
+        if not isinstance(source, ReplayedPatterns):
+            return self._stored.run(source, jobs)
+        cache = source.answers
+        names = [None if _unstored_layers(source, job) <= source.held else name_job(job) for job in jobs]
+        kept = {name: found for name in names if name is not None and (found := cache.find(("replayed", name)))}
+        results = iter(self._run(source, [job for job, name in zip(jobs, names, strict=True) if name not in kept]))
+        answers = []
+        for job, name in zip(jobs, names, strict=True):
+            if name in kept:
+                assert isinstance(job, Pass), "only passes have names"
+                answers.append(unpack_answer(kept[name], job.like.device))
+                continue
+            answers.append(next(results))
+            if name is not None and (packed := pack_answer(answers[-1])) is not None:
+                cache.keep(("replayed", name), packed)
+        return answers
+
+    def _run(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job, by one replay at most where none goes backwards."""
+        needed = [_unstored_layers(source, job) for job in jobs]
+        every = frozenset[str]().union(*needed)
+        if not every <= source.held:
+            unstored = frozenset(name for name in source.layers if not source.is_stored(name) and source.count(name))
+            # All layers where they fit: the next question may be about others.
+            if fitting := next((some for some in (unstored, every | source.held) if source.can_hold(some)), None):
+                source.hold(fitting)
+        at_hand = [job for job, layers in zip(jobs, needed, strict=True) if layers <= source.held]
+        going_by = [job for job, layers in zip(jobs, needed, strict=True) if not layers <= source.held]
+        forward = [job for job in going_by if not isinstance(job, Sweep)]
+        backward = [job for job in going_by if isinstance(job, Sweep)]
+        found = iter(self._stored.run(source, at_hand) if at_hand else [])
+        passed = iter(_run_forward(source, forward) if forward else [])
+        swept = iter(self._run_backward(source, backward) if backward else [])
+        return [
+            next(found if layers <= source.held else swept if isinstance(job, Sweep) else passed)
+            for job, layers in zip(jobs, needed, strict=True)
+        ]
+
+    def _run_backward(self, source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
+        """Run sweeps over patterns that are held for them, one layer after the other."""
+        results = []
+        for job in jobs:
+            layers = _unstored_layers(source, job)
+            size = sum(map(source.pattern_bytes, layers))
+            if size > SWEPT_BYTES:
+                raise ReplayError(
+                    f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
+                    f"optimizer without coefficients. A replay only goes forwards, and the layer's patterns take "
+                    f"{size_text(size)}, more than the {size_text(SWEPT_BYTES)} that are held for it. Store them: "
+                    "dualform.replay(train, path, keep=Patterns(layers=[...]))."
+                )
+            source.hold(layers)
+            results += self._stored.run(source, [job])
+        source.release()
+        return results
+
+
+def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
+    """Return the layers whose patterns a job needs and the run does not store."""
+    if isinstance(job, Fold):
+        names = set(job.parameters)
+    else:
+        names = set(source.layer(job.layer).parameters.values()) if isinstance(job, Sweep) else set()
+    mine = {name for name, entry in source.layers.items() if names & set(entry.parameters.values())}
+    mine |= set() if isinstance(job, Fold) else {job.layer}
+    return frozenset(name for name in mine if not source.is_stored(name) and source.count(name))
+
+
+def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+    """Run passes and folds while the training goes by their patterns."""
+    folds = [job for job in jobs if isinstance(job, Fold)]
+    folding = RunningFolds(source, folds) if folds else None
+    passing = [_PassingBy(source, job) for job in jobs if isinstance(job, Pass)]
+    layers = frozenset[str]().union(*(_unstored_layers(source, job) for job in jobs))
+    steps = max([0 if folding is None else folding.steps, *(one.steps for one in passing)])
+
+    def take(part: ReplayedPart, window: range) -> None:
+        for one in passing:
+            one.take(part, window)
+        if folding is not None:
+            for step in window:
+                if step < folding.steps:
+                    folding.take(step)
+
+    source.replay(layers, take, steps=steps)
+    passed, folded = iter(passing), iter([] if folding is None else folding.results())
+    return [next(folded) if isinstance(job, Fold) else next(passed).result() for job in jobs]
+
+
+class _PassingBy:
+    """A pass that takes its patterns window by window."""
+
+    def __init__(self, source: ReplayedPatterns, job: Pass[Any]) -> None:
+        self.steps = min(job.view.horizon, source.steps)
+        self._job = job
+        self._running = RunningPass(source, job)
+        self._size = job.block_patterns or block_patterns(job)
+        self._kept: Iterator[tuple[PatternPart, npt.NDArray[np.int64], int, int]] = kept_by_part(
+            source, job.layer, horizon=job.view.horizon, mask=job.view.mask
+        )
+        self._part: tuple[PatternPart, npt.NDArray[np.int64], int, int] | None = None
+
+    def take(self, part: ReplayedPart, window: range) -> None:
+        """Take the kept patterns of the steps that are here."""
+        if window.start >= self.steps:
+            return
+        while self._part is None or self._part[0].index < part.index:
+            self._part = next(self._kept)
+        _, rows, before, kept_before = self._part
+        if self._job.layer not in part.windows:
+            return
+        first, keys, _ = part.windows[self._job.layer]
+        start, stop = np.searchsorted(rows, [first, first + len(keys)]).tolist()
+        for at in range(start, stop, self._size):
+            mine = rows[at : min(stop, at + self._size)]
+            self._running.take(PatternRange(part, mine, kept_before + at, before))
+
+    def result(self) -> Any:
+        """Return the answer."""
+        return self._running.result()

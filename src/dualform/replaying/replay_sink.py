@@ -1,0 +1,218 @@
+"""The sink of a replay: proves each step of a training that is run again, and hands its patterns on."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dualform.engine.proofs import ParameterMarker, checksum, unpack_mark
+from dualform.errors import ReplayError
+from dualform.recording.annotations import Binding
+from dualform.recording.media import Files
+from dualform.recording.sinks import CallRecord, ParameterFacts, PreparedStep, Start, StepCall, StepFacts
+from dualform.replaying.step_proof import Difference, StepProof
+from dualform.store.reader import Run
+
+OnDifference = Literal["stop", "report"]
+PROVED_TOGETHER = 16
+"""Number of steps on a GPU that are proved at once: to look at each by itself would make the GPU wait."""
+
+
+class ReplayEnded(ReplayError):
+    """Ends a training that is run again when all steps that were asked for are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedCall:
+    """The patterns of one call of a wanted layer in a replayed step."""
+
+    layer: str
+    keys: Tensor  # (n, d_in), on the training device
+    values: Tensor | None  # (n, d_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unproved:
+    """A step whose marks are still to be compared."""
+
+    step: int
+    calls: Sequence[tuple[str, StepCall]]
+    inputs: Sequence[Tensor]
+    facts: Sequence[ParameterFacts]
+    marks: Mapping[str, Tensor]
+
+
+class ReplaySink:
+    """A sink that stores nothing.
+
+    Attributes:
+        difference: the first difference from the recorded training; None where there is none so far.
+        drift: how far each parameter was at most from the recorded one, relative to its size; empty where all agree.
+        steps: how many steps were taken so far.
+    """
+
+    _failure: Exception | None = None  # the error that ended the replay, which the training may have caught
+
+    def __init__(
+        self,
+        run: Run,
+        layers: Collection[str],
+        take: Callable[[int, Sequence[ReplayedCall]], None],
+        *,
+        steps: int,
+        on_difference: OnDifference,
+    ) -> None:
+        """Prepare a replay.
+
+        Args:
+            run: the recorded run.
+            layers: the layers whose patterns are handed on.
+            take: takes the number of a step and its patterns, in the order of its calls.
+            steps: how many steps are wanted; the training is ended behind them.
+            on_difference: whether to end a replay that is not the recorded training, or to measure how far it drifts.
+        """
+        self.difference: Difference | None = None
+        self.drift: dict[str, float] = {}
+        self.steps = 0
+        self._run = run
+        self._proof = StepProof(run)
+        self._marker = ParameterMarker()
+        self._layers = frozenset(layers)
+        self._take = take
+        self._wanted = steps
+        self._on_difference = on_difference
+        self._records: dict[int, CallRecord] = {}
+        self._inputs: dict[int, Tensor] = {}
+        self._unproved: list[_Unproved] = []
+
+    def open(self, start: Start) -> int:
+        """Compare the start of the training with that of the run."""
+        self._meet(self._proof.check_start(start))
+        if not self._wanted:
+            raise ReplayEnded("No step of this training is asked for.")
+        return 0
+
+    def updates(self) -> Mapping[str, int]:
+        """Return nothing: a replay begins at the first step."""
+        return {}
+
+    def check(self, binding: Binding) -> None:
+        """Take any columns: they are compared with the recorded ones at the step."""
+
+    def call(self, record: CallRecord) -> None:
+        """Keep a call's patterns until their step, if its layer is wanted."""
+        if record.raw:
+            self._inputs[record.number] = checksum(record.keys)
+        if record.layer not in self._layers:
+            record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
+        self._records[record.number] = record
+
+    def before_step(self, prepared: PreparedStep) -> None:
+        """Do nothing: the facts come with the step."""
+
+    def stepped(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
+        """Do nothing: the parameters are the same until the step comes."""
+
+    def step(self, facts: StepFacts) -> None:
+        """Prove a step, and hand its patterns on."""
+        if self.steps >= self._wanted or self._failure is not None:
+            raise ReplayEnded("All steps that were asked for are there.")
+        records = [self._records[call.number] for call in facts.calls]
+        placed = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
+        inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
+        marks = self._marker.measure(facts.parameters)
+        self._unproved.append(_Unproved(facts.step, placed, inputs, facts.facts, marks))
+        on_cpu = all(mark.device.type == "cpu" for mark in marks.values())
+        if on_cpu or len(self._unproved) >= PROVED_TOGETHER:
+            self._prove()
+        wanted = [
+            ReplayedCall(record.layer, call.keys_of(record), record.values)
+            for call, record in zip(facts.calls, records, strict=True)
+            if record.layer in self._layers
+        ]
+        try:
+            self._take(facts.step, wanted)
+        except Exception as error:  # of the question, not of the training
+            self._failure = error
+            raise ReplayEnded("The question that the training is run for has failed.") from error
+        self.steps = facts.step + 1
+        if self.steps >= self._wanted and self._wanted < self._run.steps:
+            self._prove()
+            raise ReplayEnded("All steps that were asked for are there.")
+
+    def discard(self, backwards: Sequence[int]) -> None:
+        """Let go of the patterns of some backwards."""
+        gone = set(backwards)
+        self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
+        self._inputs = {number: one for number, one in self._inputs.items() if number in self._records}
+
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing: a replay is never continued."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: a replay begins at the first step."""
+
+    def attach(self, files: Files) -> None:
+        """Do nothing: the run has its files already."""
+
+    def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
+        """Do nothing: nothing is published."""
+
+    def close(self, final: Mapping[str, Tensor]) -> None:
+        """Prove the last steps."""
+        self._prove()
+
+    def close_without_final(self, reason: str) -> None:
+        """Prove the last steps."""
+        self._prove()
+
+    def find_step(self, parameters: Mapping[str, Tensor]) -> int | None:
+        """Return nothing: no step is published."""
+        return None
+
+    def abandon(self) -> None:
+        """Let go of all patterns."""
+        self._records, self._inputs = {}, {}
+
+    def finish(self) -> None:
+        """Raise what ended the replay, or where it has fewer steps than the recorded training."""
+        if self._failure is not None:
+            raise self._failure
+        self._prove()
+        if self.steps < self._wanted:
+            found = self._proof.check_length(self.steps)
+            assert found is not None, "no replay is asked for more steps than were recorded"
+            raise ReplayError(str(found))
+
+    def _prove(self) -> None:
+        """Compare the marks of the steps that came since the last time."""
+        unproved, self._unproved = self._unproved, []
+        here = iter(_to_host([t for one in unproved for t in (*one.inputs, *one.marks.values())]))
+        for one in unproved:
+            inputs = [int(next(here)) for _ in one.inputs]
+            marks = {name: unpack_mark(next(here)) for name in one.marks}
+            self._meet(self._proof.check_step(one.step, one.calls, inputs, one.facts, marks))
+
+    def _meet(self, found: Difference | None) -> None:
+        """End the replay at a difference, or remember it."""
+        if found is None:
+            return
+        self.difference = found if self.difference is None else self.difference
+        # Patterns of other calls, or with other annotations, have no place among the recorded ones.
+        if self._on_difference == "stop" or found.what in ("calls", "annotations"):
+            self._failure = ReplayError(str(found))
+            raise self._failure
+        if found.parameter is not None:
+            self.drift[found.parameter] = max(found.relative, self.drift.get(found.parameter, 0.0))
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return small tensors in the CPU's memory, by one copy where they are elsewhere."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return list(tensors)
+    sizes = [tensor.numel() for tensor in tensors]
+    whole = torch.cat([tensor.view(torch.int64) for tensor in tensors]).cpu()
+    return [part.view(tensor.dtype) for part, tensor in zip(whole.split(sizes), tensors, strict=True)]

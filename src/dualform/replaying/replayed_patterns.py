@@ -1,0 +1,444 @@
+"""`ReplayedPatterns`: a recorded run whose patterns come back when its training is run again.
+
+Everything but keys and values is read from the run: facts of the steps, calls, annotations, the parameters at the start
+and at the end. Keys and values of a layer are there while a replay goes by them, or as long as they are held.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.engine.addresses import Calls
+from dualform.engine.answer_cache import AnswerCache
+from dualform.engine.description import RunDescription
+from dualform.engine.share_source import ShareSource
+from dualform.engine.source import Cost, DerivedSums, Factors, PatternPart, PatternSource, Rows, RunFiles, Which
+from dualform.errors import ReplayError
+from dualform.identity.families import Facts
+from dualform.identity.parameter_use import takes_ids
+from dualform.named_code import RememberedFunction
+from dualform.progress import bar
+from dualform.recording.recorder import Recorder
+from dualform.recording.sinks import Sink
+from dualform.recording.user_warnings import warn_user
+from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnded, ReplaySink
+from dualform.replaying.training import OneRecording, Train
+from dualform.store.reader import Run, Shard
+from dualform.torch_modes import call_without_autocast, with_gradients
+
+RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows")
+"""Options of `dualform.record` that decide what is recorded; the others say how it is stored."""
+HELD_BYTES = 256 << 20
+"""Size of the patterns of a question's layers up to which they stay in memory after a replay, for the next question."""
+WINDOW_BYTES = 16 << 20
+"""Size of keys and values of replayed steps that are looked at together: many small steps cost more one by one."""
+
+
+class ReplayWarning(UserWarning):
+    """A replay drifts from the recorded training, as far as the message says."""
+
+
+class ReplayedPart(PatternPart):
+    """A range of steps: what is stored of it, and those of its patterns that a replay has just brought.
+
+    Attributes:
+        windows: layer -> the number of the first pattern that is here, keys (n, d_in) and values (n, d_out).
+    """
+
+    def __init__(self, source: "ReplayedPatterns", shard: Shard) -> None:
+        self.index, self.start, self.stop = shard.index, shard.start, shard.stop
+        self.windows: dict[str, tuple[int, Tensor, Tensor | None]] = {}
+        self._source = source
+        self._shard = shard
+
+    def calls(self, layer: str) -> Calls:
+        """Return a layer's calls, as they were recorded."""
+        return self._shard.calls(layer)
+
+    def count(self, layer: str) -> int:
+        """Return how many patterns of a layer there are in these steps."""
+        return self._shard.count(layer)
+
+    def annotation(self, name: str, *, keep: bool = True) -> pa.ChunkedArray | None:
+        """Return one of the user's columns, as it was recorded."""
+        return self._shard.annotation(name, keep=keep)
+
+    def rows(self, layer: str, what: Literal["keys", "values"]) -> Rows:
+        """Return a layer's keys or values: stored ones, or those that a replay has brought when some are taken."""
+        if self._source.is_stored(layer):
+            return self._shard.rows(layer, what)
+        return ReplayedRows(self, layer, what, self._source.row_dtype(layer, what))
+
+    def key_range(self, layer: str) -> tuple[float, float] | None:
+        """Return the range of a layer's keys; without bounds where they are not stored."""
+        if self._source.is_stored(layer):
+            return self._shard.key_range(layer)
+        return (-np.inf, np.inf) if self.count(layer) else None
+
+    def key_ids(self, layer: str) -> Tensor | None:
+        """Return the number of each pattern's key among the layer's distinct keys, where they are stored."""
+        return self._shard.key_ids(layer)
+
+    def own_keys(self, layer: str) -> tuple[int, Rows] | None:
+        """Return the distinct keys that came first in this part, where they are stored."""
+        return self._shard.own_keys(layer)
+
+    def stored_bytes(self, layer: str) -> int:
+        """Return how many bytes a layer's patterns take where they are stored."""
+        return self._shard.stored_bytes(layer)
+
+
+class ReplayedRows:
+    """Keys or values of one layer in one part; those that are here can be taken."""
+
+    def __init__(self, part: ReplayedPart, layer: str, what: Literal["keys", "values"], dtype: torch.dtype) -> None:
+        self._part = part
+        self._layer = layer
+        self._what = what
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return self._part.count(self._layer)
+
+    def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, None]:
+        """Return some rows that a replay has brought."""
+        window = self._part.windows.get(self._layer)
+        found = None if window is None else window[1] if self._what == "keys" else window[2]
+        if window is None or found is None:
+            raise ReplayError(
+                f"The {self._what} of layer {self._layer!r} are not stored: they come back when the training is "
+                "replayed. Ask through a memory that dualform.open returned, whose executor replays."
+            )
+        first = window[0]
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(len(self))
+            low, high, place = start - first, max(start, stop) - first, slice(start - first, max(start, stop) - first)
+            rows = found[place] if 0 <= low <= high <= len(found) else None
+        else:
+            shifted = index - first
+            inside = not len(index) or (int(shifted.min()) >= 0 and int(shifted.max()) < len(found))
+            rows = found[shifted.to(found.device)] if inside else None
+        if rows is None:
+            raise ReplayError(
+                f"The {self._what} of layer {self._layer!r} that are asked for are not those that the replay is at: it "
+                "only goes forwards. Ask through a memory that dualform.open returned."
+            )
+        return rows, None
+
+
+class ReplayedPatterns(PatternSource):
+    """A recorded run, and the training that brings its patterns back.
+
+    Attributes:
+        run: the run, as it is stored.
+        replays: how many times the training was run again so far.
+        held: the layers whose patterns are held in memory.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        train: Train | None = None,
+        *,
+        trust: bool = False,
+        on_difference: OnDifference = "stop",
+        held_bytes: int = HELD_BYTES,
+    ) -> None:
+        """Open a run.
+
+        Args:
+            run: the run.
+            train: its training; by default the function that the run remembers.
+            trust: import and call the function that the run remembers, wherever it is defined.
+            on_difference: what to do where a replay is not the recorded training.
+            held_bytes: how many bytes of patterns may stay in memory after a replay, for the next question.
+        """
+        if on_difference not in ("stop", "report"):
+            raise ValueError(f'on_difference is {on_difference!r}; expected "stop" or "report".')
+        self.run = run
+        self.replays = 0
+        self.held: frozenset[str] = frozenset()
+        self._train = train
+        self._trust = trust
+        self._on_difference = on_difference
+        self._held_bytes = held_bytes
+        self._parts = tuple(ReplayedPart(self, shard) for shard in run.shards)
+
+    @property
+    def description(self) -> RunDescription:
+        """What was trained."""
+        return self.run.description
+
+    @property
+    def digest(self) -> str:
+        """A digest of everything in the run that answers depend on.
+
+        A replay that may differ from the recorded training gives answers of its own.
+        """
+        return self.run.digest if self._on_difference == "stop" else f"{self.run.digest} or near it"
+
+    @property
+    def name(self) -> str:
+        """The path of the run folder, or how its place is called."""
+        return self.run.name
+
+    def parts(self) -> Sequence[ReplayedPart]:
+        """Return the parts in the order of steps."""
+        return self._parts
+
+    def facts(self, parameter: str) -> tuple[Facts, Factors]:
+        """Return what the optimizer did to a parameter, and its gradient's factors."""
+        return self.run.facts(parameter)
+
+    def tensors(self, which: Which) -> Mapping[str, Tensor] | None:
+        """Return the covered parameters at the start or at the end."""
+        return self.run.tensors(which)
+
+    @property
+    def initial_states(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The optimizer state that was warm at the start."""
+        return self.run.initial_states
+
+    @property
+    def run_files(self) -> RunFiles:
+        """The files of the run that are no patterns."""
+        return self.run.run_files
+
+    @property
+    def kept_shares(self) -> ShareSource | None:
+        """Exact sums by group that the run keeps itself."""
+        return self.run.kept_shares
+
+    @property
+    def steps_table(self) -> pa.Table:
+        """The optimizer facts of every (step, parameter)."""
+        return self.run.steps_table
+
+    @property
+    def derived_sums(self) -> DerivedSums | None:
+        """Where tensors that were computed from the patterns are kept; nowhere where a replay may differ."""
+        return self.run.derived_sums if self._on_difference == "stop" else None
+
+    @cached_property
+    def answers(self) -> AnswerCache:
+        """The answers of replays, by what was asked."""
+        return AnswerCache(self)
+
+    def cost(self, layers: Collection[str], rounds: int) -> Cost:
+        """Say what a question takes: a replay for each round of jobs, or one where all patterns can be held."""
+        unstored = frozenset(name for name in layers if not self.is_stored(name) and self.count(name))
+        needed = 0 if unstored <= self.held else 1 if self.can_hold(unstored | self.held) else rounds
+        stored = super().cost([name for name in layers if self.is_stored(name)], rounds)
+        size = stored.bytes + needed * sum(map(self.pattern_bytes, unstored))
+        return Cost(replays=needed, seconds=needed * self.recorded_seconds, bytes=size)
+
+    def can_hold(self, layers: Collection[str]) -> bool:
+        """Say whether all patterns of some layers may stay in memory."""
+        return sum(map(self.pattern_bytes, layers)) <= self._held_bytes
+
+    def is_stored(self, layer: str) -> bool:
+        """Say whether a layer's patterns are stored, so that they need no replay."""
+        return self.description.layers[layer].store != "steps"
+
+    def row_dtype(self, layer: str, what: Literal["keys", "values"]) -> torch.dtype:
+        """Return the dtype of a layer's keys or values as a replay brings them."""
+        entry = self.description.layers[layer]
+        if what == "keys" and takes_ids(entry.uses):
+            return torch.int64
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        return dtype
+
+    def pattern_bytes(self, layer: str) -> int:
+        """Return how many bytes all keys and values of a layer take."""
+        entry = self.description.layers[layer]
+        keys, values = (self.row_dtype(layer, what).itemsize for what in ("keys", "values"))
+        return self.count(layer) * (keys * entry.d_in + values * entry.d_out)
+
+    def hold(self, layers: Collection[str]) -> None:
+        """Keep all patterns of some layers in memory, by one replay; nothing else is held afterwards."""
+        self.release()
+        wanted = frozenset(layers)
+        self.replay(wanted, lambda part, steps: None, steps=self.steps, hold=True)
+        self.held = wanted
+
+    def release(self) -> None:
+        """Let go of all patterns."""
+        self.held = frozenset()
+        for part in self._parts:
+            part.windows = {}
+
+    def replay(
+        self,
+        layers: Collection[str],
+        take: Callable[[ReplayedPart, range], None],
+        *,
+        steps: int,
+        hold: bool = False,
+    ) -> ReplaySink:
+        """Run the training again, and show its patterns as it goes by them.
+
+        Args:
+            layers: the layers whose patterns are wanted.
+            take: is called with a part and some of its steps, in their order, while their patterns are there.
+            steps: how many steps are wanted; the training is ended behind them.
+            hold: keep the patterns when `take` has seen them.
+        """
+        train = self.require_train()
+        windows = _Windows(self, layers, take, hold=hold)
+        seconds = self.recorded_seconds
+        title = f"replaying ({seconds:.0f} s when it was recorded)" if seconds >= 1 else "replaying"
+        inference = torch.is_inference_mode_enabled()
+        with bar(title, total=steps) as advance:
+
+            def add(step: int, calls: Sequence[ReplayedCall]) -> None:
+                with torch.inference_mode(inference), torch.no_grad():  # as where the question was asked
+                    call_without_autocast(["cpu", "cuda"], lambda: windows.add(step, calls))
+                advance(1)
+
+            sink = ReplaySink(self.run, layers, add, steps=steps, on_difference=self._on_difference)
+            self.replays += 1
+            run_again(train, sink)
+            windows.flush()
+        if sink.difference is not None:
+            self._report(sink)
+        return sink
+
+    @property
+    def recorded_seconds(self) -> float:
+        """How long the recorded training took; a replay takes about as long."""
+        training = self.description.training
+        return 0.0 if training is None else training.seconds
+
+    def require_train(self) -> Train:
+        """Return the training function: the given one, or the one that the run remembers, if it may be called."""
+        if self._train is None:
+            training = self.description.training
+            if training is None or training.function is None:
+                raise ReplayError(
+                    f"{self.name} does not know its training, which brings its patterns back. Give the function: "
+                    "dualform.open(path, train=train)."
+                )
+            remembered = RememberedFunction(
+                self.name,
+                training.function,
+                "its training is run",
+                "open it with trust=True (--trust)",
+                "give the function yourself: dualform.open(path, train=train)",
+            )
+            self._train = remembered.load(trust=self._trust)
+        return self._train
+
+    def _report(self, sink: ReplaySink) -> None:
+        """Warn of a replay that was not the recorded training, with the drift of each parameter."""
+        drift = ", ".join(f"{name!r} {size:.1e}" for name, size in sorted(sink.drift.items(), key=lambda one: -one[1]))
+        warn_user(
+            f"{sink.difference} At most, relative to its size, it drifts by: {drift or 'nothing'}.", ReplayWarning
+        )
+
+
+class _Windows:
+    """Puts the patterns of replayed steps together, so that several small steps are looked at at once."""
+
+    def __init__(
+        self,
+        source: ReplayedPatterns,
+        layers: Collection[str],
+        take: Callable[[ReplayedPart, range], None],
+        *,
+        hold: bool,
+    ) -> None:
+        self._source = source
+        self._take = take
+        self._hold = hold
+        self._parts = iter(source.parts())
+        self._part: ReplayedPart | None = None
+        self._first = 0  # the first step of the window
+        self._next = 0  # the step behind its last
+        self._bytes = 0
+        self._layers = {layer: (source.row_dtype(layer, "keys"), source.row_dtype(layer, "values")) for layer in layers}
+        self._calls: dict[str, list[ReplayedCall]] = {layer: [] for layer in layers}
+        self._before: dict[str, int] = {}  # patterns of the part that earlier windows had
+
+    def add(self, step: int, calls: Sequence[ReplayedCall]) -> None:
+        """Take the patterns of a step."""
+        while self._part is None or step >= self._part.stop:
+            self._part = next(self._parts)
+            self._first = self._next = self._part.start
+            self._before = dict.fromkeys(self._layers, 0)
+        for call in calls:
+            self._calls[call.layer].append(call)
+            self._bytes += call.keys.nbytes + (0 if call.values is None else call.values.nbytes)
+        self._next = step + 1
+        if self._next == self._part.stop or (self._bytes >= WINDOW_BYTES and not self._hold):
+            self.flush()
+
+    def flush(self) -> None:
+        """Show the patterns that came since the last time."""
+        part, steps = self._part, range(self._first, self._next)
+        if part is None or not steps:
+            return
+        for layer, (keys, values) in self._layers.items():
+            calls = self._calls[layer]
+            if calls:
+                every = _joined([call.keys for call in calls], keys)
+                errors = [call.values for call in calls if call.values is not None]
+                part.windows[layer] = (self._before[layer], every, _joined(errors, values) if errors else None)
+                self._before[layer] += len(every)
+            self._calls[layer] = []
+        self._first, self._bytes = self._next, 0
+        self._take(part, steps)
+        if not self._hold:
+            part.windows = {}
+
+
+def _joined(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the rows of several calls, one behind the other, as they would be stored."""
+    return (rows[0] if len(rows) == 1 else torch.cat(list(rows))).to(dtype)
+
+
+def run_again(train: Train, sink: Sink) -> Any:
+    """Call a training function with a recording that goes to a sink; return what it returns, None where it was ended.
+
+    The training sees torch's modes as a program has them at first, whatever question it is run for, and the global
+    generators of random numbers are afterwards what they were.
+    """
+
+    def make(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> Recorder:
+        chosen = {name: value for name, value in options.items() if name in RECORDER_OPTIONS}
+        return Recorder(model, optimizer, sink, check="never", **chosen)
+
+    opened = OneRecording(make)
+    result = None
+    with _keeping_generators(), torch.inference_mode(False), contextlib.suppress(ReplayEnded):
+        result = _call_with_gradients(train, opened)
+        opened.require_used(train)
+    if isinstance(sink, ReplaySink):
+        sink.finish()
+    return result
+
+
+@with_gradients
+def _call_with_gradients(train: Train, opened: OneRecording) -> Any:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return call_without_autocast(kinds, lambda: train(opened))
+
+
+@contextlib.contextmanager
+def _keeping_generators() -> Iterator[None]:
+    """Put the global generators of torch, numpy and Python back to where they were."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
