@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualform.recording.gradient_check import GradientCheck, Resolution
-from dualform.recording.gradient_history import Accumulation, GradientHistory, follow_all, unchanged_since_backward
+from dualform.recording.gradient_history import Accumulation, GradientHistory, follow_all, follow_views
 from dualform.recording.gradient_samples import plan_sample, take_sample
 from helpers.gradients import FollowedWeight
 
@@ -341,11 +341,14 @@ def test_gradients_seen_all_at_once_are_those_seen_one_by_one(edit: str, edited:
     gradient = (weight, bias)[edited].grad
     assert gradient is not None
     EDITS[edit](gradient)
+    unused = torch.nn.Parameter(torch.zeros(3))
+    parameters["unused"] = unused
     finals = [check.sample(name, one, projected=False, look="at the step") for name, one in parameters.items()]
-    followed = follow_all(list(zip(histories, finals, strict=True)))
-    found = unchanged_since_backward(histories, check.views(parameters))
-    assert (found is not None) == (edit == "nothing")
-    assert found is None or [found, found] == followed
+    followed = follow_all(list(zip([*histories, GradientHistory(1)], finals, strict=True)))
+    gradients = [parameter.grad for parameter in parameters.values()]
+    found = follow_views([*histories, None], check.views(parameters), gradients)
+    assert (found is not None) == (edit in ("nothing", "a factor"))
+    assert found is None or found == followed
 
 
 def test_gradients_that_were_infinite_before_the_step_are_not_called_unchanged() -> None:
@@ -355,7 +358,13 @@ def test_gradients_that_were_infinite_before_the_step_are_not_called_unchanged()
     after = check.sample("bias", bias)
     assert after is not None
     history = GradientHistory(1, [Accumulation(0, None, after)])
-    assert unchanged_since_backward([history], check.views({"bias": bias})) is None
+    assert follow_views([history], check.views({"bias": bias}), [bias.grad]) is None
+
+
+def test_a_gradient_that_nothing_accumulated_is_not_followed_by_its_view() -> None:
+    bias = torch.nn.Parameter(torch.zeros(4))
+    bias.grad = torch.ones(4)
+    assert follow_views([None], GradientCheck().views({"bias": bias}), [bias.grad]) is None
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (16, 16), (40, 30), (64, 3, 3, 3), (513, 1)])

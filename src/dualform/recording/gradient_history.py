@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -147,18 +148,22 @@ def _is_usual(history: GradientHistory, final: GradientSample | None) -> bool:
     )
 
 
-def unchanged_since_backward(
-    histories: Sequence[GradientHistory | None], views: Sequence[Tensor | None]
-) -> Factors | None:
-    """Return the factors of all gradients of a step, where no sample has changed since the step's only backward.
+def follow_views(
+    histories: Sequence[GradientHistory | None], views: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> list[Factors] | None:
+    """Follow the gradients of all parameters of a step by views of their samples, none of which is taken.
 
-    None where anything else is to be said of any gradient; `follow_all` says it.
+    None where any gradient is there that was not accumulated by the step's first backward alone, or was changed by more
+    than one factor; `follow_all` says what is to be said then.
 
     Args:
         histories: of each gradient; None where nothing was accumulated.
         views: each gradient's sample as it is in the gradient's memory now; None where it has to be taken.
+        gradients: the gradients; None where there is none.
     """
-    for history, view in zip(histories, views, strict=True):
+    for history, view, gradient in zip(histories, views, gradients, strict=True):
+        if history is None and gradient is None:
+            continue
         if history is None or view is None or not history.accumulations:
             return None
         only, after = history.accumulations[0], history.accumulations[-1].after
@@ -166,13 +171,29 @@ def unchanged_since_backward(
             return None
         if after.projected or after.norm is not None or after.elements.shape != view.shape:
             return None
-    if not views:
+    here = [view for view in views if view is not None]
+    if not here:
         return None
     before = [history.accumulations[0].after.elements for history in histories if history is not None]
+    nothing, untouched = Factors({}), Factors({0: 1.0})
     with one_thread():  # samples are small
-        then, here = torch.cat(before), torch.cat([view for view in views if view is not None])
-        same = torch.equal(then, here) and math.isfinite(here.sum())
-    return Factors({0: 1.0}) if same else None
+        then, now = torch.cat(before), torch.cat(here)
+        if torch.equal(then, now) and math.isfinite(now.sum()):
+            return [nothing if history is None else untouched for history in histories]
+        counts = [view.shape[0] for view in here]
+        eps, tiny = _limits(here)
+        none, absent = np.zeros(len(here)), np.full(len(here), math.nan)
+        factors, fine = _one_factor_each(then.double().numpy(), now.double().numpy(), counts, absent, eps, tiny, none)
+    if not fine.all():
+        return None
+    found = iter(factors)
+    return [nothing if history is None else Factors({0: float(next(found))}) for history in histories]
+
+
+def _limits(tensors: Sequence[Tensor]) -> tuple[Float64Array, Float64Array]:
+    """Return the relative rounding, and the smallest normal number, of each tensor's dtype."""
+    limits = [torch.finfo(tensor.dtype) for tensor in tensors]
+    return np.array([one.eps for one in limits]), np.array([one.smallest_normal for one in limits])
 
 
 def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:
@@ -190,11 +211,38 @@ def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:
             Factors({history.accumulations[0].micro: 1.0}) if sees else None
             for (history, _), sees in zip(seen, shown, strict=True)
         ]
-    eps = np.array([torch.finfo(sample.elements.dtype).eps for sample in finals])
-    tiny = np.array([torch.finfo(sample.elements.dtype).smallest_normal for sample in finals])
+    eps, tiny = _limits([sample.elements for sample in finals])
     widths = np.array(
         [history.width if sample.projected else 0 for (history, _), sample in zip(seen, finals, strict=True)]
     )
+    factors, fine = _one_factor_each(before, now, counts, norms, eps, tiny, widths)
+    return [
+        Factors({history.accumulations[0].micro: float(factor)}) if is_fine else None
+        for (history, _), factor, is_fine in zip(seen, factors, fine, strict=True)
+    ]
+
+
+def _one_factor_each(
+    before: Float64Array,
+    now: Float64Array,
+    counts: Sequence[int],
+    norms: Float64Array,
+    eps: Float64Array,
+    tiny: Float64Array,
+    widths: Float64Array,
+) -> tuple[Float64Array, npt.NDArray[np.bool_]]:
+    """Return the factor of each of several samples, and whether it explains what happened to the sample.
+
+    Args:
+        before: the samples after their backward, one after the other.
+        now: the same at the step.
+        counts: how many elements each has.
+        norms: of the gradients; NaN where it was not taken.
+        eps: the relative rounding of each gradient's dtype.
+        tiny: its smallest normal number.
+        widths: the widths of gradients that are seen through random columns, 0 for the others.
+    """
+    begins = np.cumsum([0, *counts[:-1]])
     with np.errstate(all="ignore"):  # what is not finite is within no bound
         same = np.logical_and.reduceat(before == now, begins)
         power = np.add.reduceat(before * before, begins)
@@ -205,10 +253,7 @@ def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:
         within = left <= units * eps * np.where(widths > 0, np.fmax(size, norms), size) + tiny / eps
         blind = (size == 0) & (norms > 0)
         fine = (same | within) & np.isfinite(size) & (factors != 0.0) & ~blind
-    return [
-        Factors({history.accumulations[0].micro: float(factor)}) if is_fine else None
-        for (history, _), factor, is_fine in zip(seen, factors, fine, strict=True)
-    ]
+    return factors, fine
 
 
 def follow(history: GradientHistory, final: GradientSample | None) -> Factors:

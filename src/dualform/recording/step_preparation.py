@@ -23,7 +23,7 @@ from dualform.recording.gradient_history import (
     Seen,
     fetch_histories,
     follow_all,
-    unchanged_since_backward,
+    follow_views,
 )
 from dualform.recording.hooks import Arrival
 from dualform.recording.late_steps import LateStep
@@ -159,9 +159,10 @@ class StepPreparation:
     ) -> Sequence[Factors]:
         """Return what samples show of each gradient, as the step is about to take it."""
         if on_cpu and not skipped:
-            same = unchanged_since_backward(list(map(step.histories.get, mine)), self._check.views(mine))
-            if same is not None:
-                return [same] * len(mine)
+            histories, gradients = list(map(step.histories.get, mine)), [one.grad for one in mine.values()]
+            found = follow_views(histories, self._check.views(mine), gradients)
+            if found is not None:
+                return found
         seen = [self._seen(step.history(name, parameter), name, parameter, skipped) for name, parameter in mine.items()]
         seen = seen if on_cpu else fetch_histories(seen)
         with one_thread():  # samples are small

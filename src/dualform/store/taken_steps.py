@@ -316,11 +316,10 @@ class AccumulatedCalls:
         patterns = [tensor for rows in found for tensor in rows.tensors()]
         tensors = [*patterns, *facts.samples.values(), *marked.values(), *inputs]
         copy = self._copier.copy(tensors)
-        here = iter(copy.tensors[len(patterns) :])
         if copy.tensors is not tensors:
             others = iter(copy.tensors)
             found = [_with_tensors(rows, others) for rows in found]
-        copied = iter(found)
+        copied, here = iter(found), iter(copy.tensors[len(patterns) :])
         calls = [
             TakenCall(
                 record.layer,
