@@ -126,13 +126,25 @@ def _follow_together(moves: Sequence[Move[ElementwiseStep]]) -> None:
         moved = list(torch._foreach_mul(moved, first.sign))
     with_gradient = [owners[place] for place in places]
     if first.moves_average and not moves[0].averages_moved:
-        if first.alpha != 1.0:
-            torch._foreach_mul_(averages, first.alpha)
-        _add_products([averages[place] for place in places], moved, [one.beta for one in with_gradient])
+        _move_averages(averages, places, moved, [one.beta for one in with_gradient], first.alpha)
     if first.kappa != 1.0:
         torch._foreach_mul_(shares, first.kappa)
     _add_products(shares, averages, [one.on_average for one in owners], sign=-1)
     _add_products([shares[place] for place in places], moved, [one.on_gradient for one in with_gradient], sign=-1)
+
+
+def _move_averages(
+    averages: list[Tensor], places: Sequence[int], moved: list[Tensor], betas: Sequence[Tensor | float], alpha: float
+) -> None:
+    """Multiply averages by α, and add β times what moved those at some places: as one lerp where α is 1 − β."""
+    taking = [averages[place] for place in places]
+    if moved and not isinstance(betas[0], Tensor) and alpha == 1 - betas[0]:
+        torch._foreach_lerp_(taking, moved, betas[0])
+        here = set(places)
+        averages, moved = [one for place, one in enumerate(averages) if place not in here], []
+    if averages and alpha != 1.0:
+        torch._foreach_mul_(averages, alpha)
+    _add_products(taking, moved, betas)
 
 
 def _is_not_zero(factor: Tensor | float) -> bool:
@@ -143,7 +155,7 @@ def _add_products(
     totals: list[Tensor], terms: list[Tensor], factors: Sequence[Tensor | float], *, sign: int = 1
 ) -> None:
     """Add each term times a factor to its total, in place; factors are all matrices, or all the same number."""
-    if not totals or not _is_not_zero(factors[0]):
+    if not terms or not _is_not_zero(factors[0]):
         return
     matrices = [factor for factor in factors if isinstance(factor, Tensor)]
     if matrices:

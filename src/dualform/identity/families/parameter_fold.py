@@ -109,13 +109,18 @@ def bias_rounding(rows: Iterable[UseRows], shape: Sequence[int], dtype: torch.dt
     total: Tensor | float = 0.0
     for one in rows:
         half_unit = abs(one.factor) * torch.finfo(dtype).eps / 2
-        if type(one.parameter_map) is BiasMap:
-            found = torch.linalg.vector_norm(one.values, ord=1, dim=0, dtype=dtype).reshape(*shape) * half_unit
+        is_coarse = torch.finfo(one.values.dtype).eps > torch.finfo(dtype).eps
+        if type(one.parameter_map) is BiasMap:  # without copies of the values
+            sizes = torch.linalg.vector_norm(one.values, ord=1, dim=0, dtype=dtype)
+            summed = one.values.sum(dim=0, dtype=dtype) if is_coarse else None
         else:
-            found = one.parameter_map.gradient(one.values.to(dtype).abs(), one.keys, shape).reshape(*shape) * half_unit
-        if torch.finfo(one.values.dtype).eps > torch.finfo(dtype).eps:
-            rounded = one.parameter_map.gradient(one.values.to(dtype), one.keys, shape).reshape(*shape).abs()
-            found.add_(rounded, alpha=abs(one.factor) * torch.finfo(one.values.dtype).eps / 2)
+            values = one.values.to(dtype)
+            sizes = one.parameter_map.gradient(values.abs(), one.keys, shape)
+            summed = one.parameter_map.gradient(values, one.keys, shape) if is_coarse else None
+        found = sizes.reshape(*shape) * half_unit
+        if summed is not None:
+            unit = torch.finfo(one.values.dtype).eps
+            found.add_(summed.reshape(*shape).abs(), alpha=abs(one.factor) * unit / 2)
         total = total + found
     return total
 
