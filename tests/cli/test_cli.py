@@ -325,7 +325,7 @@ def test_attend_by_effect(trained, monkeypatch, capsys):
     assert status == 0
     assert "input 3, all layers: top effect" in out
     assert "prediction of retraining" in " ".join(out.split())
-    status, _, err = call(monkeypatch, capsys, *question, "--quantity", "logit")
+    status, _, err = call(monkeypatch, capsys, *question, "--quantity", "logits")
     assert status == 1
     assert "expected one of" in err
 

@@ -120,7 +120,7 @@ def share_bytes(
         groups: how many groups there are, over all groupings.
 
     >>> share_bytes({"w": ["layer"]}, {"w": 100}, {"w": 1}, groups=3)
-    ShareBytes(device=800, disk=1100, per_group=200)
+    ShareBytes(device=800, disk=1000, per_group=200)
     """
     per_group = sum(len(layers) * sizes[name] * (1 + averages[name]) for name, layers in uses.items())
     whole = sum(sizes[name] * (1 + averages[name]) for name in uses)

@@ -145,5 +145,5 @@ def test_a_network_on_digits_learns_and_is_covered(run: Path) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_patches_are_the_same_in_both_ways(option: str) -> None:
     kind, settings, size = OPTIONS[option]
-    conv, padded = kind(4, 6, **settings), torch.randn(3, 4, *(length + 4 for length in size))
+    conv, padded = kind(4, 8, **settings), torch.randn(3, 4, *(length + 4 for length in size))
     assert torch.equal(patches_by_offset(conv, padded), unfolded_patches(conv, padded))
