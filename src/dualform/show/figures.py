@@ -174,6 +174,7 @@ def waterfall(answer: Any, query: int) -> Any:
     axes.barh(len(bars), float(answer.output[query]), color="black", height=0.7)
     names = [*(name for name, _ in bars), "output"]
     axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.use_sticky_edges = False  # a bar that ends at the edge keeps a margin
     axes.invert_yaxis()
     axes.axvline(0, color=OTHER, linewidth=0.6)
     axes.set_title(f"Where the {answer.quantity} comes from, by {', '.join(answer.by)}", fontsize=9)
