@@ -1,15 +1,18 @@
 """Groupings: read from the text of an option or a parameter, offered by a run, and named as people read them."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import dualform
 from dualform.engine.source import ADDRESS
-from dualform.errors import QueryError
-from dualform.show.grouping import annotated_columns, group_name, parse_by, unit_name
+from dualform.errors import DualformError, QueryError
+from dualform.show.grouping import annotated_columns, group_name, offered_groupings, parse_by, unit_name
 from dualform.show.viewer.parameters import BadQuestion, RequestParameters
 
 NOT_A_GROUPING = "Cannot group by 'step:x'; expected a column, or column:width with a positive width"
@@ -49,3 +52,21 @@ def test_names_of_units_and_groups():
     assert group_name(named, ("task", "label"), ("digits", 1)) == "digits · dog"
     assert group_name(named, ("label",), None) == "(none)"
     assert group_name(text, ("document",), 0) == "First"
+
+
+def test_a_missing_file_is_no_reason_to_offer_less(tmp_path: Path) -> None:
+    """A file that is away for a moment must end in its error, not in a run without columns."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.annotate(label=[0, 1])
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    memory = dualform.open(tmp_path / "run")
+    name = next((tmp_path / "run" / "annotations").iterdir())
+    kept = name.read_bytes()
+    name.unlink()
+    with pytest.raises(DualformError, match="annotations"):
+        offered_groupings(memory, "")
+    name.write_bytes(kept)
+    assert [entry.by for entry in offered_groupings(memory, "")] == ["label"]

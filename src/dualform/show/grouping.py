@@ -9,7 +9,7 @@ from dualform.binning import Bins
 from dualform.corpus import PLACE
 from dualform.engine.beside_patterns import Media
 from dualform.engine.source import ADDRESS
-from dualform.errors import DualformError, QueryError
+from dualform.errors import QueryError, SelectionError, SharesOnlyError
 from dualform.show.text_places import column_name
 from dualform.tokens import visible
 
@@ -67,7 +67,7 @@ def offered_groupings(memory: Memory, layer: str) -> list[OfferedGrouping]:
     for columns in candidates:
         try:
             count = memory.count_groups(layer, parse_by(",".join(columns)) if columns in kept else columns)
-        except DualformError:
+        except (SelectionError, QueryError, SharesOnlyError):  # any other error, such as a missing file, is an answer
             continue
         if 1 < count <= MAX_OFFERED_GROUPS or columns == ["label"] or columns in kept:
             found.append(OfferedGrouping(",".join(columns), count))
