@@ -13,7 +13,7 @@ from dualform.attend.memory import Memory
 from dualform.binning import By
 from dualform.engine.addresses import Calls
 from dualform.engine.description import RunDescription
-from dualform.engine.share_source import KeySums, ParameterShares, ShareSource
+from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
 from dualform.engine.source import Factors, PatternPart, PatternSource, Rows, RunFiles, Which
 from dualform.identity.families import Facts
 
@@ -25,7 +25,7 @@ class DictionaryShares(ShareSource):
         self._horizons = tuple(horizons)
         self._labels: dict[tuple[str, ...], tuple[Any, ...]] = {}
         self._shares: dict[Any, ParameterShares] = {}
-        self._keys: dict[Any, KeySums] = {}
+        self._keys: dict[Any, GroupKeySums] = {}
         for grouping in groupings:
             source = memory.share_source(grouping)
             by = source.groupings[0]
@@ -54,7 +54,7 @@ class DictionaryShares(ShareSource):
     ) -> ParameterShares:
         return self._shares[parameter, by, layer, self._horizons[-1] if horizon is None else horizon]
 
-    def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> KeySums:
+    def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> GroupKeySums:
         return self._keys[layer, by, self._horizons[-1] if horizon is None else horizon]
 
 
@@ -65,11 +65,11 @@ def _spread(found: ParameterShares, labels: tuple[Any, ...]) -> ParameterShares:
     return dataclasses.replace(found, labels=labels, shares=total)
 
 
-def _spread_keys(found: KeySums, labels: tuple[Any, ...]) -> KeySums:
+def _spread_keys(found: GroupKeySums, labels: tuple[Any, ...]) -> GroupKeySums:
     places = [labels.index(label) for label in found.labels]
     sums, counts = found.sums.new_zeros(len(labels), found.sums.shape[1]), found.counts.new_zeros(len(labels))
     sums[places], counts[places] = found.sums, found.counts
-    return KeySums(labels, sums, counts, found.lowest)
+    return GroupKeySums(labels, sums, counts, found.lowest)
 
 
 class EmptyPart(PatternPart):

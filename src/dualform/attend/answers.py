@@ -59,7 +59,7 @@ class GroupTotals(Answer):
     def __repr__(self) -> str:
         flat = self.values if self.values.dim() == 2 else self.values.norm(dim=2)
         what = self.of if self.values.dim() == 2 else f"norm of {self.of}"
-        names = [label_text(group) for group in self.groups]
+        names = [group_text(group) for group in self.groups]
         rows = [[str(q), *(f"{x:.4g}" for x in row)] for q, row in enumerate(flat[:10].tolist())]
         more = [] if len(flat) <= 10 else [f"... {len(flat) - 10} more queries"]
         title = f"Totals of {what} by {', '.join(self.by)} in layer {self.layer!r}"
@@ -135,7 +135,7 @@ class Ranking(Answer):
     def __repr__(self) -> str:
         table = self.to_arrow().slice(0, 20).to_pylist()
         names = list(table[0]) if table else ["query"]
-        rows = [[label_text(row[name]) for name in names] for row in table]
+        rows = [[group_text(row[name]) for name in names] for row in table]
         title = f"Top {self.values.shape[2]} {self.per}s by {self.of} in layer {self.layer!r}"
         note = [EFFECT_NOTE] if self.of == "effect" else []
         return "\n".join([title, *grid_lines(names, rows), *note])
@@ -182,7 +182,7 @@ class Effects(Answer):
 
     def __repr__(self) -> str:
         shown = self.groups[:12]
-        names = [label_text(group) for group in shown]
+        names = [group_text(group) for group in shown]
         values = self.values[:10, : len(shown)].tolist()
         rows = [[str(q), *(f"{x:.4g}" for x in row)] for q, row in enumerate(values)]
         title = f"Effects on the {self.quantity} by {', '.join(self.by)}, in {', '.join(self.layers)}"
@@ -238,7 +238,7 @@ class Vote(Answer):
         count = max((len(winners) for winners in self.winners.values()), default=0)
         wide = min(count, 12)
         shown = [
-            [layer, *(label_text(w) for w in winners[:wide]), *[""] * (wide - len(winners))]
+            [layer, *(group_text(w) for w in winners[:wide]), *[""] * (wide - len(winners))]
             for layer, winners in self.winners.items()
         ]
         title = f"Vote by {', '.join(self.by)}, largest total of {self.of} ({count} queries)"
@@ -252,7 +252,7 @@ def _free(name: str, taken: Collection[str]) -> str:
     return name
 
 
-def label_text(value: Any) -> str:
+def group_text(value: Any) -> str:
     """Return a group's value, or a cell of a table, as text."""
     if isinstance(value, float):
         return f"{value:.4g}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from dualform.attend.conditions import Condition, ConditionRows, holds, undecided
 from dualform.attend.sql import named_columns
 from dualform.binning import Bins, bin_edges, label_order
-from dualform.engine.share_source import KeySums, ParameterShares, ShareSource
+from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
 from dualform.engine.source import ADDRESS, PatternSource, groupings_text
 from dualform.errors import SelectionError, SharesOnlyError
 from dualform.recording.group_labels import REST
@@ -56,10 +56,10 @@ class KeptGroups:
             self.labels, self._add_up(found.labels, found.shares), *(part.cpu().double() for part in parts)
         )
 
-    def key_sums(self, layer: str) -> KeySums:
+    def key_sums(self, layer: str) -> GroupKeySums:
         """Return the groups' key sums in a layer."""
         found = self._kept_key_sums(layer)
-        return KeySums(
+        return GroupKeySums(
             self.labels, self._add_up(found.labels, found.sums), self._add_up(found.labels, found.counts), found.lowest
         )
 
@@ -79,7 +79,7 @@ class KeptGroups:
         labels = tuple(self.labels[i] for i in there.tolist())
         return dataclasses.replace(self, labels=labels, codes=places[self.codes])
 
-    def _kept_key_sums(self, layer: str) -> KeySums:
+    def _kept_key_sums(self, layer: str) -> GroupKeySums:
         return self.source.key_sums(layer, self.by, horizon=self.horizon)
 
     def _count_where(self, layer: str, wanted: Tensor) -> int:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from dualform.attend.answers import Answer, GroupTotals, grid_lines, label_text
+from dualform.attend.answers import Answer, GroupTotals, grid_lines, group_text
 from dualform.attend.groups import Table
 from dualform.binning import Bins, By, label_order
 from dualform.drawing import picture_of
@@ -104,7 +104,7 @@ class PathContributions(Answer):
 
     def __repr__(self) -> str:
         shown = sorted(range(len(self.groups)), key=lambda g: -float(self.values[:, g].abs().sum()))[:12]
-        names = [label_text(self.groups[g]) for g in sorted(shown)]
+        names = [group_text(self.groups[g]) for g in sorted(shown)]
         rows = []
         for q in range(min(len(self.values), 10)):
             ends = [self.start, self.state, self.rest, self.residual, self.output]

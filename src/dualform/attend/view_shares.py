@@ -15,7 +15,7 @@ from dualform.attend.sums import LayerSums
 from dualform.binning import Bins, label_order
 from dualform.engine import rebuild
 from dualform.engine.answer_cache import AnswerCache
-from dualform.engine.share_source import KeySums, ParameterShares, ShareSource
+from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
 from dualform.engine.shares import fold_shares
 from dualform.errors import SelectionError
 from dualform.identity.parameter_use import takes_ids
@@ -74,7 +74,7 @@ class ViewShares(ShareSource):
                     total.index_add_(0, places, share.double())
         return ParameterShares(labels, total, start, unexplained, rounding)
 
-    def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> KeySums:
+    def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> GroupKeySums:
         """Return a layer's key sums by group; zeros where its keys are no numbers but places in a table."""
         table = self._at(horizon)
         grouping = table.group(layer, self._parts(by))
@@ -86,7 +86,7 @@ class ViewShares(ShareSource):
             plan = LayerSums(table, self._cache, layer, like).plan_keys(grouping)
             sums = answer_all(table.run, table.executor, [plan])[0].double()
         counts = torch.bincount(torch.from_numpy(grouping.codes), minlength=len(grouping.labels))
-        return KeySums(grouping.labels, sums, counts, table.run.key_range(layer)[0])
+        return GroupKeySums(grouping.labels, sums, counts, table.run.key_range(layer)[0])
 
     def _at(self, horizon: int | None) -> Table:
         """Return the view after so many steps."""

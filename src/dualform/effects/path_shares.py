@@ -4,6 +4,7 @@ An optimizer whose steps are numbers (SGD) lets many steps be followed at once: 
 step's gradient has become by now, and one product per group adds all of them. The others follow every step.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ class PathShares:
 
 
 class PathFollowing(Following[SharesNow]):
-    """The shares of one parameter on its way."""
+    """What each group, the start and rounding have made of one parameter so far, followed through its steps."""
 
     def __init__(self, replay: OptimizerReplay, groups: int, by: GroupsByPart | None) -> None:
         self._replay = replay
@@ -51,9 +52,9 @@ class PathFollowing(Following[SharesNow]):
         self._groups_of = GroupsOfCalls(by)
         self._shape = replay.parameter.shape
 
+    @abstractmethod
     def shares(self) -> Tensor:
         """Return each group's share and what is left of the start by now, (G + 1, ...), float64."""
-        raise NotImplementedError
 
     def result(self) -> SharesNow:
         """Return where the parameter and its shares have come to; may be asked after any step."""

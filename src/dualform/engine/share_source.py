@@ -31,7 +31,7 @@ class ParameterShares:
 
 
 @dataclass(frozen=True, slots=True)
-class KeySums:
+class GroupKeySums:
     """The sum of a layer's keys in each group, for signed totals of attention.
 
     Attributes:
@@ -75,7 +75,7 @@ class ShareSource(ABC):
         """Return a parameter's shares; those of one layer's patterns alone where several layers use it."""
 
     @abstractmethod
-    def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> KeySums:
+    def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> GroupKeySums:
         """Return a layer's key sums by group."""
 
     def expected_noise(self, parameter: str, *, horizon: int | None = None) -> float:

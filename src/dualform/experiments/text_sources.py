@@ -160,7 +160,7 @@ def train_on_texts(
     return model.eval()
 
 
-def held_out_windows(study: TextSourcesStudy, text: TextBytes) -> Tensor:
+def spaced_windows(study: TextSourcesStudy, text: TextBytes) -> Tensor:
     """Return evenly spaced windows of a text's held-out part, (W, L + 1)."""
     last = len(text.test) - study.context - 1
     starts = torch.linspace(0, last, min(TESTED_WINDOWS, last // study.context + 1)).long()
@@ -207,7 +207,7 @@ def reproduce_text_sources(
         return found
     clock = Clock({})
     texts = read_texts(study)
-    windows = {name: held_out_windows(study, text) for name, text in texts.items()}
+    windows = {name: spaced_windows(study, text) for name, text in texts.items()}
     model = clock("training", lambda: train_on_texts(study, texts, folder / "run", seed=seed, device=device))
     memory = dualform.open(folder / "run")
     findings: Row = {

@@ -157,10 +157,10 @@ def waterfall(answer: Any, query: int) -> Any:
     """Draw one input's path contributions (`PathContributions`), from the start to the output, a bar for each part."""
     from matplotlib.figure import Figure
 
-    from dualform.attend.answers import label_text
+    from dualform.attend.answers import group_text
 
     named = zip(answer.groups, answer.values[query].tolist(), strict=True)
-    groups = sorted(((label_text(group), value) for group, value in named), key=lambda bar: -abs(bar[1]))
+    groups = sorted(((group_text(group), value) for group, value in named), key=lambda bar: -abs(bar[1]))
     bars = [("start", float(answer.start[query])), *groups]
     bars += [(name, float(getattr(answer, name)[query])) for name in ("state", "rest", "residual")]
     figure = Figure(figsize=(6.0, 0.9 + 0.24 * len(bars)), layout="constrained")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.binning import Bins, label_order
-from dualform.engine.share_source import KeySums, ParameterShares, ShareSource
+from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
 from dualform.errors import CorruptError, QueryError
 from dualform.printable import cut
 from dualform.store.format import shares_file, shares_state_file
@@ -113,7 +113,7 @@ class StoredShares(ShareSource):
         left = float(file.tensor(f"start_number.{at}")) if f"start_number.{at}" in file.places else 1.0
         return left * self._run.initial[parameter].double()
 
-    def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> KeySums:
+    def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> GroupKeySums:
         """Return a layer's key sums by group."""
         file, grouping = self._file(horizon), self._grouping(by)
         place = list(self._run.manifest.layers).index(layer)
@@ -124,7 +124,7 @@ class StoredShares(ShareSource):
             found = file.tensor(name)
             sums[: len(found)], counts[: len(found)] = found, file.tensor(f"counts.{grouping}.{place}")
         lowest = float(file.tensor(f"lowest.{place}")) if f"lowest.{place}" in file.places else 0.0
-        return KeySums(self.labels(by), sums[self._order[by]], counts[self._order[by]], lowest)
+        return GroupKeySums(self.labels(by), sums[self._order[by]], counts[self._order[by]], lowest)
 
     def stored_bytes(self, layer: str) -> int:
         """Return how many bytes the shares of a layer take, over all horizons."""
