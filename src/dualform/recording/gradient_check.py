@@ -20,6 +20,7 @@ from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.gradient_history import NOT_FINITE, Factors
 from dualform.recording.gradient_samples import GradientSample, Look, SamplePlan, plan_sample, take_sample
 from dualform.recording.hooks import Arrival
+from dualform.recording.pattern_copies import find_late_values
 from dualform.recording.probes import (
     COARSE_ROUNDING,
     Prediction,
@@ -236,6 +237,8 @@ class GradientCheck:
         """Return what a call's patterns predict for its parameters, computed once for all of them."""
         if arrival.predictions is None:
             arrival.predictions = {}
+            if arrival.values is None and arrival.keys is not None:
+                arrival.values = find_late_values(arrival)
             if arrival.values is not None and arrival.keys is not None:
                 layer = arrival.call.layer
                 watching = {

@@ -5,7 +5,7 @@ each by itself takes longer than training on it; their rows are put together int
 call has its part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,16 +25,18 @@ SEQUENTIAL_ELEMENTS = 1 << 15
 
 
 @without_gradients
-def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool) -> None:
+def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
     """Copy the keys and values of calls that one backward has just accumulated; values only where they are kept.
 
     Args:
         arrivals: calls of the layers that use one parameter, none of them copied yet.
         pool: gives the memory for large copies.
+        wants_values: says whether anybody wants the values of a layer now. To find those of a recurrent layer takes
+            longer than its backward.
     """
     if len(arrivals) == 1:
         with lending(pool):
-            _copy_one(arrivals[0], pool)
+            _copy_one(arrivals[0], pool, wants_values)
         return
     by_layer: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
@@ -42,22 +44,31 @@ def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool) -> None:
     with lending(pool):
         for mine in by_layer.values():
             if len(mine) == 1:
-                _copy_one(mine[0], pool)
+                _copy_one(mine[0], pool, wants_values)
             else:
-                _copy_several(mine, pool)
+                _copy_several(mine, pool, wants_values)
 
 
-def _copy_one(arrival: "Arrival", pool: BufferPool) -> None:
-    keys, values = _rows(arrival)
+@without_gradients
+def find_late_values(arrival: "Arrival") -> Tensor | None:
+    """Return the values (T, d_out) of a call whose values nobody wanted when it was accumulated, before its step.
+
+    None where the layer's keys alone are recorded.
+    """
+    return _rows(arrival, lambda layer: True)[1]
+
+
+def _copy_one(arrival: "Arrival", pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
+    keys, values = _rows(arrival, wants_values)
     arrival.keys = _own(keys, [arrival.call.inputs], pool)
     arrival.values = None if values is None else _own(values, arrival.errors, pool)
     arrival.accumulated = True
 
 
-def _copy_several(arrivals: list["Arrival"], pool: BufferPool) -> None:
+def _copy_several(arrivals: list["Arrival"], pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
     """Copy the calls of one layer: together where they are small, in the order of their forwards."""
     arrivals.sort(key=_number)
-    rows = [_rows(arrival) for arrival in arrivals]
+    rows = [_rows(arrival, wants_values) for arrival in arrivals]
     keys = _joined([keys for keys, _ in rows])
     values = _joined([values for _, values in rows if values is not None])
     for i, (arrival, (key, value)) in enumerate(zip(arrivals, rows, strict=True)):
@@ -71,7 +82,7 @@ def _number(arrival: "Arrival") -> int:
     return arrival.call.number
 
 
-def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
+def _rows(arrival: "Arrival", wants_values: Callable[[str], bool]) -> tuple[Tensor, Tensor | None]:
     """Return the keys (T, d_in) and the values (T, d_out) of a call, which may be views of the user's tensors."""
     call = arrival.call
     layer = call.layer
@@ -85,7 +96,7 @@ def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
             keys = keys.to(call.coarse)  # as the layer saw them
         keys = keys if keys.dtype is dtype else keys.to(dtype)
     keys = as_rows(keys, layer.d_in)
-    if layer.keys_only:
+    if layer.keys_only or not wants_values(layer.name):
         return keys, None
     values = layer.kind.errors(layer.module, call.inputs, arrival.errors)
     values = as_rows(values, layer.d_out)

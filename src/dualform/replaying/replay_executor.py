@@ -105,6 +105,11 @@ def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
     return frozenset(name for name in mine if not source.is_stored(name) and source.count(name))
 
 
+def _needs_values(job: Job) -> bool:
+    """Say whether a job needs the values of its patterns beside their keys."""
+    return isinstance(job, Fold) or job.needs_values
+
+
 def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
     """Run passes and folds while the training goes by their patterns."""
     folds = [job for job in jobs if isinstance(job, Fold)]
@@ -121,7 +126,8 @@ def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
                 if step < folding.steps:
                     folding.take(step)
 
-    source.replay(layers, take, steps=steps)
+    valued = frozenset[str]().union(*(_unstored_layers(source, job) for job in jobs if _needs_values(job)))
+    source.replay(layers, take, steps=steps, values=valued)
     passed, folded = iter(passing), iter([] if folding is None else folding.results())
     return [next(folded) if isinstance(job, Fold) else next(passed).result() for job in jobs]
 

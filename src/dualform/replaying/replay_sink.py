@@ -63,6 +63,7 @@ class ReplaySink:
         *,
         steps: int,
         on_difference: OnDifference,
+        values: Collection[str] | None = None,
     ) -> None:
         """Prepare a replay.
 
@@ -72,6 +73,7 @@ class ReplaySink:
             take: takes the number of a step and its patterns, in the order of its calls.
             steps: how many steps are wanted; the training is ended behind them.
             on_difference: whether to end a replay that is not the recorded training, or to measure how far it drifts.
+            values: those of the layers whose values are handed on beside their keys; by default all of them.
         """
         self.difference: Difference | None = None
         self.drift: dict[str, float] = {}
@@ -80,6 +82,7 @@ class ReplaySink:
         self._proof = StepProof(run)
         self._marker = ParameterMarker()
         self._layers = frozenset(layers)
+        self._values = self._layers if values is None else frozenset(values)
         self._take = take
         self._wanted = steps
         self._on_difference = on_difference
@@ -100,6 +103,10 @@ class ReplaySink:
 
     def check(self, binding: Binding) -> None:
         """Take any columns: they are compared with the recorded ones at the step."""
+
+    def wants_values(self, layer: str) -> bool:
+        """Say whether the values of a layer are handed on; to find those that are not is left out."""
+        return layer in self._values
 
     def call(self, record: CallRecord) -> None:
         """Keep a call's patterns until their step, if its layer is wanted."""

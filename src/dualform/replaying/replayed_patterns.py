@@ -282,6 +282,7 @@ class ReplayedPatterns(PatternSource):
         *,
         steps: int,
         hold: bool = False,
+        values: Collection[str] | None = None,
     ) -> ReplaySink:
         """Run the training again, and show its patterns as it goes by them.
 
@@ -290,6 +291,7 @@ class ReplayedPatterns(PatternSource):
             take: is called with a part and some of its steps, in their order, while their patterns are there.
             steps: how many steps are wanted; the training is ended behind them.
             hold: keep the patterns when `take` has seen them.
+            values: those of the layers whose values are wanted beside their keys; by default all of them.
         """
         train = self.require_train()
         windows = _Windows(self, layers, take, hold=hold)
@@ -303,7 +305,7 @@ class ReplayedPatterns(PatternSource):
                     call_without_autocast(["cpu", "cuda"], lambda: windows.add(step, calls))
                 advance(1)
 
-            sink = ReplaySink(self.run, layers, add, steps=steps, on_difference=self._on_difference)
+            sink = ReplaySink(self.run, layers, add, steps=steps, on_difference=self._on_difference, values=values)
             self.replays += 1
             run_again(train, sink)
             windows.flush()
