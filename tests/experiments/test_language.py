@@ -1,10 +1,12 @@
 """The language studies on a tiny text: small, whole, and everything that they promise."""
 
+import json
 import math
 import os
 import shutil
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,13 +36,15 @@ from dualform.experiments.language.measure import (
     replay_scores,
     replayed_agreement,
 )
-from dualform.experiments.language.plans import DEFAULT, MODELS, PAPER_STUDIES, Storage, plan
+from dualform.experiments.language.plans import DEFAULT, MODELS, PAPER_STUDIES, WIDE_FROM, Storage, plan
 from dualform.experiments.language.prompt_examples import choose_prompts
 from dualform.experiments.language.storage import Budget, announce, budget, bytes_of
 from dualform.experiments.language.study import reproduce_language
 from dualform.experiments.page import write_page
+from dualform.experiments.reproduction import ReproductionOptions
 from dualform.recording.estimate import size_text
 from dualform.show.model_loading import load_model
+from dualform.show.terminal_tables import plain
 from helpers.texts import tiny_corpus, tiny_study
 
 Usage = namedtuple("Usage", "total used free")
@@ -426,3 +430,26 @@ def test_no_gpu_is_said(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="torch sees no GPU"):
         reproduce_language(tiny_study(), tiny_corpus(), tmp_path / "x", seed=0, device="cuda")
     assert not (tmp_path / "x").exists()
+
+
+# What is published
+
+DOCS = Path(__file__).parents[2] / "docs"
+KEPT = sorted((DOCS / "findings").glob("*-0/findings.json"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
+def test_a_published_section_is_made_of_the_findings_that_are_kept(path, tmp_path):
+    found = json.loads(path.read_text())
+    made = found["study"]
+    options = ReproductionOptions(made["name"], device="cuda", model=made["model"], paper=made["paper"])
+    wide = found["corpus"]["vocabulary"] > WIDE_FROM
+    assert made == plain(plan(made["name"], model=made["model"], paper=made["paper"], wide=wide))
+    name = path.parent.name.removesuffix("-0")
+    write_page(tmp_path / "one.md", [language_section(name, [found], command=options.command(made["name"]))])
+    begin, end = f"<!-- section {name} -->", f"<!-- end {name} -->"
+    of_page, of_findings = (
+        text.read_text().partition(begin)[2].partition(end)[0] for text in (DOCS / "results.md", tmp_path / "one.md")
+    )
+    assert of_findings
+    assert of_page == of_findings
