@@ -62,6 +62,8 @@ UNKNOWABLE: dict[str, tuple[str, str]] = {
     r".*: layers/[^/]* twice": ("descriptions", "a layer that was never used adds nothing"),
     r".*: (rows|batch_axis)\b.*": ("addresses", "how rows were matched with annotations"),
     r".*: columns\b.*": ("annotations", "a column that no shard has reads as null, as one that came later does"),
+    r".*: shares/groupings/.*": ("annotations", "what a group of shares is called by"),
+    r".*: shares/\d+\.safetensors (keys|counts|lowest)\b.*": ("keys without value", "sums of keys are in no weight"),
     r".*: shards/\d+\.safetensors .*/keys\b.*": ("keys without value", "the key of a value of zero is in no sum"),
     r".*: shards/\d+\.safetensors flipped .*": ("keys without value", "the same, or a bit below verify's bound"),
     r"keys: (shards|initial|final|steps).*": ("keys only", "nothing is rebuilt from keys alone, and verify says so"),
