@@ -165,6 +165,21 @@ def test_tables_and_page_of_a_run_of_steps(replayed, tmp_path):
     assert page.count("The model says next") == 3
 
 
+def test_a_replay_that_ended_early_is_said_to_have(replayed):
+    found = replayed[1]
+    whole = language_section("text", [found], command="a command").text[-1]
+    early = {**found, "steps_memory": {**found["steps_memory"], "asked_steps": 5}}
+    assert "later patterns are left out" not in whole
+    assert "as far as step 5 of 12" in language_section("text", [early], command="a command").text[-1]
+
+
+def test_a_recipe_that_the_held_out_part_chose_is_said_to_be(replayed):
+    found = replayed[1]
+    other = {**found, "study": {**found["study"], "name": "aesop", "model": "transformer"}}
+    for one, said in ((found, False), (other, True)):
+        assert ("by the same held-out part" in language_section("text", [one], command="a command").text[0]) == said
+
+
 def test_scores_that_do_not_fit_in_memory_take_more_replays(replayed, monkeypatch):
     _, findings, folder = replayed
     corpus, plan = tiny_corpus(), replace(tiny_study(model="lstm", updates=12), memory="steps")

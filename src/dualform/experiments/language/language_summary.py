@@ -14,6 +14,9 @@ TITLES = {
     "text": "A text of one's own",
 }
 
+CHOSEN_BY_TEST = {("aesop", "transformer"): 18}
+"""Study and model -> the number of recipes that were tried, where one was chosen by its loss on the held-out part."""
+
 
 def summarise_language(findings: Sequence[Row]) -> list[Grid]:
     """Return the tables of one study, from the findings of its seeds."""
@@ -32,12 +35,14 @@ def keeps_steps(found: Row) -> bool:
 def language_section(name: str, findings: Sequence[Row], *, command: str) -> Section:
     """Return a study's section of the results page; `name` is the section's, and the study's own with its model."""
     study, corpus = findings[0]["study"], findings[0]["corpus"]
-    paper = " --paper" if study["paper"] else ""
-    title = f"{TITLES[study['name']]}, {model_text(study)}: `dualform reproduce {study['name']}{paper}`"
+    options = (" --model transformer" if study["model"] == "transformer" else "") + (
+        " --paper" if study["paper"] else ""
+    )
+    title = f"{TITLES[study['name']]}, {model_text(study)}: `dualform reproduce {study['name']}{options}`"
     text = (
         f"{corpus['train']:,} {corpus['unit']} to train on and {corpus['test']:,} held out, a vocabulary of "
         f"{corpus['vocabulary']:,}, {corpus['documents']:,} documents. {recipe_text(findings[0])} Which passages does "
-        "the next token attend to, and do they go on as the model does?",
+        f"the next token attend to, and do they go on as the model does?{choice_text(study)}",
         made_by(command, len(findings)),
         f"Stored: {steps_text(findings[0]) if keeps_steps(findings[0]) else stored_text(findings[0])}",
     )
@@ -63,6 +68,17 @@ def recipe_text(found: Row) -> str:
     )
 
 
+def choice_text(study: Row) -> str:
+    """Return a sentence on a recipe that was chosen by the very part that its model is measured on; else nothing."""
+    if (study["name"], study["model"]) not in CHOSEN_BY_TEST:
+        return ""
+    tried = CHOSEN_BY_TEST[study["name"], study["model"]]
+    return (
+        f" The recipe and its number of updates were chosen among {tried} that were tried, by the same held-out part, "
+        "since the text has no other: a new text would give a somewhat worse measure."
+    )
+
+
 def stored_text(found: Row) -> str:
     """Return a sentence on the layers that were stored and those that were left out."""
     stored = found["stored"]
@@ -76,11 +92,18 @@ def stored_text(found: Row) -> str:
 def steps_text(found: Row) -> str:
     """Return a sentence on a run that keeps no patterns."""
     memory = found["steps_memory"]
-    return (
+    text = (
         f"{size_text(sum(memory['bytes'].values()))} of facts and marks of the steps; keys and values of everything, "
         f"as trained, would take {size_text(memory['patterns_bytes'])}. What is said about patterns here comes from "
         "running the training again."
     )
+    if memory["asked_steps"] < memory["steps"]:
+        text += (
+            f" For want of time on the GPU it was run again as far as step {memory['asked_steps']:,} of "
+            f"{memory['steps']:,}, where the command goes through all of them: tables and passages tell the trained "
+            "model's attention to the patterns of these steps, and later patterns are left out."
+        )
+    return text
 
 
 def _quality(findings: Sequence[Row]) -> Grid:
@@ -175,11 +198,10 @@ def _replay_cost_lines(findings: Sequence[Row]) -> Grid:
         row("an update while its steps are recorded", recorded),
         row("an update in a replay that answers everything above", replayed),
     )
-    asked = "" if first["asked_steps"] == first["steps"] else f", as far as step {first['asked_steps']:,}"
     times = "once" if first["replays"] == 1 else f"{first['replays']} times"
     note = (
-        f"The training was run again {times}{asked} for the tables above and the passages below. All "
-        f"{first['asked_steps']:,} steps were proved to be the recorded ones: calls, columns, inputs, settings, and "
+        f"The training was run again {times} for the tables above and the passages below. All {first['asked_steps']:,} "
+        f"steps that were run again were proved to be the recorded ones: calls, columns, inputs, settings, and "
         "every bit of every parameter."
     )
     note = f"{note} {first['note']}" if first.get("note") else note
