@@ -55,7 +55,8 @@ class Arrival:
     strided: Tensor | None = None  # an only error that does not lie row by row, until its layout is settled
     layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
     accumulated: bool = False
-    predictions: dict[ParameterUse, Prediction] | None = None  # what its patterns predict for each parameter's probe
+    predictions: dict[ParameterUse, Prediction] | None = None  # what patterns predict for each parameter's probe:
+    predicted_calls: int = 0  # those of so many calls of its layer, of which this is the first
     place: int = 0  # which arrival of its backward it is
     backward: int | None = None  # the number of the backward that it was handed to the sink with
 
