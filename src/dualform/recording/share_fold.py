@@ -24,7 +24,7 @@ from dualform.identity.families.optimizer_kind import (
     follow_together,
     require_optimizer_kind,
 )
-from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows, bias_rounding
+from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, UseRows, bias_rounding
 from dualform.identity.grouped_products import RowGroups, sum_unsorted_by_group
 from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
@@ -44,10 +44,10 @@ from dualform.torch_modes import call_without_autocast, without_gradients
 
 MAX_WAITING_STEPS = 16
 """Steps of SGD that wait to be folded at once: a share is read and written once in so many steps."""
-MAX_MOVED_BYTES = 1 << 30
-"""Bytes of groups' gradients that the same kernels move on a GPU; on a CPU each parameter's are moved by themselves."""
-MAX_READ_BYTES = 256 << 20
-"""Bytes of parameters on a GPU whose steps the same kernels read; on a CPU each parameter's is read by itself."""
+MAX_MOVED_BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
+"""Bytes of shares that are moved together, by the device's type: a CPU finds more than these no longer in its cache."""
+MAX_READ_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}
+"""Bytes of parameters whose steps are read together, by the device's type; as above."""
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of patterns that may wait for it."""
 
@@ -342,7 +342,7 @@ class ShareFold:
         after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
         rows = self._rows(facts, calls)
         moves: list[Move[Any]] = []
-        size = 0  # bytes of their gradients
+        size = 0  # bytes of their shares
         doubtful: dict[str, DoubtfulStep[Any]] = {}
         for fact, kind, taken, linear in self._read_steps(updated, after):
             name = fact.parameter
@@ -355,8 +355,8 @@ class ShareFold:
                 linear, rows.get(name, ()), gradient=taken.gradient, live_average=live_average
             )
             moves += more
-            size += sum(one.nbytes for move in more for one in move.gradients if one is not None)
-            if size > (MAX_MOVED_BYTES if self._devices[name].type == "cuda" else 0):
+            size += sum(one.nbytes for move in more for one in move.shares)
+            if size > MAX_MOVED_BYTES.get(self._devices[name].type, 0):
                 follow_together(moves)
                 moves, size = [], 0
         follow_together(moves)
@@ -370,7 +370,7 @@ class ShareFold:
     def _read_steps(
         self, updated: Sequence[ParameterFacts], after: Mapping[str, Mapping[str, Any]]
     ) -> Iterator[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep, Any]]:
-        """Yield each parameter's step with its linear map; on a GPU, maps of many parameters are read at once."""
+        """Yield each parameter's step with its linear map; maps of several parameters are read at once."""
         waiting: list[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep]] = []
         size = 0
         for place, fact in enumerate(updated):
@@ -380,7 +380,7 @@ class ShareFold:
             gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
             waiting.append((fact, kind, ReplayedStep(settings, gradient, before, state, self._dtypes[name])))
             size += gradient.nbytes
-            if size > (MAX_READ_BYTES if device.type == "cuda" else 0) or place == len(updated) - 1:
+            if size > MAX_READ_BYTES.get(device.type, 0) or place == len(updated) - 1:
                 yield from _read_together(waiting)
                 waiting, size = [], 0
 
@@ -433,13 +433,12 @@ class ShareFold:
             assert values is not None, "calls without values are not taken"
             for grouping in range(len(self.groupings)):
                 codes, groups = self._codes_of(facts.step, call, grouping)
-                rows = SortedRows(groups, values, keys)
                 self._add_keys(grouping, record.layer, layer, groups, keys)
                 for number, use in enumerate(layer.uses):
                     factor = factors[use.parameter][call.micro] if use.parameter in factors else 0.0
                     if factor != 0.0 and len(codes):
                         found.setdefault(use.parameter, []).append(
-                            UseRows((grouping, place, number), use.parameter_map, values, keys, codes, factor, rows)
+                            UseRows((grouping, place, number), use.parameter_map, values, keys, codes, factor, groups)
                         )
         return found
 
@@ -584,7 +583,7 @@ class ShareFold:
                     for group in range(len(labels)):
                         if _numbered("share", *at, group) in state.shares:
                             share = part(_numbered("share", *at, group), _numbered("average", *at, group))
-                            fold.shares.setdefault(at, {})[group] = share
+                            fold.stack(at).load(group, share)
         return fold
 
 

@@ -90,6 +90,13 @@ class ElementwiseStep(StepMap):
             gradient=(-direct * self.sign, beta * self.sign),
         )
 
+    @property
+    def lerp(self) -> tuple[float, float] | None:
+        """α and sign · β, where β is a number and the step takes d by way of the average alone, without decay."""
+        if isinstance(self.beta, Tensor) or isinstance(self.on_gradient, Tensor) or self.on_gradient or self.decay:
+            return None
+        return self.alpha, self.sign * self.beta
+
     @classmethod
     def follow_all(cls, moves: Sequence[Move["ElementwiseStep"]]) -> None:
         """Move all shares in place: those whose steps have the same numbers by one kernel for each product."""

@@ -89,6 +89,14 @@ class StepMap(ABC):
         """The step as numbers; None where its map is not made of numbers alone."""
         return None
 
+    @property
+    def lerp(self) -> tuple[float, float] | None:
+        """The numbers by which the average takes up a gradient, m' = a m + b g, if the step uses it nowhere else.
+
+        A share's gradient can then be added to its average as it is computed. None for other steps.
+        """
+        return None
+
     @classmethod
     @abstractmethod
     def follow_all(cls, moves: "Sequence[Move[Any]]") -> None:
@@ -126,6 +134,8 @@ M = TypeVar("M", bound=StepMap)
 @dataclass(frozen=True, slots=True)
 class Move(Generic[M]):
     """A step that some shares of its parameter are to follow.
+
+    Several shares may lie in one tensor (G, ...), with their averages and their gradients in tensors of the same shape.
 
     Attributes:
         linear: the step.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dualform.identity.families.optimizer_kind import Move, StepMap, StepMatrix
-from dualform.identity.grouped_products import RowGroups, gradients_by_group
+from dualform.identity.grouped_products import RowGroups, add_by_group
 from dualform.identity.parameter_maps import BiasMap, OuterMap, ParameterMap
 
 UseKey = tuple[int, int, int]
@@ -29,31 +29,90 @@ STANDING = StepMatrix()
 
 @dataclass(slots=True)
 class GroupShare:
-    """One group's share of a parameter and of the optimizer's average; `behind` are steps that it has yet to follow."""
+    """A part of a parameter, and of the optimizer's average where the part has one."""
 
     weight: Tensor
     average: Tensor | None = None
-    behind: StepMatrix = STANDING
-
-    def catch_up(self) -> None:
-        """Follow the steps that were left out because they had no gradient for this share."""
-        behind, self.behind = self.behind, STANDING
-        if behind.weight != STANDING.weight or behind.average != STANDING.average:
-            _multiply(self, behind)
 
 
-def _multiply(share: GroupShare, by: StepMatrix) -> None:
-    """Multiply weight and average of a share by a 2×2 matrix."""
-    if share.average is None:
-        if by.average[0]:
-            share.average = share.weight * by.average[0]
-        share.weight.mul_(by.weight[0])
+def _multiply(weight: Tensor, average: Tensor | None, by: StepMatrix) -> None:
+    """Multiply a part of the weight and of the average by a 2×2 matrix, in place."""
+    old = weight.clone() if by.average[0] else None
+    if by.weight[0] != 1.0:
+        weight.mul_(by.weight[0])
+    if average is None:
+        assert old is None, "a step that makes an average of the weight needs a place for it"
         return
-    old = share.weight.clone() if by.average[0] else None
-    share.weight.mul_(by.weight[0]).add_(share.average, alpha=by.weight[1])
-    share.average.mul_(by.average[1])
+    if by.weight[1]:
+        weight.add_(average, alpha=by.weight[1])
+    if by.average[1] != 1.0:
+        average.mul_(by.average[1])
     if old is not None:
-        share.average.add_(old, alpha=by.average[0])
+        average.add_(old, alpha=by.average[0])
+
+
+class ShareStack:
+    """The shares of one use of a parameter, one group's above the other's, so that one kernel moves all of them.
+
+    Attributes:
+        weight: (G, ...) each group's share of the parameter; zero for a group that has had no pattern.
+        average: (G, ...) each group's share of the optimizer's average; None before any step moves it.
+        seen: the groups that have had a pattern.
+    """
+
+    def __init__(self, shape: Sequence[int], like: Tensor) -> None:
+        self.weight = like.new_zeros(0, *shape)
+        self.average: Tensor | None = None
+        self.seen: set[int] = set()
+        self._behind: list[StepMatrix] = []  # the steps that each group has yet to follow
+        self._is_behind = False  # whether any group has
+
+    def see(self, groups: Iterable[int]) -> None:
+        """Note that groups have a pattern, and make room for them."""
+        self.seen.update(groups)
+        more = max(self.seen, default=-1) + 1 - len(self.weight)
+        if more > 0:
+            room = self.weight.new_zeros(more, *self.weight.shape[1:])
+            self.weight = torch.cat([self.weight, room]) if len(self.weight) else room
+            self.average = None if self.average is None else torch.cat([self.average, torch.zeros_like(room)])
+            self._behind += [STANDING] * more
+
+    def need_average(self) -> Tensor:
+        """Return the averages, which are zero before any step moves them."""
+        if self.average is None:
+            self.average = torch.zeros_like(self.weight)
+        return self.average
+
+    def load(self, group: int, share: GroupShare) -> None:
+        """Take one group's share as an earlier recording left it."""
+        self.see([group])
+        self.weight[group] = share.weight
+        if share.average is not None:
+            self.need_average()[group] = share.average
+
+    def parts_of(self, group: int) -> tuple[Tensor, Tensor | None]:
+        """Return one group's share of the parameter and of the average, as views."""
+        return self.weight[group], None if self.average is None else self.average[group]
+
+    def wait(self, group: int, steps: StepMatrix) -> None:
+        """Put off steps that have no gradient for a group."""
+        self._behind[group] = steps.after(self._behind[group])
+        self._is_behind = True
+
+    def catch_up(self, group: int) -> None:
+        """Follow the steps that were put off for a group."""
+        behind, self._behind[group] = self._behind[group], STANDING
+        if behind.weight != STANDING.weight or behind.average != STANDING.average:
+            if behind.average[0]:
+                self.need_average()
+            _multiply(*self.parts_of(group), behind)
+
+    def catch_up_all(self) -> None:
+        """Follow the steps that were put off for any group."""
+        if self._is_behind:
+            for group in range(len(self._behind)):
+                self.catch_up(group)
+            self._is_behind = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +126,7 @@ class UseRows:
         keys: (T, d_in) as the call has them.
         codes: (T,) the group of each pattern, on the CPU.
         factor: what the gradient was multiplied with between backward and step.
-        sorted: the groups, and values and keys sorted by them; shared by all uses of a call.
+        groups: the same groups, and how rows are sorted by them; one object for all calls of a step that have them.
     """
 
     use: UseKey
@@ -76,23 +135,7 @@ class UseRows:
     keys: Tensor
     codes: Tensor
     factor: float
-    sorted: "SortedRows"
-
-
-@dataclass(slots=True, eq=False)
-class SortedRows:
-    """Values and keys of one call sorted by group, found when they are first asked for."""
-
     groups: RowGroups
-    values: Tensor
-    keys: Tensor
-    _found: tuple[Tensor, Tensor] | None = None
-
-    def get(self) -> tuple[Tensor, Tensor]:
-        """Return the sorted values and the sorted keys."""
-        if self._found is None:
-            self._found = self.groups.sort(self.values), self.groups.sort(self.keys)
-        return self._found
 
 
 def bias_rounding(rows: Iterable[UseRows], shape: Sequence[int], dtype: torch.dtype) -> Tensor | float:
@@ -185,7 +228,7 @@ class ParameterFold:
     Attributes:
         start: what is left of the start.
         whole: what all gradients together made of the parameter, and of the average where the start has a part of it.
-        shares: by use and group, what the patterns of a use in a group made.
+        stacks: by use, what its patterns made in each group.
         noise: the size that the optimizer's own coarse rounding is expected to have by now.
     """
 
@@ -201,7 +244,7 @@ class ParameterFold:
         self.shape = tuple(shape)
         self.start = StartPart(initial, warm)
         self.whole = GroupShare(torch.zeros(self.shape, dtype=dtype, device=device))
-        self.shares: dict[UseKey, dict[int, GroupShare]] = {}
+        self.stacks: dict[UseKey, ShareStack] = {}
         self.noise = 0.0
         self._waiting: list[_WaitingStep] = []
 
@@ -251,41 +294,30 @@ class ParameterFold:
 
     def _moves_of_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> list[Move[StepMap]]:
         """Return the moves of every share in a step whose map is made of matrices."""
-        gradients = self._gradients(rows)
-        shares, parts = [], []
-        for use, groups in self.shares.items():
-            for group, share in groups.items():
-                share.catch_up()
-                if share.average is None and linear.moves_average:
-                    share.average = torch.zeros_like(share.weight)
-                shares.append(share)
-                parts.append(gradients.get((use, group)))
-        averages = [share.weight if share.average is None else share.average for share in shares]
-        return [Move(linear, [share.weight for share in shares], averages, parts)] if shares else []
-
-    def _gradients(self, rows: Sequence[UseRows]) -> dict[tuple[UseKey, int], Tensor]:
-        """Return the gradient of each use and group that the patterns of a step are in."""
-        found: dict[tuple[UseKey, int], Tensor] = {}
-        like = self.whole.weight
-        dtype = like.dtype
+        by_use: dict[UseKey, list[UseRows]] = {}
         for one in rows:
-            groups, (values, keys) = one.sorted.groups, one.sorted.get()
-            parts = gradients_by_group(one.parameter_map, values, keys, groups, self.shape, dtype)
-            if one.factor != 1.0:
-                torch._foreach_mul_(parts, one.factor)
-            for group, part in zip(groups.present, parts, strict=True):
-                self._share(one.use, group)
-                there = part if part.device == like.device else part.to(like.device)
-                earlier = found.get((one.use, group))
-                found[one.use, group] = there if earlier is None else earlier.add_(there)
-        return found
+            by_use.setdefault(one.use, []).append(one)
+            self.stack(one.use).see(one.groups.present)
+        lerp, moves = linear.lerp, []
+        for use, stack in self.stacks.items():
+            stack.catch_up_all()
+            average = stack.need_average() if linear.moves_average else stack.average
+            mine = by_use.get(use, ())
+            if lerp is not None and average is not None:
+                _take_up(average, mine, keep=lerp[0], take=lerp[1])
+                moves.append(Move(linear, [stack.weight], [average], [None], averages_moved=True))
+            else:
+                gradient = torch.zeros_like(stack.weight) if mine else None
+                if gradient is not None:
+                    _take_up(gradient, mine, keep=1.0, take=1.0)
+                moves.append(Move(linear, [stack.weight], [stack.weight if average is None else average], [gradient]))
+        return moves
 
-    def _share(self, use: UseKey, group: int) -> GroupShare:
-        """Return the share of a use in a group, which is zero before its first pattern."""
-        groups = self.shares.setdefault(use, {})
-        if group not in groups:
-            groups[group] = GroupShare(torch.zeros_like(self.whole.weight))
-        return groups[group]
+    def stack(self, use: UseKey) -> ShareStack:
+        """Return the shares of a use, of which there are none before its first pattern."""
+        if use not in self.stacks:
+            self.stacks[use] = ShareStack(self.shape, self.whole.weight)
+        return self.stacks[use]
 
     def fold_waiting(self) -> None:
         """Fold the steps that wait: all their patterns in one product for each use and group."""
@@ -305,11 +337,10 @@ class ParameterFold:
         behind = StepMatrix(later.weight, later.average)
         for use, parts in by_use.items():
             self._fold_use(use, parts, behind, moves_average=moves_average)
-        for use, groups in self.shares.items():
-            present = {int(code) for rows, _ in by_use.get(use, ()) for code in rows.sorted.groups.present}
-            for group, share in groups.items():
-                if group not in present:
-                    share.behind = behind.after(share.behind)
+        for use, stack in self.stacks.items():
+            present = {group for rows, _ in by_use.get(use, ()) for group in rows.groups.present}
+            for group in stack.seen - present:
+                stack.wait(group, behind)
 
     def _fold_use(
         self,
@@ -342,21 +373,22 @@ class ParameterFold:
         if keys.is_floating_point():
             keys = keys.to(dtype)
         scaled = [values * factors[:, place, None] for place in range(2 if moves_average else 1)]
-        parameter_map = parts[0][0].parameter_map
+        parameter_map, stack = parts[0][0].parameter_map, self.stack(use)
+        stack.see(groups.present)
+        if moves_average or behind.average[0]:
+            stack.need_average()
         for group, part in zip(groups.present, groups.slices, strict=True):
-            share = self._share(use, group)
-            share.catch_up()
-            if moves_average and share.average is None:
-                share.average = torch.zeros_like(share.weight)
-            _multiply_and_add(share, behind, [rows[part] for rows in scaled], keys[part], parameter_map, self.shape)
+            stack.catch_up(group)
+            mine = [rows[part] for rows in scaled]
+            _multiply_and_add(*stack.parts_of(group), behind, mine, keys[part], parameter_map, self.shape)
 
     def parts(self) -> Iterable[tuple[UseKey, int, GroupShare]]:
         """Yield every share with its use and group, moved up to the last step."""
         self.fold_waiting()
-        for use, groups in self.shares.items():
-            for group, share in groups.items():
-                share.catch_up()
-                yield use, group, share
+        for use, stack in self.stacks.items():
+            stack.catch_up_all()
+            for group in sorted(stack.seen):
+                yield use, group, GroupShare(*stack.parts_of(group))
 
     def rest(self, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what is left of the start, what is unexplained, and rounding, given the live parameter; float64."""
@@ -378,8 +410,25 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
+def _take_up(total: Tensor, rows: Sequence[UseRows], *, keep: float, take: float) -> None:
+    """Replace totals by group by `keep` times themselves plus `take` times the gradients of the patterns of one use."""
+    if not rows:
+        total.mul_(keep)
+    for place, one in enumerate(rows):
+        add_by_group(
+            total,
+            one.parameter_map,
+            one.values,
+            one.keys,
+            one.groups,
+            keep=1.0 if place else keep,
+            take=take * one.factor,
+        )
+
+
 def _multiply_and_add(
-    share: GroupShare,
+    weight: Tensor,
+    average: Tensor | None,
     by: StepMatrix,
     values: Sequence[Tensor],
     keys: Tensor,
@@ -387,22 +436,21 @@ def _multiply_and_add(
     shape: Sequence[int],
 ) -> None:
     """Multiply a share by a 2×2 matrix and add the gradients of scaled values, of the weight's and of the average's."""
-    tensors = [share.weight, share.average]
-    plain = type(parameter_map) is OuterMap and not by.average[0] and keys.device == share.weight.device
+    plain = type(parameter_map) is OuterMap and not by.average[0] and keys.device == weight.device
     if not plain:
-        _multiply(share, by)
-        tensors = [share.weight, share.average]
-        for tensor, scaled in zip(tensors, values, strict=False):
-            assert tensor is not None
+        _multiply(weight, average, by)
+        for tensor, scaled in zip((weight, average), values, strict=False):
+            assert tensor is not None, "the average has its place before anything is added to it"
             tensor.add_(parameter_map.gradient(scaled, keys, shape).reshape(tensor.shape).to(tensor.device))
         return
-    if share.average is not None and by.weight[1]:
-        share.weight.mul_(by.weight[0]).add_(share.average, alpha=by.weight[1])
+    betas = (by.weight[0], by.average[1])
+    if average is not None and by.weight[1]:
+        if by.weight[0] != 1.0:
+            weight.mul_(by.weight[0])
+        weight.add_(average, alpha=by.weight[1])
         betas = (1.0, by.average[1])
-    else:
-        betas = (by.weight[0], by.average[1])
-    for tensor, scaled, beta in zip(tensors, values, betas, strict=False):
-        assert tensor is not None
+    for tensor, scaled, beta in zip((weight, average), values, betas, strict=False):
+        assert tensor is not None, "the average has its place before anything is added to it"
         tensor.view(len(tensor), -1).addmm_(scaled.t(), keys, beta=beta)
-    if len(values) == 1 and share.average is not None:
-        share.average.mul_(by.average[1])
+    if len(values) == 1 and average is not None:
+        average.mul_(by.average[1])
