@@ -149,6 +149,14 @@ def take_sample(
     return GradientSample(elements, bool(projected), norm, gradient if look == "at the step" else None)
 
 
+def sample_elements(gradient: Tensor, *, look: Look) -> GradientSample:
+    """Take a sample of some elements of a gradient, without a look at any of them; `look` as `take_sample` has it."""
+    flat = gradient.detach().reshape(-1)
+    step = 1 if gradient.dim() == 1 else max(1, len(flat) // SAMPLE_ELEMENTS)
+    norm = norm_of(flat) if look == "now" else None
+    return GradientSample(flat[::step].clone(), False, norm, gradient.detach() if look == "at the step" else None)
+
+
 def _take_elsewhere(gradient: Tensor, columns: Tensor | None, look: Look) -> GradientSample:
     """Take a sample of a gradient on a GPU: always G R, whatever was asked for, or all of a gradient with one axis.
 

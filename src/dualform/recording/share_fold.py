@@ -30,6 +30,7 @@ from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
 from dualform.recording.keep import Shares
+from dualform.recording.packing import NumbersUnderWay
 from dualform.recording.sinks import (
     CallRecord,
     LayerStart,
@@ -57,8 +58,41 @@ class _Captured:
     """What a step needs of a parameter as it was just before."""
 
     live: LiveParameter
-    gradient: Tensor
+    gradient: Tensor  # without elements where only its dtype is needed
     before: Mapping[str, Any]  # state entries that the step overwrites
+
+
+class _StatesAfter:
+    """The optimizer's states as a step left them, to be read later: nobody waits for numbers that lie on a GPU."""
+
+    def __init__(self, live: Mapping[str, LiveParameter]) -> None:
+        self._states = {name: dict(one.state) for name, one in live.items()}
+        self._tensors = [
+            (name, entry, tensor, tensor._version)
+            for name, state in self._states.items()
+            for entry, tensor in state.items()
+            if isinstance(tensor, Tensor)
+        ]
+        self._far = [
+            (name, entry)
+            for name, entry, tensor, _ in self._tensors
+            if tensor.device.type != "cpu" and not tensor.dim() and live[name].parameter.dim()
+        ]
+        far = [self._states[name][entry].double() for name, entry in self._far]
+        self._numbers = NumbersUnderWay([torch.stack(far)] if far else [])
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Return the states, with their numbers in the CPU's memory; refuse states that were written to since."""
+        for name, entry, tensor, version in self._tensors:
+            if tensor._version != version:
+                raise RefusedError(
+                    f"The optimizer's state {entry!r} of parameter {name!r} was edited after its step, before its "
+                    "shares were folded. Edit it before record(), or end this recording first."
+                )
+        if self._far:
+            for (name, entry), number in zip(self._far, self._numbers.read()[0], strict=True):
+                self._states[name][entry] = number
+        return self._states
 
 
 @dataclass(slots=True)
@@ -179,6 +213,7 @@ class ShareFold:
         self._sums: dict[tuple[int, str], _KeySum] = {}
         self._lowest: dict[str, Tensor] = {}
         self._captured: dict[str, _Captured] = {}
+        self._after: _StatesAfter | None = None  # of a late step
         self._records: dict[int, CallRecord] = {}
         self._codes: dict[tuple[int, ...], tuple[Tensor, RowGroups]] = {}  # of the step that comes next
         self._by_address = any(
@@ -266,18 +301,28 @@ class ShareFold:
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
 
     @without_gradients
-    def before_step(self, prepared: PreparedStep) -> None:
-        """Find the groups of a step's patterns, and keep what the step is about to overwrite."""
+    def before_step(self, prepared: PreparedStep, *, late: bool = False) -> None:
+        """Find the groups of a step's patterns, and keep what the step is about to overwrite.
+
+        Args:
+            prepared: the step.
+            late: whether it is folded only when the next step is about to be made, so that its gradients are gone.
+        """
         self._codes = {}
+        self._after = None
         for call in prepared.calls:
             if call.number in self._records:
                 for place in range(len(self.groupings)):
                     self._codes_of(prepared.step, call, place)
         for fact in prepared.facts:
             if fact.updated and fact.parameter in self._shapes:
-                self._captured[fact.parameter] = self._capture(fact, prepared.live[fact.parameter])
+                self._captured[fact.parameter] = self._capture(fact, prepared.live[fact.parameter], late=late)
 
-    def _capture(self, fact: ParameterFacts, live: LiveParameter) -> _Captured:
+    def stepped(self) -> None:
+        """Keep the optimizer's state as a late step left it."""
+        self._after = _StatesAfter({name: captured.live for name, captured in self._captured.items()})
+
+    def _capture(self, fact: ParameterFacts, live: LiveParameter, *, late: bool) -> _Captured:
         kind = require_optimizer_kind(fact.optimizer)
         settings, state = kind.decode(fact.settings), live.state
         fold = self._fold(fact.parameter, kind)
@@ -286,9 +331,11 @@ class ShareFold:
         gradient = live.parameter.grad
         assert gradient is not None, "a parameter that is updated has a gradient"
         gradient = gradient.detach()
-        if live.scale != 1.0:
+        if fold.whole.average is None and kind.takes_gradient_by_average(settings):
+            gradient = gradient.new_empty(0)  # the optimizer's own average has all that is needed of it
+        elif live.scale != 1.0:
             gradient = gradient / live.scale
-        elif kind.overwrites_gradient(settings) or self._several:
+        elif late or kind.overwrites_gradient(settings) or self._several:
             gradient = gradient.clone()
         before = {name: state[name].clone() for name in kind.overwrites_state if name in state}
         return _Captured(live, gradient, before)
@@ -334,12 +381,13 @@ class ShareFold:
         device = next((record.keys.device.type for _, record in calls), "cpu")
         call_without_autocast([device], lambda: self._step(facts, calls))
         self._captured.clear()
-        self._codes = {}
+        self._codes, self._after = {}, None
         self.steps = facts.step + 1
 
     def _step(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> None:
         updated = [fact for fact in facts.facts if fact.updated and fact.parameter in self._captured]
-        after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
+        states = self._after or _StatesAfter({one.parameter: self._captured[one.parameter].live for one in updated})
+        after = states.read()
         rows = self._rows(facts, calls)
         moves: list[Move[Any]] = []
         size = 0  # bytes of their shares
@@ -379,7 +427,7 @@ class ShareFold:
             before, state = (_moved(one, device) for one in (captured.before, after[name]))
             gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
             waiting.append((fact, kind, ReplayedStep(settings, gradient, before, state, self._dtypes[name])))
-            size += gradient.nbytes
+            size += captured.live.parameter.nbytes
             if size > MAX_READ_BYTES.get(device.type, 0) or place == len(updated) - 1:
                 yield from _read_together(waiting)
                 waiting, size = [], 0
@@ -617,22 +665,3 @@ def _read_together(
         linears = kind.read_together([taken for _, _, taken in mine])
         for (fact, _, taken), linear in zip(mine, linears, strict=True):
             yield fact, kind, taken, linear
-
-
-def _states_after(live: Mapping[str, LiveParameter]) -> dict[str, dict[str, Any]]:
-    """Return the optimizers' states; numbers that lie on a GPU are fetched all at once, which is waited for."""
-    states = {name: dict(one.state) for name, one in live.items()}
-    far = [
-        (name, entry)
-        for name, state in states.items()
-        for entry, tensor in state.items()
-        if isinstance(tensor, Tensor)
-        and not tensor.dim()
-        and tensor.device.type != "cpu"
-        and live[name].parameter.dim()
-    ]
-    if far:
-        numbers = torch.stack([states[name][entry].double() for name, entry in far]).cpu()
-        for (name, entry), number in zip(far, numbers, strict=True):
-            states[name][entry] = number
-    return states

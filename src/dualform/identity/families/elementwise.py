@@ -311,9 +311,11 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         state_settings: tuple[str, ...],
         overwrites_state: tuple[str, ...],
         decoupled: bool,
+        by_average: bool,
         together: ReadingTogether | None,
     ) -> None:
         super().__init__(optimizer, average)
+        self._by_average = by_average
         self.settings = settings
         self.state_settings = state_settings
         self.overwrites_state = overwrites_state
@@ -347,6 +349,10 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         """Say whether the step adds a part of the parameter to its gradient."""
         decoupled = self._decoupled or settings.get("decoupled_weight_decay", False)
         return bool(settings.get("weight_decay", 0.0)) and not decoupled
+
+    def takes_gradient_by_average(self, settings: Settings) -> bool:
+        """Say whether the optimizer takes its gradient by way of its average alone, and no decay goes through it."""
+        return self._by_average and not self.decays_gradient(settings)
 
     def read(self, taken: ReplayedStep) -> ElementwiseStep:
         """Return a step with its numbers as the step itself rounded them, to the parameter's dtype.
@@ -387,6 +393,7 @@ def reads(
     state_settings: tuple[str, ...] = (),
     overwrites_state: tuple[str, ...] = (),
     decoupled: bool = False,
+    by_average: bool = False,
     together: ReadingTogether | None = None,
 ) -> Callable[[Reading], Reading]:
     """Register a function that reads a step of an optimizer.
@@ -398,6 +405,7 @@ def reads(
         state_settings: settings that make it keep more state from its first step on.
         overwrites_state: state entries that a step overwrites and the function needs as they were before it.
         decoupled: whether its weight decay never goes through the gradient.
+        by_average: whether a step without decay takes its gradient by way of the average alone.
         together: reads the steps of several parameters at once, as the function reads each.
     """
 
@@ -410,6 +418,7 @@ def reads(
             state_settings=state_settings,
             overwrites_state=overwrites_state,
             decoupled=decoupled,
+            by_average=by_average,
             together=together,
         )
         register_optimizer(kind)
@@ -488,6 +497,7 @@ _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
     "decoupled_weight_decay",
     average="exp_avg",
     state_settings=("amsgrad",),
+    by_average=True,
     together=_adam_together,
 )
 def _read_adam(settings: Settings, before: State, after: State) -> ElementwiseStep:
@@ -500,6 +510,7 @@ def _read_adam(settings: Settings, before: State, after: State) -> ElementwiseSt
     average="exp_avg",
     state_settings=("amsgrad",),
     decoupled=True,
+    by_average=True,
     together=_adam_together,
 )
 def _read_adamw(settings: Settings, before: State, after: State) -> ElementwiseStep:
@@ -533,6 +544,7 @@ def _read_nadam(settings: Settings, before: State, after: State) -> ElementwiseS
     torch.optim.RAdam,
     "lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize",
     average="exp_avg",
+    by_average=True,
 )  # fmt: skip
 def _read_radam(settings: Settings, before: State, after: State) -> ElementwiseStep:
     beta1, beta2 = settings["betas"]
@@ -556,7 +568,7 @@ def _read_radam(settings: Settings, before: State, after: State) -> ElementwiseS
     )
 
 
-@reads(torch.optim.Adamax, "lr", "betas", "eps", "weight_decay", "maximize", average="exp_avg")
+@reads(torch.optim.Adamax, "lr", "betas", "eps", "weight_decay", "maximize", average="exp_avg", by_average=True)
 def _read_adamax(settings: Settings, before: State, after: State) -> ElementwiseStep:
     beta1, _ = settings["betas"]
     count = float(after["step"])

@@ -197,7 +197,8 @@ class ReplayedStep:
 
     Attributes:
         settings: the optimizer's settings in the step.
-        gradient: the gradient that the step took.
+        gradient: the gradient that the step took; an empty one of its dtype where the optimizer's kind
+            `takes_gradient_by_average`.
         before: the state before the step; of a live step, the entries that `OptimizerKind.overwrites_state` names.
         after: the state after the step.
         precision: the dtype in which the step's matrices are wanted.
@@ -330,6 +331,13 @@ class OptimizerKind(ABC, Generic[M]):
 
     def overwrites_gradient(self, settings: Settings) -> bool:
         """Say whether a step may write to the gradient that it takes."""
+        return False
+
+    def takes_gradient_by_average(self, settings: Settings) -> bool:
+        """Say whether a step uses its gradient for the average alone: then the average after it tells the whole step.
+
+        `StepMap.lerp` of such a step is never None, and `read` needs of the gradient no more than its dtype.
+        """
         return False
 
     @abstractmethod

@@ -270,7 +270,8 @@ class ParameterFold:
         Args:
             linear: the step's map.
             rows: the patterns whose gradients reached it.
-            gradient: the gradient that the optimizer took.
+            gradient: the gradient that the optimizer took; may be empty where its kind `takes_gradient_by_average`
+                and the whole has no average of its own.
             live_average: the optimizer's average after the step, where it keeps one.
         """
         whole = self._move_of_whole(linear, gradient, live_average)
@@ -285,6 +286,8 @@ class ParameterFold:
 
     def _move_of_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> Move[StepMap]:
         whole = self.whole
+        if whole.average is None and live_average is not None and linear.lerp is not None:
+            return Move(linear, [whole.weight], [_as(live_average, whole.weight)], [None], averages_moved=True)
         taken = _as(gradient, whole.weight)
         if whole.average is not None:
             return Move(linear, [whole.weight], [whole.average], [taken])
