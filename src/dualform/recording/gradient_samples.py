@@ -151,10 +151,14 @@ def take_sample(
 
 def sample_elements(gradient: Tensor, *, look: Look) -> GradientSample:
     """Take a sample of some elements of a gradient, without a look at any of them; `look` as `take_sample` has it."""
-    flat = gradient.detach().reshape(-1)
-    step = 1 if gradient.dim() == 1 else max(1, len(flat) // SAMPLE_ELEMENTS)
-    norm = norm_of(flat) if look == "now" else None
-    return GradientSample(flat[::step].clone(), False, norm, gradient.detach() if look == "at the step" else None)
+    gradient = gradient.detach() if gradient.requires_grad else gradient
+    size = gradient.numel()
+    step = 1 if gradient.dim() == 1 else max(1, size // SAMPLE_ELEMENTS)
+    flat = gradient if gradient.is_contiguous() else gradient.contiguous()
+    elements = flat.as_strided((-(-size // step),), (step,))
+    if look == "at the step":
+        return GradientSample(elements, False, None, gradient)
+    return GradientSample(elements.clone(), False, norm_of(gradient) if look == "now" else None)
 
 
 def _take_elsewhere(gradient: Tensor, columns: Tensor | None, look: Look) -> GradientSample:

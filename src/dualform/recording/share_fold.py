@@ -57,6 +57,8 @@ MAX_WAITING_BYTES = 256 << 20
 class _Captured:
     """What a step needs of a parameter as it was just before."""
 
+    kind: OptimizerKind[Any]
+    settings: Mapping[str, Any]  # decoded; one object for all parameters that have the same
     live: LiveParameter
     gradient: Tensor  # without elements where only its dtype is needed
     before: Mapping[str, Any]  # state entries that the step overwrites
@@ -212,6 +214,8 @@ class ShareFold:
         self._devices: dict[str, torch.device] = {}
         self._sums: dict[tuple[int, str], _KeySum] = {}
         self._lowest: dict[str, Tensor] = {}
+        self._negative: set[str] = set()  # layers that are known to have had a negative key: nothing is lower than that
+        self._lowest_under_way: tuple[list[str], NumbersUnderWay] | None = None
         self._captured: dict[str, _Captured] = {}
         self._after: _StatesAfter | None = None  # of a late step
         self._records: dict[int, CallRecord] = {}
@@ -314,18 +318,23 @@ class ShareFold:
             if call.number in self._records:
                 for place in range(len(self.groupings)):
                     self._codes_of(prepared.step, call, place)
+        kinds: dict[int, tuple[OptimizerKind[Any], Mapping[str, Any]]] = {}  # by the settings' id
         for fact in prepared.facts:
             if fact.updated and fact.parameter in self._shapes:
-                self._captured[fact.parameter] = self._capture(fact, prepared.live[fact.parameter], late=late)
+                if id(fact.settings) not in kinds:
+                    kind = require_optimizer_kind(fact.optimizer)
+                    kinds[id(fact.settings)] = kind, kind.decode(fact.settings)
+                live, of = prepared.live[fact.parameter], kinds[id(fact.settings)]
+                self._captured[fact.parameter] = self._capture(fact.parameter, *of, live, late=late)
 
     def stepped(self) -> None:
         """Keep the optimizer's state as a late step left it."""
         self._after = _StatesAfter({name: captured.live for name, captured in self._captured.items()})
 
-    def _capture(self, fact: ParameterFacts, live: LiveParameter, *, late: bool) -> _Captured:
-        kind = require_optimizer_kind(fact.optimizer)
-        settings, state = kind.decode(fact.settings), live.state
-        fold = self._fold(fact.parameter, kind)
+    def _capture(
+        self, name: str, kind: OptimizerKind[Any], settings: Mapping[str, Any], live: LiveParameter, *, late: bool
+    ) -> _Captured:
+        state, fold = live.state, self._fold(name, kind)
         if fold.start.warm is not None or kind.decays_gradient(settings):
             fold.keep_average(state.get(kind.average) if kind.average else None)
         gradient = live.parameter.grad
@@ -338,7 +347,7 @@ class ShareFold:
         elif late or kind.overwrites_gradient(settings) or self._several:
             gradient = gradient.clone()
         before = {name: state[name].clone() for name in kind.overwrites_state if name in state}
-        return _Captured(live, gradient, before)
+        return _Captured(kind, settings, live, gradient, before)
 
     def _fold(self, name: str, kind: OptimizerKind[Any]) -> ParameterFold:
         """Return the fold of a parameter, which begins with its first step."""
@@ -421,16 +430,24 @@ class ShareFold:
         """Yield each parameter's step with its linear map; maps of several parameters are read at once."""
         waiting: list[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep]] = []
         size = 0
-        for place, fact in enumerate(updated):
-            name, kind = fact.parameter, require_optimizer_kind(fact.optimizer)
+        for fact in updated:
+            name = fact.parameter
             captured, device = self._captured[name], self._devices[name]
-            before, state = (_moved(one, device) for one in (captured.before, after[name]))
-            gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
-            waiting.append((fact, kind, ReplayedStep(settings, gradient, before, state, self._dtypes[name])))
-            size += captured.live.parameter.nbytes
-            if size > MAX_READ_BYTES.get(device.type, 0) or place == len(updated) - 1:
+            before, state, gradient, parameter = (
+                captured.before,
+                after[name],
+                captured.gradient,
+                captured.live.parameter,
+            )
+            if parameter.device != device:
+                before, state, gradient = _moved(before, device), _moved(state, device), gradient.to(device)
+            taken = ReplayedStep(captured.settings, gradient, before, state, self._dtypes[name])
+            waiting.append((fact, captured.kind, taken))
+            size += parameter.nbytes
+            if size > MAX_READ_BYTES.get(device.type, 0):
                 yield from _read_together(waiting)
                 waiting, size = [], 0
+        yield from _read_together(waiting)
 
     def _spread(self, name: str, kind: OptimizerKind[Any]) -> Spread[Any] | None:
         """Return how far rounding of its gradients may have carried a bias so far; None for other parameters.
@@ -473,6 +490,7 @@ class ShareFold:
 
     def _rows(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> dict[str, list[UseRows]]:
         """Return the patterns of a step by parameter, and add their keys to the sums of keys."""
+        self._find_negative()
         factors = {fact.parameter: fact.factors for fact in facts.facts if fact.updated}
         found: dict[str, list[UseRows]] = {}
         for call, record in calls:
@@ -510,9 +528,20 @@ class ShareFold:
                 total.sums += found
             else:
                 total.sums.index_add_(0, groups.places(keys.device), found.double())
-        if not grouping:
+        if not grouping and name not in self._negative:
             lowest, earlier = keys.min(), self._lowest.get(name)
             self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
+
+    def _find_negative(self) -> None:
+        """Find the layers whose keys have been negative by the last step; on a GPU by the last but one."""
+        if self._lowest_under_way is not None:
+            names, numbers = self._lowest_under_way
+            lowest = numbers.read()
+            self._negative.update(name for name, one in zip(names, lowest, strict=True) if float(one) < 0)
+            self._lowest_under_way = None
+        names = [name for name in self._lowest if name not in self._negative]
+        if names and len({self._lowest[name].device for name in names}) == 1:
+            self._lowest_under_way = names, NumbersUnderWay([self._lowest[name].double() for name in names])
 
     # The result ---------------------------------------------------------------------------------------------------
 
@@ -659,9 +688,8 @@ def _read_together(
     steps: Sequence[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep]],
 ) -> Iterator[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep, Any]]:
     """Yield steps with their linear maps; steps of one optimizer are read together."""
-    kinds = {kind.name: kind for _, kind, _ in steps}
-    for name, kind in kinds.items():
-        mine = [one for one in steps if one[1].name == name]
+    for kind in {id(kind): kind for _, kind, _ in steps}.values():
+        mine = [one for one in steps if one[1] is kind]
         linears = kind.read_together([taken for _, _, taken in mine])
         for (fact, _, taken), linear in zip(mine, linears, strict=True):
             yield fact, kind, taken, linear

@@ -29,9 +29,10 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_live_fold_is_the_dense_one(name: str, warm: bool) -> None:
+def test_the_live_fold_is_the_dense_one(name: str, warm: bool, divides: bool) -> None:
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
     optimizer = OPTIMIZERS[name]([parameter])
@@ -50,6 +51,7 @@ def test_the_live_fold_is_the_dense_one(name: str, warm: bool) -> None:
         initial=lambda: initial,
         warm=None if average is None else average.clone(),
     )
+    fold.divides = divides
     start, dense = replay.share(), [Share(torch.zeros_like(initial)) for _ in range(4)]
     for step in range(9):
         count = 4

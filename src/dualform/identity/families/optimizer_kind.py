@@ -143,6 +143,8 @@ class Move(Generic[M]):
         averages: their averages, which are written to; anything where the step neither changes nor uses an average.
         gradients: the gradient of each share, None for zero.
         averages_moved: whether the averages are those after the step already, so that they stay as they are.
+        scale: what the shares are divided by, with the κ of this step and of earlier ones in it, so that no pass over
+            them multiplies by κ; None where they are the shares themselves. For steps that have a `lerp`.
     """
 
     linear: M
@@ -150,6 +152,7 @@ class Move(Generic[M]):
     averages: list[Tensor]
     gradients: Sequence[Tensor | None]
     averages_moved: bool = False
+    scale: float | None = None
 
 
 class Multiplier(ABC):

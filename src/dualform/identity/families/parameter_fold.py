@@ -25,6 +25,8 @@ from dualform.identity.parameter_maps import BiasMap, OuterMap, ParameterMap
 UseKey = tuple[int, int, int]
 """Names a use of a parameter in one grouping: the place of the grouping, of the layer, and of the layer's use."""
 STANDING = StepMatrix()
+MIN_SCALE = 2.0**-10
+"""What weights may be divided by at the least before they are multiplied out: far from where float32 overflows."""
 
 
 @dataclass(slots=True)
@@ -66,9 +68,12 @@ class ShareStack:
         self.seen: set[int] = set()
         self._behind: list[StepMatrix] = []  # the steps that each group has yet to follow
         self._is_behind = False  # whether any group has
+        self._unbound: tuple[list[Tensor], list[Tensor]] | None = None  # each group's weight and average
 
-    def see(self, groups: Iterable[int]) -> None:
+    def see(self, groups: Sequence[int]) -> None:
         """Note that groups have a pattern, and make room for them."""
+        if self.seen.issuperset(groups):
+            return
         self.seen.update(groups)
         more = max(self.seen, default=-1) + 1 - len(self.weight)
         if more > 0:
@@ -76,6 +81,7 @@ class ShareStack:
             self.weight = torch.cat([self.weight, room]) if len(self.weight) else room
             self.average = None if self.average is None else torch.cat([self.average, torch.zeros_like(room)])
             self._behind += [STANDING] * more
+            self._unbound = None
 
     def need_average(self) -> Tensor:
         """Return the averages, which are zero before any step moves them."""
@@ -93,6 +99,15 @@ class ShareStack:
     def parts_of(self, group: int) -> tuple[Tensor, Tensor | None]:
         """Return one group's share of the parameter and of the average, as views."""
         return self.weight[group], None if self.average is None else self.average[group]
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return weights and averages as one move takes them: on a GPU each group's, for kernels of many tensors."""
+        average = self.need_average()
+        if not self.weight.is_cuda:
+            return [self.weight], [average]
+        if self._unbound is None:
+            self._unbound = list(self.weight.unbind()), list(average.unbind())
+        return self._unbound
 
     def wait(self, group: int, steps: StepMatrix) -> None:
         """Put off steps that have no gradient for a group."""
@@ -197,10 +212,10 @@ class StartPart:
         """Whether a part of the optimizer's average is the start's."""
         return self.warm is not None or self.matrix.average[0] != 0.0 or self.moved is not None
 
-    def step(self, linear: StepMap, like: Tensor) -> None:
-        """Follow one step; `like` says where and in which dtype."""
+    def step(self, linear: StepMap, numbers: StepMatrix | None, like: Tensor) -> None:
+        """Follow one step, given as a map and, where it is made of numbers, as these; `like` has dtype and device."""
         if self.moved is None:
-            if (numbers := linear.matrix) is not None:
+            if numbers is not None:
                 self.matrix = numbers.after(self.matrix)
                 return
             if not linear.decay and not self.has_average:
@@ -230,6 +245,8 @@ class ParameterFold:
         whole: what all gradients together made of the parameter, and of the average where the start has a part of it.
         stacks: by use, what its patterns made in each group.
         noise: the size that the optimizer's own coarse rounding is expected to have by now.
+        divides: whether weights are kept divided by all κ so far, where a step allows it: on a GPU, whose time goes
+            into passes over memory. Reading a result multiplies them out, so that later steps round otherwise.
     """
 
     def __init__(
@@ -246,6 +263,8 @@ class ParameterFold:
         self.whole = GroupShare(torch.zeros(self.shape, dtype=dtype, device=device))
         self.stacks: dict[UseKey, ShareStack] = {}
         self.noise = 0.0
+        self.divides = device.type == "cuda"
+        self._scale = 1.0  # what the whole's weight and the stacks' weights are divided by
         self._waiting: list[_WaitingStep] = []
 
     @property
@@ -274,29 +293,46 @@ class ParameterFold:
                 and the whole has no average of its own.
             live_average: the optimizer's average after the step, where it keeps one.
         """
-        whole = self._move_of_whole(linear, gradient, live_average)
-        self.start.step(linear, self.whole.weight)
-        self.noise = ((linear.kappa * self.noise) ** 2 + linear.noise**2) ** 0.5
         numbers = linear.matrix
+        scale = None
+        if self.divides and numbers is None and linear.lerp is not None and self._scale > MIN_SCALE:
+            scale = self._scale = self._scale * linear.kappa
+        else:
+            self._settle_scale()
+        whole = self._move_of_whole(linear, gradient, live_average, scale)
+        self.start.step(linear, numbers, self.whole.weight)
+        if self.noise or linear.noise:
+            self.noise = ((linear.kappa * self.noise) ** 2 + linear.noise**2) ** 0.5
         if numbers is not None:
             self._waiting.append(_WaitingStep(numbers, rows))
             return [whole]
         self.fold_waiting()
-        return [whole, *self._moves_of_shares(linear, rows)]
+        return [whole, *self._moves_of_shares(linear, rows, scale)]
 
-    def _move_of_whole(self, linear: StepMap, gradient: Tensor, live_average: Tensor | None) -> Move[StepMap]:
+    def _settle_scale(self) -> None:
+        """Multiply the weights by what they are divided by."""
+        scale, self._scale = self._scale, 1.0
+        if scale != 1.0:
+            for weight in (self.whole.weight, *(stack.weight for stack in self.stacks.values())):
+                weight.mul_(scale)
+
+    def _move_of_whole(
+        self, linear: StepMap, gradient: Tensor, live_average: Tensor | None, scale: float | None
+    ) -> Move[StepMap]:
         whole = self.whole
         if whole.average is None and live_average is not None and linear.lerp is not None:
-            return Move(linear, [whole.weight], [_as(live_average, whole.weight)], [None], averages_moved=True)
+            average = _as(live_average, whole.weight)
+            return Move(linear, [whole.weight], [average], [None], averages_moved=True, scale=scale)
         taken = _as(gradient, whole.weight)
         if whole.average is not None:
-            return Move(linear, [whole.weight], [whole.average], [taken])
+            return Move(linear, [whole.weight], [whole.average], [taken], scale=scale)
+        assert scale is None, "the average of a step that takes its gradient by it is at hand"
         # Without an average of the optimizer's, the step's map uses none.
         average = whole.weight if live_average is None else _as(live_average, whole.weight)
         return Move(linear, [whole.weight], [average], [taken], averages_moved=True)
 
-    def _moves_of_shares(self, linear: StepMap, rows: Sequence[UseRows]) -> list[Move[StepMap]]:
-        """Return the moves of every share in a step whose map is made of matrices."""
+    def _moves_of_shares(self, linear: StepMap, rows: Sequence[UseRows], scale: float | None) -> list[Move[StepMap]]:
+        """Return the moves of every share in a step whose map is made of matrices; `scale` as in `Move`."""
         by_use: dict[UseKey, list[UseRows]] = {}
         for one in rows:
             by_use.setdefault(one.use, []).append(one)
@@ -308,7 +344,9 @@ class ParameterFold:
             mine = by_use.get(use, ())
             if lerp is not None and average is not None:
                 _take_up(average, mine, keep=lerp[0], take=lerp[1])
-                moves.append(Move(linear, [stack.weight], [average], [None], averages_moved=True))
+                weights, averages = stack.tensors()
+                nothing = [None] * len(weights)
+                moves.append(Move(linear, weights, averages, nothing, averages_moved=True, scale=scale))
             else:
                 gradient = torch.zeros_like(stack.weight) if mine else None
                 if gradient is not None:
@@ -327,6 +365,7 @@ class ParameterFold:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
+        self._settle_scale()
         carried: list[tuple[float, float]] = []  # what W and m have of the gradient of each step by now
         later = STANDING
         for one in reversed(waiting):
@@ -388,6 +427,7 @@ class ParameterFold:
     def parts(self) -> Iterable[tuple[UseKey, int, GroupShare]]:
         """Yield every share with its use and group, moved up to the last step."""
         self.fold_waiting()
+        self._settle_scale()
         for use, stack in self.stacks.items():
             stack.catch_up_all()
             for group in sorted(stack.seen):
@@ -395,6 +435,7 @@ class ParameterFold:
 
     def rest(self, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what is left of the start, what is unexplained, and rounding, given the live parameter; float64."""
+        self._settle_scale()
         start = self.start.parts()[0]
         whole = self.whole.weight.double()
         explained = torch.zeros_like(whole)
