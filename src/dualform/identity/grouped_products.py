@@ -4,11 +4,13 @@ Rows of one group lie together (`RowGroups` sorts them once for a call), so that
 slice. Products are computed in the dtype of the rows and summed in at least float32.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from dualform.identity.parameter_maps import BiasMap, OuterMap, ParameterMap, Ro
 
 MAX_PADDING = 1.25
 """Largest group over mean group, above which groups on a GPU are multiplied one by one and not as a padded batch."""
+MIN_RUN = 16
+"""Neighbouring rows of one group from which they are summed as they lie, and not by a product with a matrix."""
 MAX_BATCHED_PRODUCTS = 1 << 22
 """Multiplications of one group up to which a CPU multiplies groups of one size as a batch: a call takes longer."""
 
@@ -28,22 +32,30 @@ class RowGroups:
         present: the groups that there are, ascending.
         sizes: how many patterns each of them has.
         order: (T,) the pattern at each place once they are sorted by group, on the CPU; None where they lie so already.
+        run: how many neighbouring patterns are in one group, everywhere: the tokens of a sequence, for example.
     """
 
     present: tuple[int, ...]
     sizes: tuple[int, ...]
     order: Tensor | None = None
+    run: int = 1
     _there: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_codes(cls, codes: Tensor) -> "RowGroups":
         """Return the groups of patterns whose groups are given, (T,) int64 on the CPU."""
-        if not len(codes):
+        numbers = codes.numpy()  # whose functions wake no other thread
+        if not len(numbers):
             return cls((), ())
-        present, counts = codes.unique(return_counts=True)
-        sizes = tuple(counts.tolist())
-        ordered = len(present) == 1 or bool((codes[1:] >= codes[:-1]).all())
-        return cls(tuple(present.tolist()), sizes, None if ordered else codes.argsort(stable=True))
+        counts = np.bincount(numbers)
+        present = np.flatnonzero(counts)
+        sizes = tuple(counts[present].tolist())
+        changes = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+        run = math.gcd(len(numbers), *np.unique(np.diff(changes, prepend=0)).tolist())
+        ordered = len(changes) == len(present) - 1 and bool((np.diff(numbers[changes], prepend=numbers[0]) >= 0).all())
+        narrow = numbers.astype(np.int16) if len(counts) < 1 << 15 else numbers  # sorted in linear time
+        order = None if ordered else torch.from_numpy(narrow.argsort(kind="stable"))
+        return cls(tuple(present.tolist()), sizes, order, run)
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
@@ -60,25 +72,30 @@ class RowGroups:
 
     def members(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the matrix (n, T) that sums sorted rows by group."""
-        return self._kept("members", device, dtype, lambda: torch.arange(len(self.sizes))[:, None] == self._of_rows)
+        return self._kept("members", device, dtype, lambda: _one_hot(len(self.sizes), self.of_rows(device)))
 
     def members_as_they_lie(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the matrix (n, T) that sums rows by group which are not sorted."""
-        if self.order is None:
-            return self.members(device, dtype)
-        return self._kept(
-            "as they lie", device, dtype, lambda: torch.arange(len(self.sizes))[:, None] == self._places_as_they_lie
-        )
+        return self.members(device, dtype) if self.order is None else self.members_of(None, device, dtype)
 
-    def members_of(self, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the matrix (count, T) that sums unsorted rows by group, with a row also for each absent group."""
-        if count == len(self.present):
-            return self.members_as_they_lie(device, dtype)
+    def members_of(self, count: int | None, device: torch.device, dtype: torch.dtype, *, run: int = 1) -> Tensor:
+        """Return the matrix that sums unsorted rows, or sums over their runs, by group.
+
+        Args:
+            count: of how many groups, absent ones too, (count, T / run); None for those present, (n, T / run).
+            device: where it is wanted.
+            dtype: what it is wanted in.
+            run: how many neighbouring rows are summed already; divides the attribute of that name.
+        """
 
         def make() -> Tensor:
-            return torch.arange(count)[:, None] == torch.tensor(self.present)[self._places_as_they_lie]
+            places = self._places_as_they_lie[::run]
+            if count is not None:
+                places = torch.tensor(self.present)[places]
+            there = self._kept(f"places of {count}, {run}", device, torch.int64, lambda: places)
+            return _one_hot(len(self.present) if count is None else count, there)
 
-        return self._kept(f"of {count}", device, dtype, make)
+        return self._kept(f"members of {count}, {run}", device, dtype, make)
 
     def sort_padded(self, rows: Tensor, *, zeros: bool) -> Tensor:
         """Return rows, (T, d), by group, (n, largest, d): groups that are smaller are filled up, with zeros if asked.
@@ -114,20 +131,41 @@ class RowGroups:
         """Return for each sorted row the place of its group among those that are present, (T,)."""
         return self._kept("of rows", device, torch.int64, lambda: self._of_rows)
 
+    def places_of_rows(self, device: torch.device) -> Tensor:
+        """Return for each row, as the rows lie, its place once they are sorted, (T,)."""
+
+        def make() -> Tensor:
+            everything = torch.arange(sum(self.sizes))
+            return (
+                everything
+                if self.order is None
+                else torch.empty_like(everything).index_copy_(0, self.order, everything)
+            )
+
+        return self._kept("places of rows", device, torch.int64, make)
+
     def places(self, device: torch.device) -> Tensor:
         """Return the groups that are present, (n,)."""
         return self._kept("places", device, torch.int64, lambda: torch.tensor(self.present))
 
     @cached_property
     def _of_rows(self) -> Tensor:
-        return torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        return torch.from_numpy(np.repeat(np.arange(len(self.sizes)), self.sizes))
 
     def _kept(self, what: str, device: torch.device, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
         """Return a tensor on a device, made once: all layers of a step have the same groups."""
         at = (what, device, dtype)
         if at not in self._there:
-            self._there[at] = make().to(device=device, dtype=dtype, non_blocking=True)
+            made = make()
+            if device.type == "cuda" and made.device.type == "cpu":
+                made = made.pin_memory()  # from other memory a copy would wait for the device
+            self._there[at] = made.to(device=device, dtype=dtype, non_blocking=True)
         return self._there[at]
+
+
+def _one_hot(count: int, places: Tensor) -> Tensor:
+    """Return the matrix (count, T) that is true where a row's place is the matrix row's number."""
+    return torch.arange(count, device=places.device)[:, None] == places
 
 
 def sum_by_group(rows: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
@@ -141,6 +179,9 @@ def sum_unsorted_by_group(rows: Tensor, groups: RowGroups, dtype: torch.dtype) -
     """Return the sum of each group's rows, (n, d), in a dtype, where the rows lie as the call has them."""
     if len(groups.present) == 1:
         return sum_by_group(rows, groups, dtype)
+    if groups.run >= MIN_RUN:
+        summed = rows.view(-1, groups.run, rows.shape[1]).sum(dim=1, dtype=dtype)
+        return groups.members_of(None, rows.device, dtype, run=groups.run) @ summed
     return _product(groups.members_as_they_lie(rows.device, rows.dtype), rows, dtype)
 
 
@@ -210,7 +251,10 @@ def add_by_group(
         _add_outer(total.view(len(total), total.shape[1], -1), values, keys, groups, keep=keep, take=take)
     elif kind in (BiasMap, ScaleMap) and there:
         rows = values if kind is BiasMap else values.to(total.dtype) * keys
-        members = groups.members_of(len(total), rows.device, rows.dtype)
+        if groups.run >= MIN_RUN:
+            rows = rows.view(-1, groups.run, rows.shape[1]).sum(dim=1, dtype=total.dtype)
+        run = groups.run if groups.run >= MIN_RUN else 1
+        members = groups.members_of(total.shape[0], rows.device, rows.dtype, run=run)
         _add_product(total.view(len(total), -1), members, rows, keep=keep, take=take)
     else:
         shape = total.shape[1:]

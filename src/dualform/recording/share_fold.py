@@ -24,7 +24,7 @@ from dualform.identity.families.optimizer_kind import (
     follow_together,
     require_optimizer_kind,
 )
-from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, UseRows, bias_rounding
+from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, RowScratch, UseRows, bias_rounding
 from dualform.identity.grouped_products import RowGroups, sum_unsorted_by_group
 from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
@@ -226,6 +226,7 @@ class ShareFold:
             for column in grouping.columns
         )
         self._waiting_bytes = 0
+        self._scratch = RowScratch()
         self._batch_last = False
         self._several = False
         self._warm: Mapping[str, Mapping[str, Tensor]] = {}
@@ -363,6 +364,7 @@ class ShareFold:
             device=self._devices[name],
             initial=lambda: self._initial(name),
             warm=warm,
+            scratch=self._scratch,
         )
 
     def _codes_of(self, step: int, call: StepCall, grouping: int) -> tuple[Tensor, RowGroups]:

@@ -183,6 +183,36 @@ def bias_rounding(rows: Iterable[UseRows], shape: Sequence[int], dtype: torch.dt
     return total
 
 
+class RowScratch:
+    """Memory that rows of several calls are sorted into. Folds use it again: new memory costs more than copying."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def sorted(self, what: str, parts: Sequence[Tensor], groups: RowGroups, dtype: torch.dtype) -> Tensor:
+        """Return the rows of several tensors (t, d) sorted by group, (T, d); valid until the same is asked for again.
+
+        Args:
+            what: names the memory.
+            parts: the rows.
+            groups: the groups of all rows, one tensor's after the other's.
+            dtype: what the rows are wanted in, unless they are whole numbers.
+        """
+        if len(parts) == 1 and groups.order is None:
+            return parts[0].to(dtype) if parts[0].is_floating_point() else parts[0]
+        first = parts[0]
+        dtype = dtype if first.is_floating_point() else first.dtype
+        size, width = sum(part.shape[0] for part in parts), first.shape[1]
+        at = (what, dtype, first.device)
+        if at not in self._memory or self._memory[at].numel() < size * width:
+            self._memory[at] = torch.empty(size * width, dtype=dtype, device=first.device)
+        found = self._memory[at][: size * width].view(size, width)
+        places = groups.places_of_rows(first.device).split([part.shape[0] for part in parts])
+        for place, part in zip(places, parts, strict=True):
+            found.index_copy_(0, place, part.to(dtype))
+        return found
+
+
 @dataclass(slots=True)
 class _WaitingStep:
     """A step of numbers that waits to be folded, with its patterns."""
@@ -257,7 +287,19 @@ class ParameterFold:
         device: torch.device,
         initial: Callable[[], Tensor],
         warm: Tensor | None,
+        scratch: "RowScratch | None" = None,
     ) -> None:
+        """Begin with nothing but the start.
+
+        Args:
+            shape: the parameter's.
+            dtype: what shares are folded in.
+            device: where they are folded.
+            initial: reads the parameter as it was at the start, on the CPU.
+            warm: the optimizer's average at the start, on the CPU; None where there was none.
+            scratch: memory to sort rows in, which folds that are used one after the other may share.
+        """
+        self._scratch = RowScratch() if scratch is None else scratch
         self.shape = tuple(shape)
         self.start = StartPart(initial, warm)
         self.whole = GroupShare(torch.zeros(self.shape, dtype=dtype, device=device))
@@ -400,29 +442,56 @@ class ParameterFold:
             behind: what these steps do to a share.
             moves_average: whether the average takes anything of the gradients.
         """
-        dtype = self.whole.weight.dtype
-        codes = torch.cat([rows.codes for rows, _ in parts])
-        groups = RowGroups.of_codes(codes)
-        values, keys = (groups.sort(_joined([getattr(rows, what) for rows, _ in parts])) for what in ("values", "keys"))
-        factors = torch.cat(
-            [
-                torch.tensor([[rows.factor * number for number in of]], dtype=dtype).expand(len(rows.codes), 2)
-                for rows, of in parts
-            ]
-        )  # (T, 2)
-        factors = groups.sort(factors.to(values.device))
-        values = values.to(dtype)
-        if keys.is_floating_point():
-            keys = keys.to(dtype)
-        scaled = [values * factors[:, place, None] for place in range(2 if moves_average else 1)]
+        dtype, count = self.whole.weight.dtype, 2 if moves_average else 1
+        groups = RowGroups.of_codes(torch.cat([rows.codes for rows, _ in parts]))
+        numbers = torch.tensor([[rows.factor * number for number in of[:count]] for rows, of in parts], dtype=dtype)
+        lengths = torch.tensor([rows.codes.shape[0] for rows, _ in parts])
         parameter_map, stack = parts[0][0].parameter_map, self.stack(use)
         stack.see(groups.present)
         if moves_average or behind.average[0]:
             stack.need_average()
-        for group, part in zip(groups.present, groups.slices, strict=True):
+        for group in groups.present:
             stack.catch_up(group)
-            mine = [rows[part] for rows in scaled]
-            _multiply_and_add(*stack.parts_of(group), behind, mine, keys[part], parameter_map, self.shape)
+        device = parts[0][0].values.device
+        if type(parameter_map) is BiasMap and device == self.whole.weight.device:
+            self._fold_bias(stack, [rows.values for rows, _ in parts], groups, numbers, lengths, behind)
+            return
+        values = self._scratch.sorted("values", [rows.values for rows, _ in parts], groups, dtype)
+        keys = self._scratch.sorted("keys", [rows.keys for rows, _ in parts], groups, dtype)
+        factors = groups.sort(numbers.repeat_interleave(lengths, dim=0).to(device))  # (T, 2)
+        for group, part in zip(groups.present, groups.slices, strict=True):
+            scaled = [values[part] * factors[part, place, None] for place in range(count)]
+            _multiply_and_add(*stack.parts_of(group), behind, scaled, keys[part], parameter_map, self.shape)
+
+    def _fold_bias(
+        self,
+        stack: ShareStack,
+        values: Sequence[Tensor],
+        groups: RowGroups,
+        numbers: Tensor,
+        lengths: Tensor,
+        behind: StepMatrix,
+    ) -> None:
+        """Add the patterns of a bias in several steps to its shares: by one product for each step.
+
+        Args:
+            stack: the shares.
+            values: (t, d_out) of each step.
+            groups: the groups of all rows, one step's after the other's.
+            numbers: (steps, 1 or 2) what weight and average have by now of the gradient of each step.
+            lengths: (steps,) how many rows each step has.
+            behind: what these steps do to a share.
+        """
+        like = stack.weight
+        members = groups.members_as_they_lie(values[0].device, like.dtype).split(lengths.tolist(), dim=1)
+        sums = torch.stack([mine @ rows.to(like.dtype) for mine, rows in zip(members, values, strict=True)])
+        found = torch.einsum("sk,sgd->kgd", numbers.to(sums.device), sums)
+        for place, group in enumerate(groups.present):
+            weight, average = stack.parts_of(group)
+            _multiply(weight, average, behind)
+            for tensor, more in zip((weight, average), found[:, place], strict=False):
+                assert tensor is not None, "the average has its place before anything is added to it"
+                tensor.add_(more.view(tensor.shape))
 
     def parts(self) -> Iterable[tuple[UseKey, int, GroupShare]]:
         """Yield every share with its use and group, moved up to the last step."""
@@ -448,10 +517,6 @@ class ParameterFold:
 def _as(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor in the dtype and on the device of another; itself where it is so, faster than `Tensor.to`."""
     return tensor if tensor.dtype == like.dtype and tensor.device == like.device else tensor.to(like)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _take_up(total: Tensor, rows: Sequence[UseRows], *, keep: float, take: float) -> None:
