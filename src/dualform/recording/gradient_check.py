@@ -9,7 +9,7 @@ it is found only where ‖G‖ does not explain a difference already.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.gradient_history import NOT_FINITE, Factors
-from dualform.recording.gradient_samples import GradientSample, Look, SamplePlan, plan_sample, take_sample
+from dualform.recording.gradient_samples import (
+    GradientSample,
+    Look,
+    SamplePlan,
+    plan_sample,
+    sample_elements,
+    take_sample,
+)
 from dualform.recording.hooks import Arrival
 from dualform.recording.probes import (
     COARSE_ROUNDING,
@@ -113,7 +120,14 @@ class Resolution(NamedTuple):
 class GradientCheck:
     """Compares gradients with what recorded patterns predict, through a few fixed random columns per parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_elements: Collection[str] = ()) -> None:
+        """Compare the gradients of one recording.
+
+        Args:
+            by_elements: names of dense gradients whose patterns need not explain them, so that some of their elements
+                show enough on a GPU too.
+        """
+        self._by_elements = by_elements
         self._columns: dict[str, Tensor] = {}
         self._sparse: set[str] = set()  # parameters whose gradients are mostly zero
         self._plans: dict[str, SamplePlan | None] = {}
@@ -132,6 +146,8 @@ class GradientCheck:
                 if not plan.least or elements.numpy().nonzero()[0].size >= plan.least:
                     return GradientSample(elements)
         if not is_at_hand(parameter):
+            if name in self._by_elements:
+                return sample_elements(parameter.grad, look=look)
             return take_sample(parameter.grad, self.columns(name, parameter), look=look)
         if projected is None and name in self._sparse:
             projected = True

@@ -308,13 +308,20 @@ class Hooks:
             return
         inputs = inputs_of()
         raw = False
+        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
         if isinstance(inputs, Tensor):
             _check_dense(layer.name, inputs)
             raw = not inputs.requires_grad and layer.composite is None
             inputs = inputs.detach()
-            if not kept or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type)):
+            if not kept:
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
+            elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type):
+                # Autograd keeps what autocast made of the input: the input itself only where it has that dtype.
+                wanted = outputs[0].dtype if inputs.is_floating_point() else inputs.dtype
+                if inputs.dtype != wanted:
+                    inputs = inputs.to(wanted)
+                elif coarse is None:
+                    inputs = inputs.clone()
         if coarse is not None and not isinstance(inputs, Tensor):
             listener.coarse_seen(layer.name)
             return
