@@ -18,6 +18,7 @@ from dualform.engine.racing import RacingBest
 from dualform.engine.reading import PatternRange, kept_by_part
 from dualform.engine.reducers import Best
 from dualform.engine.source import PatternPart, PatternSource
+from dualform.engine.sweep import ForwardSweep
 from dualform.errors import ReplayError
 from dualform.recording.estimate import size_text
 from dualform.recording.watch import What
@@ -25,8 +26,8 @@ from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.joined_best import JoinedBest
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
 
-SWEPT_BYTES = 2 << 30
-"""Size of a layer's patterns up to which they are held for a question that goes backwards in time."""
+SWEPT_BYTES = 4 << 30
+"""Size of the parts of all steps' maps that may be kept between the two replays of contributions of single patterns."""
 
 
 class ReplayExecutor:
@@ -73,29 +74,11 @@ class ReplayExecutor:
         backward = [job for job in going_by if isinstance(job, Sweep)]
         found = iter(self._stored.run(source, at_hand) if at_hand else [])
         passed = iter(_run_forward(source, forward) if forward else [])
-        swept = iter(self._run_backward(source, backward) if backward else [])
+        swept = iter(_run_backward(source, backward) if backward else [])
         return [
             next(found if layers <= source.held else swept if isinstance(job, Sweep) else passed)
             for job, layers in zip(jobs, needed, strict=True)
         ]
-
-    def _run_backward(self, source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
-        """Run sweeps over patterns that are held for them, one layer after the other."""
-        results = []
-        for job in jobs:
-            layers = _unstored_layers(source, job)
-            size = sum(map(source.pattern_bytes, layers))
-            if size > SWEPT_BYTES:
-                raise ReplayError(
-                    f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
-                    f"optimizer without coefficients. A replay only goes forwards, and the layer's patterns take "
-                    f"{size_text(size)}, more than the {size_text(SWEPT_BYTES)} that are held for it. Store them: "
-                    "dualform.replay(train, path, keep=Patterns(layers=[...]))."
-                )
-            source.hold(layers)
-            results += self._stored.run(source, [job])
-        source.release()
-        return results
 
 
 def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
@@ -107,6 +90,46 @@ def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
     mine = {name for name, entry in source.layers.items() if names & set(entry.parameters.values())}
     mine |= set() if isinstance(job, Fold) else {job.layer}
     return frozenset(name for name in mine if not source.is_stored(name) and source.count(name))
+
+
+def _run_backward(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
+    """Run sweeps of all layers by two replays for each set of them whose parts of the steps' maps may be kept."""
+    results: list[Any] = []
+    together: list[ForwardSweep] = []
+    sweeps = [ForwardSweep(source, job) for job in jobs]
+    for job, sweep in zip(jobs, sweeps, strict=True):
+        if sweep.kept_bytes > SWEPT_BYTES:
+            raise ReplayError(
+                f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
+                f"optimizer without coefficients. Its {source.steps} steps' maps take {size_text(sweep.kept_bytes)} in "
+                f"the output units that are asked about, more than the {size_text(SWEPT_BYTES)} that are kept for it. "
+                "Ask about fewer units or queries at once, or store the layer's patterns: "
+                "dualform.replay(train, path, keep=Patterns(layers=[...]))."
+            )
+    for place, sweep in enumerate(sweeps):
+        together.append(sweep)
+        follows = sweeps[place + 1].kept_bytes if place + 1 < len(sweeps) else SWEPT_BYTES + 1
+        if sum(one.kept_bytes for one in together) + follows > SWEPT_BYTES:
+            results += _sweep_forward(source, jobs[len(results) : place + 1], together)
+            together = []
+    return results
+
+
+def _sweep_forward(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]], sweeps: Sequence[ForwardSweep]) -> list[Any]:
+    """Run sweeps by two replays."""
+    folds = [sweep.folds() for sweep in sweeps]
+    kept = iter(_run_forward(source, [fold for some in folds for fold in some]))
+    for sweep, some in zip(sweeps, folds, strict=True):
+        sweep.begin([next(kept) for _ in some])
+    layers: dict[str, What] = {job.layer: "keys+values" for job in jobs if not source.is_stored(job.layer)}
+
+    def take(part: ReplayedPart, window: range) -> None:
+        for step in window:
+            for sweep in sweeps:
+                sweep.take(step)
+
+    source.replay(layers, take, steps=min(source.steps, max(job.view.horizon for job in jobs)))
+    return [sweep.result() for sweep in sweeps]
 
 
 def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:

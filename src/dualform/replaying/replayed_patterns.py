@@ -352,7 +352,7 @@ class _Windows:
     def __init__(
         self,
         source: ReplayedPatterns,
-        layers: Collection[str],
+        layers: Mapping[str, What],
         take: Callable[[ReplayedPart, range], None],
         *,
         hold: bool,
@@ -360,6 +360,7 @@ class _Windows:
         self._source = source
         self._take = take
         self._hold = hold
+        self._needed = layers
         self._parts = iter(source.parts())
         self._part: ReplayedPart | None = None
         self._first = 0  # the first step of the window
@@ -368,6 +369,7 @@ class _Windows:
         self._layers = {layer: (source.row_dtype(layer, "keys"), source.row_dtype(layer, "values")) for layer in layers}
         self._calls: dict[str, list[ReplayedCall]] = {layer: [] for layer in layers}
         self._before: dict[str, int] = {}  # patterns of the part that earlier windows had
+        self._buffers: dict[tuple[str, str], Tensor] = {}  # memory of the last window, by layer and rows
 
     def add(self, step: int, calls: Sequence[ReplayedCall]) -> None:
         """Take the patterns of a step."""
@@ -390,9 +392,10 @@ class _Windows:
         for layer, (keys, values) in self._layers.items():
             calls = self._calls[layer]
             if calls:
-                every = _joined([call.keys for call in calls], keys)
+                every = self._joined(layer, "keys", [call.keys for call in calls], keys)
                 errors = [call.values for call in calls if call.values is not None]
-                part.windows[layer] = (self._before[layer], every, _joined(errors, values) if errors else None)
+                brought = self._joined(layer, "values", errors, values) if errors else None
+                part.windows[layer] = (self._before[layer], every, brought)
                 self._before[layer] += len(every)
             self._calls[layer] = []
         self._first, self._bytes = self._next, 0
@@ -400,10 +403,20 @@ class _Windows:
         if not self._hold:
             part.windows = {}
 
+    def _joined(self, layer: str, what: str, rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the rows of several calls, one behind the other, as they would be stored.
 
-def _joined(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the rows of several calls, one behind the other, as they would be stored."""
-    return (rows[0] if len(rows) == 1 else torch.cat(list(rows))).to(dtype)
+        Keys alone, which only passes ask for, are put where those of the last window were in the CPU's memory, unless
+        these are held: memory that is new to a process costs more than copying into it.
+        """
+        lasting = self._hold or self._needed[layer] != "keys"
+        if len(rows) == 1 or lasting or not all(one.is_cpu and one.dtype is dtype for one in rows):
+            return (rows[0] if len(rows) == 1 else torch.cat(list(rows))).to(dtype)
+        count, width = sum(map(len, rows)), rows[0].shape[1]
+        buffer = self._buffers.get((layer, what))
+        if buffer is None or len(buffer) < count:
+            buffer = self._buffers[layer, what] = torch.empty(count, width, dtype=dtype, device="cpu")
+        return torch.cat(list(rows), out=buffer[:count])
 
 
 def run_again(train: Train, sink: Sink) -> Any:
