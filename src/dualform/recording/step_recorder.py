@@ -29,7 +29,7 @@ from dualform.recording.late_steps import LateStep
 from dualform.recording.made_steps import MadeSteps
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
-from dualform.recording.proven_steps import KnownFactors, ProvenAccumulations, ProvenChanges, ProvenPreparation
+from dualform.recording.proven_steps import KnownSteps, ProvenAccumulations, ProvenChanges, ProvenPreparation
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
@@ -73,7 +73,7 @@ class StepRecorder:
         strict: bool,
         on_failure: OnFailure,
         check: CheckOrNone,
-        known: KnownFactors | None = None,
+        known: KnownSteps | None = None,
         needed: Mapping[str, What] | None = None,
     ) -> None:
         """Prepare a recording; nothing is attached before `start`.
@@ -88,8 +88,8 @@ class StepRecorder:
             strict: whether to raise, instead of warning, where parameters join an optimizer that are not recorded.
             on_failure: whether to raise failures, or to stop recording and let training go on.
             check: which steps are checked in full.
-            known: of a training whose every step the sink proves to be one of an earlier recording, the factors that
-                this one found; nothing is checked again then.
+            known: of a training whose every step the sink proves to be one of an earlier recording, what this one
+                found of the steps; nothing is checked again then.
             needed: the layers whose rows the sink needs, and which; None for all.
         """
         self.state: Literal["new", "recording", "closed", "forked"] = "new"

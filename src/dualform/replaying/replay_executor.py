@@ -24,6 +24,7 @@ from dualform.recording.estimate import size_text
 from dualform.recording.watch import What
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.joined_best import JoinedBest
+from dualform.replaying.replay_sink import UnsureRowsError
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
 
 SWEPT_BYTES = 4 << 30
@@ -47,7 +48,12 @@ class ReplayExecutor:
         cache = source.answers
         names = [None if _unstored_layers(source, job) <= source.held else name_job(job) for job in jobs]
         kept = {name: found for name in names if name is not None and (found := cache.find(("replayed", name)))}
-        results = iter(self._run(source, [job for job, name in zip(jobs, names, strict=True) if name not in kept]))
+        needed = [job for job, name in zip(jobs, names, strict=True) if name not in kept]
+        try:
+            results = iter(self._run(source, needed))
+        except UnsureRowsError:
+            source.tries_rows = True
+            results = iter(self._run(source, needed))
         answers = []
         for job, name in zip(jobs, names, strict=True):
             if name in kept:
