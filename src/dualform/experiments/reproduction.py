@@ -209,12 +209,13 @@ def _language_job(name: plans.LanguageStudyName, options: ReproductionOptions) -
         updates=options.updates,
         units=options.units,
     )
+    valid = language.load_validation(data or plans.TEXTS[name], corpus)
     parts = [name, corpus.name if name == "text" else "", "" if plan.model == "lstm" else plan.model]
     title = "-".join([part for part in parts if part] + (["paper"] if plan.paper else []))
     return StudyJob(
         name=title,
         run=lambda folder, seed, keep: language.reproduce_language(
-            plan, corpus, folder, seed=seed, device=options.device, keep=keep
+            plan, corpus, folder, seed=seed, device=options.device, keep=keep, valid=valid
         ),
         summarise=summarise_language,
         section=lambda findings: language_section(title, findings, command=options.command(name)),

@@ -34,7 +34,7 @@ from dualform.recording.proven_steps import KnownSteps, ProvenAccumulations, Pro
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import LateSink, LateWatchingSink, ParameterFacts, Sink, Start, StepFacts
+from dualform.recording.sinks import LateSink, LateWatchingSink, ParameterFacts, SelectiveSink, Sink, Start, StepFacts
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
 from dualform.recording.unclaimed_parameters import UnclaimedParameters
@@ -57,6 +57,11 @@ CAPTURED = (
 def is_capturing() -> bool:
     """Say whether what is computed now on the current GPU is captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
+
+
+def _wants_values(sink: SelectiveSink, schedule: CheckSchedule, layer: str) -> bool:
+    """Say whether the values of a layer are wanted now: for a check of the step to come, or by the sink."""
+    return schedule.next_is_full or sink.wants_values(layer)
 
 
 class StepRecorder:
@@ -140,6 +145,8 @@ class StepRecorder:
             on_failure=on_failure,
         )
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed)
+        if isinstance(sink, SelectiveSink):
+            self._hooks.wants_values = partial(_wants_values, sink, schedule)
         self._handles: list[HookHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)

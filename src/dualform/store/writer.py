@@ -207,6 +207,10 @@ class DiskWriter:
         """Raise `AnnotationError` where a column has changed its type."""
         check_columns(self._columns, binding)
 
+    def wants_values(self, layer: str) -> bool:
+        """Say whether the values of a layer are stored, or looked at before they are."""
+        return self._accumulated.stores(layer)
+
     def call(self, record: CallRecord) -> None:
         """Keep a call's patterns until their step, or until they are discarded."""
         self._accumulated.add(record)
