@@ -12,7 +12,7 @@ import torch
 
 from dualform.identity.parameter_maps import PARAMETER_MAPS
 from dualform.printable import cut
-from dualform.recording.annotations import RESERVED
+from dualform.recording.annotations import RANK, RESERVED
 from dualform.store.blobs import FileEntry
 from dualform.store.format import (
     FINAL,
@@ -62,6 +62,7 @@ def problems(manifest: "Manifest") -> Iterator[str]:
             yield f"parameter {name!r} is listed as covered and as uncovered"
     yield from _shares_problems(manifest)
     yield from _shards_problems(manifest)
+    yield from _processes_problems(manifest)
     for name, layer in manifest.layers.items():
         if layer.store == "steps" and manifest.training is None:
             yield f"the patterns of layer {name!r} come with a replay, but 'training' says nothing of one"
@@ -101,6 +102,10 @@ def _file_problems(manifest: "Manifest") -> Iterator[str]:
             yield f"'files' lists {name!r}, which is no name of a run's file"
         elif entry.at and (attached is None or entry.at != f"media/{attached[1]}-{entry.xxh3}.{attached[2]}"):
             yield f"{name!r} lies at {entry.at!r}; expected a name after its content"
+    if manifest.rank:
+        for name in manifest.files:
+            yield f"'files' of process {manifest.rank} lists {name!r}, which process 0 has"
+        return
     if INITIAL not in manifest.files:
         yield f"'files' does not list {INITIAL!r}"
     if manifest.closed and not manifest.no_final and FINAL not in manifest.files:
@@ -139,13 +144,24 @@ def _shares_problems(manifest: "Manifest") -> Iterator[str]:
                 yield f"a group of 'shares' has the value {cut(repr(part[1]))}, which is no {part[0]}"
 
 
+def _processes_problems(manifest: "Manifest") -> Iterator[str]:
+    firsts = [first for first, _ in manifest.processes]
+    if firsts and (firsts[0] != 0 or firsts != sorted(set(firsts))):
+        yield f"numbers of processes hold from steps {firsts[:8]} on; expected ascending steps from 0 on"
+    if manifest.rank and firsts:
+        yield f"process {manifest.rank} says how many there are, which process 0 does"
+    if (manifest.rank or firsts) and RANK in manifest.columns:
+        yield f"{RANK!r} cannot be a user's column of several processes: every pattern has one of that name"
+
+
 def _shards_problems(manifest: "Manifest") -> Iterator[str]:
     index, step = -1, 0
     pooled: dict[str, int] = {}  # layer -> keys in its pool so far
     for shard in manifest.shards:
         if not index < shard.index <= MAX_INDEX:
             yield f"shard {shard.index} follows shard {index}; expected ascending numbers up to {MAX_INDEX}"
-        if shard.start != step or shard.stop < shard.start:
+        gap = shard.start > step and manifest.rank > 0  # a process may have taken no part for a while
+        if (shard.start != step and not gap) or shard.stop < shard.start:
             yield f"shard {shard.index} has steps {shard.start} to {shard.stop}; expected its start at {step}"
         index, step = shard.index, shard.stop
         yield from _shard_problems(manifest, shard)
