@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dualform
 from dualform.errors import CorruptError, FormatError
-from dualform.store.format import MANIFEST, rank_folder
+from dualform.store.format import MANIFEST, rank_folder, shares_file
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
 from dualform.store.run_copy import copy_run
+from dualform.store.share_writer import OWN_TENSORS
+from dualform.store.tensors import TensorFile
 from helpers.loops import batches, loss_of, mlp
 from helpers.together import run_together
 
@@ -61,11 +63,15 @@ def train(
         torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
 
 
-def in_processes(folder: Path, size: int, steps: Sequence[int]) -> None:
+def in_processes(folder: Path, size: int, steps: Sequence[int], **options: Any) -> None:
     """Train in several processes: the run "run" from and to the checkpoint "checkpoint" of a folder."""
     meeting = folder / f"meeting{len(list(folder.iterdir()))}"
     meeting.mkdir()
-    run_together(meeting, lambda rank: train(folder / "run", folder / "checkpoint", steps, rank, size), size)
+
+    def work(rank: int) -> None:
+        train(folder / "run", folder / "checkpoint", steps, rank, size, **options)
+
+    run_together(meeting, work, size)
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +172,27 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
     train(tmp_path / "one", tmp_path / "whole", range(STEPS), None, 1)
     expected = torch.load(tmp_path / "whole")["model"]
     torch.testing.assert_close(memory.trained(mlp()).state_dict(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_shares_go_on_in_as_many_processes(tmp_path: Path) -> None:
+    keep = dualform.Shares(by="half")
+    in_processes(tmp_path, 2, range(4), keep=keep)
+    in_processes(tmp_path, 2, range(4, 8), keep=keep, flush_at=6)
+    run = Run(tmp_path / "run")
+    own = run.published.shares
+    assert own is not None
+    assert (own.horizons, own.states) == ((7, 8), (7, 8))  # a process that is killed may have come to 7 only
+    memory = dualform.open(tmp_path / "run")
+    assert memory.verify().passed
+    train(tmp_path / "one", tmp_path / "whole", range(8), None, 1)
+    expected = dualform.open(tmp_path / "one")
+    for name, shares in memory.shares("half").items():
+        assert shares.labels == ("first", "second")
+        torch.testing.assert_close(
+            shares.start + shares.shares.double().sum(0), expected.weights()[name].double(), rtol=1e-4, atol=1e-5
+        )
+    with pytest.raises(AssertionError, match="goes on in the same number of processes"):
+        in_processes(tmp_path, 3, range(8, 9), keep=keep)
+    other = run.others[0]
+    assert other is not None
+    assert {name.split(".")[0] for name in TensorFile(other.blob(shares_file(8))).places} <= set(OWN_TENSORS)

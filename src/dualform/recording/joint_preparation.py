@@ -123,7 +123,8 @@ class JointPreparation(StepPreparation):
             total = sum_numbers(
                 world, sum(sizes), lambda: self._predictions(names, mine, step, seen, factors, counts, views)
             )
-            for name, numbers in zip(names, np.split(total, np.cumsum(sizes)[:-1]), strict=True):
+            for name, end, count in zip(names, np.cumsum(sizes).tolist(), sizes, strict=True):
+                numbers = total[end - count : end]
                 size, patterns, coarse = numbers[-3:].tolist()
                 predicted[name] = PredictedSum(numbers[:-3], lambda size=size: size, int(patterns), bool(coarse))  # type: ignore[misc]
 

@@ -52,9 +52,8 @@ def cut_shards(manifest: Manifest, steps: int) -> Manifest:
     shares = manifest.shares
     if shares is not None:
         horizons = tuple(horizon for horizon in shares.horizons if horizon <= steps)
-        shares = dataclasses.replace(
-            shares, horizons=horizons, state=shares.state if shares.state in horizons else None
-        )
+        state, earlier = (one if one in horizons else None for one in (shares.state, shares.earlier_state))
+        shares = dataclasses.replace(shares, horizons=horizons, state=state, earlier_state=earlier)
     return dataclasses.replace(manifest, shards=tuple(kept), shares=shares)
 
 

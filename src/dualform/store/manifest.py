@@ -110,11 +110,18 @@ class SharesEntry:
         groupings: how they are grouped.
         horizons: after which steps they are kept, ascending, each with a file.
         state: after which step the recording of them can go on, with a file; None where it cannot.
+        earlier_state: of several processes, the same after the step before: another one may not have come further.
     """
 
     groupings: tuple[GroupingEntry, ...]
     horizons: tuple[Count, ...] = ()
     state: Count | None = None
+    earlier_state: Count | None = None
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """The steps after which the recording of shares can go on."""
+        return tuple(step for step in (self.earlier_state, self.state) if step is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,8 @@ class Manifest:
                 del entry["at"]
         if self.shares is None:
             del body["shares"]
+        elif self.shares.earlier_state is None:
+            del body["shares"]["earlier_state"]
         if self.training is None:
             del body["training"]
         for layer in body["layers"].values():

@@ -104,7 +104,8 @@ def _file_problems(manifest: "Manifest") -> Iterator[str]:
             yield f"{name!r} lies at {entry.at!r}; expected a name after its content"
     if manifest.rank:
         for name in manifest.files:
-            yield f"'files' of process {manifest.rank} lists {name!r}, which process 0 has"
+            if not name.startswith(SHARES):
+                yield f"'files' of process {manifest.rank} lists {name!r}, which process 0 has"
         return
     if INITIAL not in manifest.files:
         yield f"'files' does not list {INITIAL!r}"
@@ -127,13 +128,14 @@ def _shares_problems(manifest: "Manifest") -> Iterator[str]:
                 yield f"layer {name!r} keeps shares, but the run keeps none"
         return
     expected = {shares_file(step) for step in kept.horizons}
-    expected |= set() if kept.state is None else {shares_state_file(kept.state)}
+    expected |= {shares_state_file(step) for step in kept.states}
     for name in listed ^ expected:
         yield f"{name!r} is listed among the files or among the shares, but not among both"
     if list(kept.horizons) != sorted(set(kept.horizons)) or any(step > manifest.steps for step in kept.horizons):
         yield f"shares are kept after steps {list(kept.horizons)[:8]}; expected ascending steps up to {manifest.steps}"
-    if kept.state is not None and kept.state not in kept.horizons:
-        yield f"a state of shares is kept after step {kept.state}, but no shares are"
+    for step in kept.states:
+        if step not in kept.horizons:
+            yield f"a state of shares is kept after step {step}, but no shares are"
     if not kept.groupings:
         yield "'shares' has no grouping"
     for grouping in kept.groupings:

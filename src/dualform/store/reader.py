@@ -34,6 +34,7 @@ from dualform.store.tables import MARKS
 from dualform.store.tensors import OpenFiles, TensorFile
 
 if TYPE_CHECKING:
+    from dualform.store.joined_shares import JoinedShares
     from dualform.store.run_files import StoredFiles
     from dualform.store.stored_shares import StoredShares
 
@@ -120,8 +121,15 @@ class Run(PatternSource):
         for name, check in [entry for one in known for entry in one.rows.items()]:
             if name not in rows or SEVERITY[check.outcome] > SEVERITY[rows[name].outcome]:
                 rows[name] = check
+        cut = cut_shards(self.published, steps)
+        shares = cut.shares
+        if shares is not None:
+            kept = [set() if one is None or one.shares is None else set(one.shares.horizons) for one in others]
+            both = tuple(step for step in shares.horizons if all(step in horizons for horizons in kept))
+            shares = dataclasses.replace(shares, horizons=both)
         return dataclasses.replace(
-            cut_shards(self.published, steps),
+            cut,
+            shares=shares,
             closed=self.published.closed and whole,
             columns=join_columns_of([self.published, *known]),
             rows=rows,
@@ -188,11 +196,20 @@ class Run(PatternSource):
         return StoredFiles(self)
 
     @cached_property
-    def kept_shares(self) -> "StoredShares | None":
+    def kept_shares(self) -> "StoredShares | JoinedShares | None":
         """The shares by group that the run keeps; None where it keeps none."""
         from dualform.store.stored_shares import StoredShares  # which reads this run
 
-        return None if self.manifest.shares is None else StoredShares(self, self.manifest.shares)
+        if self.manifest.shares is None:
+            return None
+        own = StoredShares(self, self.manifest.shares)
+        if not self.others:
+            return own
+        from dualform.store.joined_shares import JoinedShares  # which reads this run
+
+        others = [one for one in self.others if one is not None and one.manifest.shares is not None]
+        each = [StoredShares(one, one.manifest.shares) for one in others if one.manifest.shares is not None]
+        return JoinedShares(self, [own, *each])
 
     @property
     def derived_sums(self) -> StoredSums:

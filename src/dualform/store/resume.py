@@ -192,9 +192,9 @@ def _cut(manifest: Manifest, step: int) -> Manifest:
     files = {name: entry for name, entry in manifest.files.items() if name not in (FINAL, FROZEN, UNCOVERED)}
     shares = manifest.shares
     if shares is not None:
-        shares = dataclasses.replace(shares, state=shares.state if shares.state == step else None)
+        shares = dataclasses.replace(shares, state=step if step in shares.states else None, earlier_state=None)
         named = {shares_file(horizon) for horizon in shares.horizons}
-        named |= set() if shares.state is None else {shares_state_file(shares.state)}
+        named |= {shares_state_file(one) for one in shares.states}
         files = {name: entry for name, entry in files.items() if not name.startswith(SHARES) or name in named}
     return dataclasses.replace(manifest, files=files, closed=False, no_final="", uncovered_state=None, shares=shares)
 

@@ -111,8 +111,8 @@ class DiskWriter:
     ) -> None:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
-        self._rank = 0  # the number of this process among those that record the run
-        self._place = blobs  # where the files of this process are kept
+        self.rank = 0  # the number of this process among those that record the run
+        self.place = blobs  # where the files of this process are kept
         self.dtype = dtype
         self.taken_bytes = 0  # of the keys and values of all steps handed over
         self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
@@ -151,29 +151,29 @@ class DiskWriter:
 
         Of several processes the first has to open its writer before the others, which join the run where it begins.
         """
-        self._rank = start.rank
+        self.rank = start.rank
         if start.processes > 1 and self._training is not None:
             raise RefusedError(
                 "keep=Steps() is not supported for a training in several processes: a replay runs in one process. "
                 "Keep patterns, or shares."
             )
-        if self._rank:
-            self._place = self.blobs.within(rank_folder(self._rank))
-        self._shards = ShardWriter(self._place, self._describe(start))
+        if self.rank:
+            self.place = self.blobs.within(rank_folder(self.rank))
+        self._shards = ShardWriter(self.place, self._describe(start))
         layers = self._shards.manifest.layers
         self._accumulated = AccumulatedCalls(
             self._dtypes(),
             PooledLayers(),
             unstored=[name for name, layer in layers.items() if layer.store == "steps"],
             marker=None if self._training is None else ParameterMarker(),
-            rank=self._rank,
+            rank=self.rank,
         )
-        self._keeper = StateKeeper(None if self._rank else start.state)
+        self._keeper = StateKeeper(None if self.rank else start.state)
         steps = 0
         try:
-            self._place.make_ready()
+            self.place.make_ready()
             self._take_lock()
-            if self._rank:
+            if self.rank:
                 steps = self._join()
             elif self.blobs.size(MANIFEST) is not None:
                 self._continue(start)
@@ -192,27 +192,27 @@ class DiskWriter:
             if isinstance(error, OSError) and not isinstance(error, StoreError | RunExistsError):
                 raise StoreError(f"{self.path} cannot be written: {error}. Choose another folder.") from error
             raise
-        return steps if self._rank else self._shards.manifest.steps
+        return steps if self.rank else self._shards.manifest.steps
 
     def _remove_unborn(self) -> None:
         """Remove the files of a run whose beginning failed before its manifest: they would pass for somebody else's."""
-        if self._locked and self._place.size(MANIFEST) is None:
-            self._place.remove_unpublished()
+        if self._locked and self.place.size(MANIFEST) is None:
+            self.place.remove_unpublished()
             for name in (INITIAL, FROZEN, STARTING):
                 with contextlib.suppress(OSError):
-                    self._place.remove(name)
+                    self.place.remove(name)
 
     def _take_lock(self) -> None:
         """Hold the folder's lock; an interrupted recording of this process may still be publishing there."""
-        if not self._stack.enter_context(self._place.lease()):
+        if not self._stack.enter_context(self.place.lease()):
             self._stack.close()
-            earlier = _writer_here(self._place)
+            earlier = _writer_here(self.place)
             if earlier is not None and earlier._left:
                 earlier._wait_for_worker(WAIT_SECONDS)
-            if not self._stack.enter_context(self._place.lease()):
-                raise RunExistsError(_occupied_text(self._place))
+            if not self._stack.enter_context(self.place.lease()):
+                raise RunExistsError(_occupied_text(self.place))
         self._locked = True
-        place = self._place.identity()
+        place = self.place.identity()
         _writing[place] = (os.getpid(), weakref.ref(self))
         self._stack.callback(_writing.pop, place, None)
 
@@ -247,7 +247,7 @@ class DiskWriter:
         try:
             self._queue.wait_for_room(self._accumulated.nbytes())  # before memory is taken for the copies
             # Facts and samples are the same in every process; process 0 logs them.
-            taken = self._accumulated.join(replace(facts, facts=(), samples={}) if self._rank else facts)
+            taken = self._accumulated.join(replace(facts, facts=(), samples={}) if self.rank else facts)
             if not self._checked:
                 self._check_space(taken)
             size = taken.nbytes
@@ -286,7 +286,7 @@ class DiskWriter:
         self.flush(snapshot)
         try:
             self._shards.check_alone()
-            self._shards.publish_manifest(**publish(self.blobs, self._shards.manifest))
+            self._shards.publish_manifest(**publish(self.place, self._shards.manifest))
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
@@ -296,7 +296,7 @@ class DiskWriter:
     def attach(self, files: Files) -> None:
         """Queue files; they are published before anything that is handed over later. Process 0 keeps them for all."""
         self._check_whole()
-        if self._rank:
+        if self.rank:
             return
         size = sum(
             len(content) if isinstance(content, str) else sum(tensor.nbytes for tensor in content.values())
@@ -319,7 +319,7 @@ class DiskWriter:
             self._check_whole()
             try:
                 self._shards.check_alone()
-                if self._rank:
+                if self.rank:
                     self._shards.publish_manifest(closed=True)
                     return
                 entry = publish_tensors(self.blobs, FINAL, final)
@@ -339,7 +339,7 @@ class DiskWriter:
             self._drain({})
             self._check_whole()
             try:
-                self._shards.publish_manifest(closed=True, no_final="" if self._rank else reason)
+                self._shards.publish_manifest(closed=True, no_final="" if self.rank else reason)
             except OSError as error:
                 raise StoreError(f"The end of the recording could not be written: {error}.") from error
         finally:
@@ -480,7 +480,7 @@ class DiskWriter:
             )
         step = None if self._resume is True else int(self._resume)
         pooled = self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self._rank)
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
         self._columns = dict(self._shards.manifest.columns)
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
@@ -488,12 +488,12 @@ class DiskWriter:
     def _join(self) -> int:
         """Join the run that process 0 has just begun or continued, and return the number of its first step to come."""
         step = Manifest.read(self.blobs).steps
-        if self._place.size(MANIFEST) is None:
-            self._place.remove_unpublished()
+        if self.place.size(MANIFEST) is None:
+            self.place.remove_unpublished()
             self._shards.publish_manifest()
             return step
-        pooled = self._shards.continue_from(*join_at(self._place, self._shards.manifest, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self._rank)
+        pooled = self._shards.continue_from(*join_at(self.place, self._shards.manifest, step))
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
         self._columns = dict(self._shards.manifest.columns)
         return step
 
@@ -527,7 +527,7 @@ class DiskWriter:
     def _look(self, snapshot: Callable[[], Snapshot], *, wait: bool = False) -> _Seal:
         """Return what ends a shard here: the parameters and the uncovered state as they are now, on their way."""
         # Nothing where they are not those of the last step; then the rest is not either. Process 0 keeps both.
-        parameters = {} if self._rank else snapshot()
+        parameters = {} if self.rank else snapshot()
         state = self._keeper.after_step() if parameters else None
         values = {} if state is None else state.values
         copy = self._copier.copy([*parameters.values(), *values.values()])
