@@ -80,6 +80,24 @@ def find_world(model: nn.Module, layers: Sequence[Watched]) -> World:
     return ProcessGroup(group)
 
 
+def refuse_several_processes(framework: str) -> None:
+    """Refuse a framework's training in several processes, whose data loading is not followed there yet."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        count = torch.distributed.get_world_size()
+        if count > 1:
+            raise RefusedError(
+                f"This is one of {count} processes that {framework} trains in, which its recorder does not support. "
+                "Record a training in one process; or in a loop of your own, by dualform.record in every process."
+            )
+
+
+def is_first_process() -> bool:
+    """Say whether this is the first of all processes of torch.distributed, or the only one."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    return torch.distributed.get_rank() == 0
+
+
 def refuse_join(model: nn.Module) -> None:
     """Refuse a step inside of `model.join()`: a process without batches takes no steps, and the others would wait."""
     config = getattr(model, "_join_config", None)

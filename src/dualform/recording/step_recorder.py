@@ -182,6 +182,8 @@ class StepRecorder:
             self.give_up()
             raise
         self._finalizer()
+        if error is None:
+            self._world.barrier()  # so that the run is closed when the first process goes on
 
     def give_up(self) -> None:
         """Take every hook off, and let the sink publish what it has taken; does nothing where that is done."""
