@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import dualform
+from dualform.lazy import compute, parquet
+
+PRELOADED = (dualform.record, dualform.open, parquet.write_table, compute.field, DistributedDataParallel)
+"""Names whose modules are imported when they are first asked for: here once, and not in each process."""
 PATIENCE_SECONDS = 60.0  # after which a process counts as hung
 
 
@@ -24,6 +31,7 @@ def run_together(folder: Path, work: Callable[[int], Any], size: int = 2) -> lis
         work: what each process does.
         size: the number of processes.
     """
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # making the first optimizer imports most of torch
     context = multiprocessing.get_context("fork")
     answers = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [

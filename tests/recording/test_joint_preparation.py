@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.store.reader import Run
@@ -56,6 +58,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.opti
     "tied, shares": (Tied, adamw, {"clip": True, "keep": dualform.Shares(by="label")}),
     "bucket views": (mlp, adamw, {"wrap": {"gradient_as_bucket_view": True, "static_graph": True}}),
 }
+ROUNDED_WITHIN = 3e-2  # of the change, of gradients that a communication hook rounds to float16
 UNRECORDED = ("accumulated", "bucket views")  # cases that are also trained without recording
 
 
@@ -85,6 +88,7 @@ def train(
     no_sync: bool = False,
     clip: bool = False,
     wrap: dict[str, Any] | None = None,
+    hook: Any = None,
     steps: int = STEPS,
     recorded: bool = True,
     **options: Any,
@@ -93,6 +97,8 @@ def train(
     plain = model
     if rank is not None:
         model = DistributedDataParallel(model, **(wrap or {}))
+        if hook is not None:
+            model.register_comm_hook(None, hook)
     optimizer = make_optimizer(model)
     recording: Any = dualform.record(model, optimizer, path, **options) if recorded else contextlib.nullcontext()
     with recording as recorder:
@@ -171,6 +177,41 @@ def test_a_pattern_has_the_rank_of_its_process(runs: Path) -> None:
     expected = [int(labels[s][m][1][4 * r + row]) for s, r, m, row in ranks]
     assert table["label"] == expected
     assert len(memory.where(rank=1).patterns("0")) == len(memory.where("rank = 0").patterns("0")) == STEPS * 8
+
+
+class Choosing(nn.Module):
+    """A network of which each process uses a part of its own, and recomputes another in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        for part in (self.parts[0], self.parts[1 + torch.distributed.get_rank()]):
+            hidden = hidden + checkpoint(lambda x, part=part: torch.tanh(part(x)), hidden, use_reentrant=False)
+        found: Tensor = self.last(hidden)
+        return found
+
+
+def test_unused_parts_recomputed_parts_and_rounded_gradients(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(tmp_path / "choosing", Choosing(), adamw, rank, wrap={"find_unused_parameters": True}, steps=8)
+            train(tmp_path / "rounded", mlp(), sgd, rank, steps=8, hook=default_hooks.fp16_compress_hook)
+
+    run_together(tmp_path, work)
+    memory = dualform.open(tmp_path / "choosing")
+    assert memory.verify().passed
+    for part, rank in (("parts.1", 0), ("parts.2", 1)):
+        assert set(memory.patterns(part)["rank"].to_pylist()) == {rank}
+    rounded = dualform.open(tmp_path / "rounded").verify()
+    assert rounded.passed
+    assert all(1e-6 < (layer.error or 0.0) < ROUNDED_WITHIN for layer in rounded.layers)
+    assert all(check.noise > 0.0 for layer in rounded.layers for check in layer.parameters)
 
 
 def test_what_several_processes_cannot_record_is_refused_in_all_of_them(tmp_path: Path) -> None:

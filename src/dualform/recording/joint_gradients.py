@@ -12,7 +12,7 @@ the sum over processes counts it W times.
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,14 +21,14 @@ from dualform.errors import RefusedError
 from dualform.recording.agreement import gather_numbers, sum_numbers
 from dualform.recording.gradient_history import NOT_CLEARED, NOT_FINITE, SAMPLE_ROUNDING, Accumulation, Factors, Seen
 from dualform.recording.gradient_samples import GradientSample
-from dualform.recording.probes import Float64Array, length
+from dualform.recording.probes import COARSE_ROUNDING, Float64Array, length
 from dualform.recording.world import World
 
 SNAP_ROUNDING = 8
 """Units of rounding within which a measured factor is taken for 1/W, or for 1."""
 NOT_REDUCED = (
     "its gradient at the step is not one factor times the sum of the gradients of all {size} processes (residual "
-    "{residual:.1e}): it is not reduced over these processes, or a communication hook rounds it, or it was changed "
+    "{residual:.1e}): it is not reduced over these processes, or a communication hook changes it, or it was changed "
     "by something other than one factor (clipping by value, noise, an edit by hand)"
 )
 
@@ -77,6 +77,7 @@ def join_histories(
     *,
     micros: int,
     skipped: bool,
+    coarse: bool,
 ) -> JointHistories:
     """Exchange what samples show of the gradients of a step, from the backwards of all processes to the step.
 
@@ -89,6 +90,7 @@ def join_histories(
         step: the number of the step.
         micros: the number of backwards of this process.
         skipped: whether a gradient scaler makes the step skip.
+        coarse: whether the gradients may be rounded coarsely where they are reduced.
     """
     seen: dict[str, Seen] = {}
     own: dict[str, _OwnHistory] = {}
@@ -116,7 +118,7 @@ def join_histories(
     moments = max(1, most_events) if told[:, 2].any() else 1
     sums = _Sums(list(counts.values()), most_micros, moments)
     total = sum_numbers(world, sums.size, lambda: sums.pack(list(own.values())))
-    return JointHistories(lambda: _follow_all(seen, list(own.values()), sums, total, world), most_micros)
+    return JointHistories(lambda: _follow_all(seen, list(own.values()), sums, total, world, coarse), most_micros)
 
 
 def _own_history(
@@ -189,7 +191,12 @@ class _Sums:
 
 
 def _follow_all(
-    seen: Mapping[str, Seen], own: Sequence[_OwnHistory], sums: _Sums, total: Float64Array, world: World
+    seen: Mapping[str, Seen],
+    own: Sequence[_OwnHistory],
+    sums: _Sums,
+    total: Float64Array,
+    world: World,
+    coarse: bool,
 ) -> list[Factors]:
     """Return what happened to each gradient, from the sums over all processes."""
     common = _common_factor(own, sums, total, world.size)
@@ -202,7 +209,7 @@ def _follow_all(
             continue
         micros = np.flatnonzero(reached).tolist()
         factors = dict.fromkeys(np.flatnonzero(cleared).tolist(), 0.0)
-        following = _JointFollowing(history.width, world.size, common)
+        following = _JointFollowing(history.width, world.size, common, coarse)
         if sums.moments == 1:
             following.factors = dict.fromkeys(micros, 1.0)
         else:
@@ -255,6 +262,7 @@ class _JointFollowing:
         width: d_in; 1 for a bias.
         size: the number of processes.
         common: the factor of all gradients of the step together, which is tried first.
+        coarse: whether the gradient may be rounded coarsely where it is reduced.
         factors: backward -> its factor so far.
         objection: what the identity does not cover, in words.
         shared: the backwards whose gradients are the same in all processes by now.
@@ -263,13 +271,10 @@ class _JointFollowing:
     width: int
     size: int
     common: float
-    factors: dict[int, float]
-    objection: str | None
-    shared: frozenset[int]
-
-    def __init__(self, width: int, size: int, common: float) -> None:
-        self.width, self.size, self.common = width, size, common
-        self.factors, self.objection, self.shared = {}, None, frozenset()
+    coarse: bool
+    factors: dict[int, float] = field(default_factory=dict)
+    objection: str | None = None
+    shared: frozenset[int] = frozenset()
 
     def reduce(self, before: Float64Array, lengths: float, sample: GradientSample | None) -> None:
         """Apply to all factors so far what happened between a sum over processes and a later sample of the gradient."""
@@ -298,13 +303,14 @@ class _JointFollowing:
         if sample is None or not math.isfinite(factor):
             return not now.any() and not before.any()
         limits = torch.finfo(sample.elements.dtype)
+        eps = COARSE_ROUNDING if self.coarse else limits.eps
         units = SAMPLE_ROUNDING + self.size + (2 * math.sqrt(self.width) if sample.projected else 0)
         difference = length(now - factor * before)
         size = max(abs(factor) * lengths, sample.size)
-        if difference <= units * limits.eps * size + limits.smallest_normal / limits.eps:
+        if difference <= units * eps * size + limits.smallest_normal / limits.eps:
             return True
         size = max(size, sample.true_size)
-        return difference <= units * limits.eps * size + limits.smallest_normal / limits.eps
+        return difference <= units * eps * size + limits.smallest_normal / limits.eps
 
 
 def _is_same(before: GradientSample, after: GradientSample | None) -> bool:

@@ -4,9 +4,11 @@ Each process has its own calls; gradients, factors and facts are the same in all
 full is decided together, and what the patterns of all processes predict for a gradient is summed before it is compared.
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import nn
 
 from dualform.errors import RefusedError
@@ -18,7 +20,7 @@ from dualform.recording.gradient_history import Factors, Seen, fetch_histories
 from dualform.recording.joint_gradients import join_histories
 from dualform.recording.optimizers import pending_scale
 from dualform.recording.parameter_facts import StepContext, gather_all_facts, look_before_step
-from dualform.recording.probes import Float64Array, as_float64, norm_of
+from dualform.recording.probes import COARSE_ROUNDING, Float64Array, as_float64, norm_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.sinks import PreparedStep
 from dualform.recording.step_in_progress import StepInProgress
@@ -63,6 +65,7 @@ class JointPreparation(StepPreparation):
         number: int,
         *,
         on_cpu: bool,
+        coarse: bool,
         look_first: Callable[[], object],
         then: Callable[[PreparedStep], object],
     ) -> PreparedStep:
@@ -73,6 +76,8 @@ class JointPreparation(StepPreparation):
             step: what was accumulated in this process, and what other optimizers did in the same step.
             number: how many steps were recorded before.
             on_cpu: whether all parameters are in the CPU's memory.
+            coarse: whether the gradients may be rounded coarsely where they are reduced; the distance of each from its
+                patterns is measured then, as under autocast.
             look_first: looks at the recording before everything else, and raises where the step cannot be recorded.
             then: takes the prepared step; the step is refused in all processes where it raises in one.
         """
@@ -88,7 +93,7 @@ class JointPreparation(StepPreparation):
             seen.update(zip(mine, found if on_cpu else fetch_histories(found), strict=True))
             return seen
 
-        joint = join_histories(look, counts, world, number, micros=len(step.backwards), skipped=skipped)
+        joint = join_histories(look, counts, world, number, micros=len(step.backwards), skipped=skipped, coarse=coarse)
         context = StepContext(self._explainable, step.graph_of, joint.micros, scale, skipped)
         step.graph_of = None
         followed: list[Factors] = []
@@ -110,8 +115,9 @@ class JointPreparation(StepPreparation):
             with one_thread():  # samples are small
                 followed.extend(joint.follow())
             kind = (owned.name, joint.micros, kind_of_factors(followed), frozenset(names_with_gradient(mine)))
-            coarse = any(one.arrival.call.coarse is not None for back in step.backwards for one in back.calls)
-            full = not skipped and (self._schedule.is_full(number, kind) or coarse)
+            calls = [one.arrival.call for back in step.backwards for one in back.calls]
+            rounded = coarse or any(call.coarse is not None for call in calls)
+            full = not skipped and (self._schedule.is_full(number, kind) or rounded)
             if not full:
                 finish()
             return [full]
@@ -125,8 +131,11 @@ class JointPreparation(StepPreparation):
             )
             for name, end, count in zip(names, np.cumsum(sizes).tolist(), sizes, strict=True):
                 numbers = total[end - count : end]
-                size, patterns, coarse = numbers[-3:].tolist()
-                predicted[name] = PredictedSum(numbers[:-3], lambda size=size: size, int(patterns), bool(coarse))  # type: ignore[misc]
+                size, patterns, rounded = numbers[-3:].tolist()
+                if coarse:
+                    size *= COARSE_ROUNDING / torch.finfo(mine[name].dtype).eps
+                found = functools.partial(float, size)
+                predicted[name] = PredictedSum(numbers[:-3], found, int(patterns), coarse or bool(rounded))
 
             def finish_checked() -> list[float]:
                 finish()

@@ -80,6 +80,11 @@ def find_world(model: nn.Module, layers: Sequence[Watched]) -> World:
     return ProcessGroup(group)
 
 
+def rounds_reduced(model: nn.Module) -> bool:
+    """Say whether a communication hook of `DistributedDataParallel` may round the gradients that are reduced."""
+    return bool(getattr(model, "_comm_hooks", ()))
+
+
 def refuse_several_processes(framework: str) -> None:
     """Refuse a framework's training in several processes, whose data loading is not followed there yet."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

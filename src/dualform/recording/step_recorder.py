@@ -31,7 +31,7 @@ from dualform.recording.late_steps import LateStep
 from dualform.recording.made_steps import MadeSteps
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
-from dualform.recording.processes import refuse_join
+from dualform.recording.processes import refuse_join, rounds_reduced
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
@@ -376,7 +376,13 @@ class StepRecorder:
             self._changes.check(owned, self.steps)
 
         return joint.prepare_together(
-            owned, step, self.steps, on_cpu=self._on_cpu, look_first=look_first, then=self._sink.before_step
+            owned,
+            step,
+            self.steps,
+            on_cpu=self._on_cpu,
+            coarse=rounds_reduced(self._wrapper),
+            look_first=look_first,
+            then=self._sink.before_step,
         )
 
     def _may_be_late(self, optimizer: Optimizer) -> bool:
