@@ -148,16 +148,20 @@ class ParameterSteps:
         # One factor for all backwards came last, as clipping does; otherwise each sum was multiplied in turn.
         common = next(iter(factors.values())) if len(set(factors.values())) == 1 else None
         total: Tensor | None = None
-        for micro, factor in factors.items():
-            backward: Tensor | None = None
-            for call, use in [(c, u) for c, u in mine if c.micro == micro]:
-                one = call.gradient(use, zero.shape)
-                backward = one if backward is None else backward + one
-                for following in self.followings:
-                    following.add_call(call, use, one, factor)
-            if backward is not None:
-                scaled = backward if common is not None or factor == 1.0 else backward * factor
-                total = scaled if total is None else total + scaled
+        for rank in sorted({call.rank for call, _ in mine}):
+            own: Tensor | None = None  # each process has summed its own backwards before the sums were reduced
+            for micro, factor in factors.items():
+                backward: Tensor | None = None
+                for call, use in [(c, u) for c, u in mine if c.micro == micro and c.rank == rank]:
+                    one = call.gradient(use, zero.shape)
+                    backward = one if backward is None else backward + one
+                    for following in self.followings:
+                        following.add_call(call, use, one, factor)
+                if backward is not None:
+                    scaled = backward if common is not None or factor == 1.0 else backward * factor
+                    own = scaled if own is None else own + scaled
+            if own is not None:
+                total = own if total is None else total + own
         if total is not None and common is not None and common != 1.0:
             total = total * common
         return zero if total is None else total.reshape(zero.shape)

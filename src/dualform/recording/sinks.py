@@ -49,6 +49,8 @@ class Start:
     state: Callable[..., Mapping[str, StatePart] | None] | None = None
     """`UncoveredState.parts`: the model's uncovered state as it is when called, on the training thread only."""
     devices: Mapping[str, torch.device] = field(default_factory=dict)  # where the covered parameters are; the CPU
+    rank: int = 0  # the number of this process among those that train together
+    processes: int = 1  # how many they are; each has a sink of its own, and all sinks one run
 
 
 class CallRecord(NamedTuple):
