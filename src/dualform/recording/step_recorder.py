@@ -23,6 +23,7 @@ from dualform.recording.annotations import Annotator, Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
 from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
+from dualform.recording.collection_pause import pausing_collection
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
@@ -363,6 +364,7 @@ class StepRecorder:
             return None
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
+    @pausing_collection
     @without_gradients
     def _prepare(self, optimizer: Optimizer) -> None:
         """Find what the optimizer that is about to step will do, or refuse its step."""
@@ -460,6 +462,7 @@ class StepRecorder:
                 self._finish(optimizer)
                 self._lost = before
 
+    @pausing_collection
     @without_gradients
     def _finish(self, optimizer: Optimizer) -> None:
         """Take the step that an optimizer has made."""
