@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
+from dualform.attend import path
 from dualform.attend.path import PathContributions
 from dualform.effects import path_samples
 from dualform.errors import QueryError, SelectionError
@@ -108,11 +109,14 @@ def test_samples_of_every_kind_of_parameter(tmp_path: Path, optimizer: str, make
     assert bool(backward.state.abs().sum() > 0) == (make is Convolving)
 
 
-def test_blocks_of_inputs_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = train(tmp_path / "run", "adamw")
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_little_memory_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    """Inputs one by one, and no weights kept along the path, so that steps are replayed."""
+    model = train(tmp_path / "run", optimizer)
     x, _ = data()
     whole = ask(tmp_path / "run", model, per="sample", against=x[6:12])
     monkeypatch.setattr(path_samples, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(path, "KNOT_BYTES", 1)
     one_by_one = ask(tmp_path / "run", model, per="sample", against=x[6:12])
     torch.testing.assert_close(one_by_one.values, whole.values, rtol=0, atol=1e-13)
 

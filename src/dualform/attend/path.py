@@ -41,6 +41,9 @@ SAMPLE = "sample"
 STEERING_GROUPS = 16
 """Groups that samples are merged into while segments are chosen, by how much these groups' parts change."""
 
+KNOT_BYTES = 1 << 31
+"""The most bytes of weights along the path that are kept for single samples; beyond it steps are replayed again."""
+
 REFERENCE_BATCH = 1024
 """Reference inputs that the model sees at once, where there are several kinds of targets."""
 
@@ -208,6 +211,7 @@ def find_path_contributions(
         count if samples is None else STEERING_GROUPS,
         tolerance=tolerance,
         by_layer=per == "layer",
+        knot_bytes=0 if samples is None else KNOT_BYTES,
         ends_every=None if samples is None else chunk_length(table.horizon),
     )
     fold = path_fold(
@@ -223,7 +227,7 @@ def find_path_contributions(
     parts = found.parts
     if samples is not None:
         state_at = state_between(known_state)
-        single = find_sample_parts(run, probe, found.segments, samples, count, state_at=state_at)
+        single = find_sample_parts(run, probe, found.segments, samples, count, state_at=state_at, knots=found.knots)
         parts = torch.cat([single, parts[:, STEERING_GROUPS:]], dim=1)
     return _answer(found, parts, groups, asked.quantity, probe, over, reference)
 

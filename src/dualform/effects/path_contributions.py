@@ -51,6 +51,7 @@ class PathSettings:
         shortest: the fewest steps of a segment, which it has at first.
         longest: the most steps of a segment; with 1 every step is a segment.
         by_layer: whether parts through each layer are to reach the tolerance, and not only their sums.
+        knot_bytes: the most bytes of weights at the ends of segments that are kept, for the way back; 0 for none.
         ends_every: segments end after multiples of so many steps, whatever else they do; None for nowhere.
     """
 
@@ -60,6 +61,7 @@ class PathSettings:
     shortest: int = 1
     longest: int = 1 << 20
     by_layer: bool = False
+    knot_bytes: int = 0
     ends_every: int | None = None
 
 
@@ -77,6 +79,7 @@ class PathParts:
         bins: (U, G + 3, B) the parts of each bin of steps, where they were asked for.
         evaluations: how many times the gradient of all inputs was found.
         segments: the segments, in their order.
+        knots: the weights at the ends of all segments, by step, in their own dtypes; None if they were not kept.
     """
 
     before: Tensor
@@ -86,6 +89,7 @@ class PathParts:
     bins: Tensor | None
     evaluations: int
     segments: tuple[Segment, ...]
+    knots: Mapping[int, Mapping[str, Tensor]] | None
 
     @property
     def residual(self) -> Tensor:
@@ -157,6 +161,18 @@ class _Path(Onlooker):
         self._changes: Tensor | None = None
         self._binned: dict[int, Tensor] = {}
         self._segments: list[Segment] = []
+        self._knots: dict[int, Mapping[str, Tensor]] | None = {} if settings.knot_bytes else None
+        self._room = settings.knot_bytes
+        self._keep_knot(self._first)
+
+    def _keep_knot(self, point: _Point) -> None:
+        """Keep the weights at the end of a segment, as the model has them, while there is room for them."""
+        if self._knots is None:
+            return
+        self._knots[point.step] = {name: self._probe.as_parameter(name, w) for name, w in point.weights.items()}
+        self._room -= sum(tensor.nbytes for tensor in self._knots[point.step].values())
+        if self._room < 0:
+            self._knots = None
 
     def _arrive(self, steps: int, weights: Mapping[str, Tensor]) -> _Point:
         """Return the path after so many steps."""
@@ -180,6 +196,7 @@ class _Path(Onlooker):
         elif not last:
             self._earlier = segment
         self._here = segment.end
+        self._keep_knot(segment.end)
 
     def _segment(self, done: int) -> _Chord:
         """Look at every parameter, and integrate along the chord from the last look."""
@@ -280,6 +297,7 @@ class _Path(Onlooker):
             bins=bins,
             evaluations=self._probe.evaluations,
             segments=tuple(self._segments),
+            knots=self._knots,
         )
 
 

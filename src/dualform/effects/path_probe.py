@@ -107,6 +107,11 @@ class PathProbe:
             if found is not None:
                 found.copy_(tensor)
 
+    def as_parameter(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in the dtype that the model's parameter of this name has, on the CPU."""
+        found = self._parameters.get(name)
+        return tensor.to("cpu", tensor.dtype if found is None else found.dtype, copy=True)
+
     def check_rows(self) -> None:
         """Raise unless every layer's rows are those of the inputs, in their order, and inputs do not see each other.
 

@@ -28,11 +28,12 @@ from torch import Tensor
 
 from dualform.effects.path_probe import PathProbe, State, UnitRows
 from dualform.effects.path_shares import step_in_dtype, takes_decay
-from dualform.engine.parameter_steps import GroupsByPart, ParameterSteps, optimizer_of
+from dualform.engine.parameter_steps import Following, GroupsByPart, ParameterSteps, RetakenStep, optimizer_of
 from dualform.engine.shares import GroupsOfCalls
 from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import StepReader, StoredCall
 from dualform.identity.families.elementwise import ElementwiseStep
+from dualform.identity.families.optimizer_kind import StepMap
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.identity.parameter_use import ParameterUse
 from dualform.progress import bar
@@ -101,6 +102,7 @@ def find_sample_parts(
     groups: int,
     *,
     state_at: Callable[[int], State],
+    knots: Mapping[int, Mapping[str, Tensor]] | None = None,
 ) -> Tensor:
     """Return the part of each of many groups of patterns through each layer, (U, G, L), float64 on the CPU.
 
@@ -111,6 +113,7 @@ def find_sample_parts(
         by: the group of each pattern, for example its sample.
         groups: how many groups there are.
         state_at: the uncovered state after any number of steps.
+        knots: the weights at the ends of all segments, by step, which spare a replay; None if they were not kept.
     """
     total = torch.zeros(len(probe.names), probe.units, groups, dtype=torch.float64, device=probe.device)
     if not segments:
@@ -121,7 +124,7 @@ def find_sample_parts(
     for first in range(0, probe.units, size):
         units = range(first, min(first + size, probe.units))
         way = _WayBack(source, probe, units, by, total[:, units.start : units.stop])
-        for chunk in _chunks(source, parameters, segments):
+        for chunk in _chunks(source, parameters, segments, knots):
             for segment, weights, steps in chunk:
                 way.enter(_mean_rows(probe, segment, weights, state_at))
                 way.go_back(steps)
@@ -152,38 +155,48 @@ _Piece = tuple[Segment, tuple[Mapping[str, Tensor], Mapping[str, Tensor]], list[
 
 
 def _chunks(
-    source: PatternSource, parameters: Sequence[str], segments: Sequence[Segment]
+    source: PatternSource,
+    parameters: Sequence[str],
+    segments: Sequence[Segment],
+    knots: Mapping[int, Mapping[str, Tensor]] | None,
 ) -> Iterator[Iterator[_Piece]]:
     """Yield chunks of steps from the last to the first: each segment, the weights at both its ends, and its steps.
 
-    Steps are replayed forwards once to keep the optimizers every `chunk_length` steps, and once more chunk by chunk, so
-    that about sqrt(S) steps' maps and patterns are held, never all.
+    Where the weights at the ends of segments are not known, or steps' maps do not follow from settings, steps are
+    replayed forwards once to keep the optimizers every `chunk_length` steps, and once more chunk by chunk: about
+    sqrt(S) steps' maps and patterns are held, never all.
     """
     steps = segments[-1].end
     length = chunk_length(steps)
     reader = StepReader(source, parameters)
-    running = {name: ParameterSteps(source, name) for name in parameters}
-    saved: list[dict[str, OptimizerReplay]] = []
-    with bar("going back", total=2 * steps) as advance:
-        for step in range(steps):
+    running = {name: _Running(source, name, from_settings=knots is not None) for name in parameters}
+    replayed = [parameter for parameter in running.values() if parameter.is_replayed]
+    starts = range(0, steps, length)
+    with bar("going back", total=(1 + bool(replayed)) * steps) as advance:
+        for step in range(steps if replayed else 0):
             if step % length == 0:
-                saved.append({name: parameter.replay.copy() for name, parameter in running.items()})
+                for parameter in replayed:
+                    parameter.save()
             calls = reader.calls(step)
-            for parameter in running.values():
+            for parameter in replayed:
                 parameter.take(step, calls)
             advance(1)
-        for number in reversed(range(len(saved))):
-            first, last = number * length, min((number + 1) * length, steps)
+        for number, first in reversed(list(enumerate(starts))):
+            last = min(first + length, steps)
             mine = [segment for segment in segments if first <= segment.start and segment.end <= last]
-            knots = {segment.start for segment in mine} | {segment.end for segment in mine}
-            for name, parameter in running.items():
-                parameter.replay = saved[number][name]
-            weights = {first: _weights(running)}
+            ends = {segment.start for segment in mine} | {segment.end for segment in mine}
+            for parameter in replayed:
+                parameter.go_to(number)
+            weights = {} if knots is None else {end: knots[end] for end in ends}
+            if knots is None:
+                weights[first] = {name: parameter.weight for name, parameter in running.items()}
             taken: list[dict[str, _TakenStep]] = []
             for step in range(first, last):
-                taken.append(_take(running, step, reader.calls(step)))
-                if step + 1 in knots:
-                    weights[step + 1] = _weights(running)
+                calls = reader.calls(step)
+                found = {name: parameter.take(step, calls) for name, parameter in running.items()}
+                taken.append({name: one for name, one in found.items() if one is not None})
+                if knots is None and step + 1 in ends:
+                    weights[step + 1] = {name: parameter.weight for name, parameter in running.items()}
                 advance(1)
             yield (
                 (
@@ -195,20 +208,58 @@ def _chunks(
             )
 
 
-def _weights(running: Mapping[str, ParameterSteps]) -> dict[str, Tensor]:
-    return {name: parameter.replay.parameter.detach().double().clone() for name, parameter in running.items()}
+class _Running:
+    """One parameter whose steps are taken again, or read from settings where that is enough."""
+
+    def __init__(self, source: PatternSource, name: str, *, from_settings: bool) -> None:
+        self._steps = ParameterSteps(source, name, from_settings=from_settings)
+        self.is_replayed = not (from_settings and self._steps.replay.kind.has_coefficients)
+        self._last = None if self.is_replayed else _LastStep()
+        if self._last is not None:
+            self._steps.followings.append(self._last)
+        self._saved: list[OptimizerReplay] = []
+
+    def save(self) -> None:
+        """Keep the replay as it is, at the start of the next chunk."""
+        self._saved.append(self._steps.replay.copy())
+
+    def go_to(self, chunk: int) -> None:
+        """Stand where a chunk starts."""
+        self._steps.replay = self._saved[chunk]
+
+    @property
+    def weight(self) -> Tensor:
+        """The parameter as it is."""
+        return self._steps.replay.parameter.detach().double().clone()
+
+    def take(self, step: int, calls: Sequence[StoredCall]) -> _TakenStep | None:
+        """Take a step, and return what it did; None if the parameter was not updated in it."""
+        taken = self._steps.take(step, calls)
+        if self._last is not None:
+            found, self._last.found = self._last.found, None
+            return found
+        if taken is None:
+            return None
+        assert isinstance(taken.linear, ElementwiseStep), "other families are refused before"
+        mine = [(call, use, float(taken.factors[call.micro])) for call, use in taken.calls]
+        return _TakenStep(taken.linear, [each for each in mine if each[2] != 0.0])
 
 
-def _take(running: Mapping[str, ParameterSteps], step: int, calls: Sequence[StoredCall]) -> dict[str, _TakenStep]:
-    """Take a step of every parameter again, and return what it did to those that it updated."""
-    found = {}
-    for name, parameter in running.items():
-        taken = parameter.take(step, calls)
-        if taken is not None:
-            assert isinstance(taken.linear, ElementwiseStep), "other families are refused before"
-            mine = [(call, use, float(taken.factors[call.micro])) for call, use in taken.calls]
-            found[name] = _TakenStep(taken.linear, [each for each in mine if each[2] != 0.0])
-    return found
+class _LastStep(Following[None]):
+    """Keeps the last step that was read from settings, until it is fetched."""
+
+    def __init__(self) -> None:
+        self.found: _TakenStep | None = None
+
+    def add_step(self, linear: StepMap, calls: Sequence[tuple[StoredCall, ParameterUse, float]]) -> None:
+        assert isinstance(linear, ElementwiseStep), "a step of numbers is one of the elementwise family"
+        self.found = _TakenStep(linear, list(calls))
+
+    def after_step(self, taken: RetakenStep) -> None:
+        raise AssertionError("steps of numbers are not taken again")
+
+    def result(self) -> None:
+        """Return nothing."""
 
 
 class _WayBack:
