@@ -152,7 +152,7 @@ class _Path(Onlooker):
         self._horizon = horizon
         self._bins = bins
         self._final = final
-        by_tolerance = 1 if settings.tolerance >= 1e-3 else 4 if settings.tolerance >= 1e-6 else MOST_POINTS
+        by_tolerance = 2 if settings.tolerance >= 1e-3 else 4 if settings.tolerance >= 1e-6 else MOST_POINTS
         self._points = settings.points or by_tolerance
         self._length = settings.shortest
         self._first = self._here = self._arrive(0, {name: each.result() for name, each in self._followings.items()})

@@ -16,6 +16,8 @@ from dualform.experiments.language import study as language
 from dualform.experiments.language.language_summary import language_section
 from dualform.experiments.language.language_summary import summarise_language as summarise_language
 from dualform.experiments.page import Section, write_page
+from dualform.experiments.path_page import path_section, summarise_path
+from dualform.experiments.path_study import path_study, reproduce_path
 from dualform.experiments.study_summary import Grid, summarise_images, summarise_shares
 from dualform.experiments.text_sources import TextSourcesStudy, reproduce_text_sources
 from dualform.experiments.text_sources_page import summarise_text_sources, text_sources_section
@@ -26,6 +28,7 @@ SEEDS_KEPT = ("first", "all", "none")
 SHARES = "shares"  # keep these, in place of patterns
 PAGE = Path("docs/results.md")
 TEXT_SOURCES = "sources"
+PATH = "path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +140,14 @@ def _jobs(options: ReproductionOptions) -> list[StudyJob]:
     which = options.which
     if which == TEXT_SOURCES:
         return [_text_sources_job(options)]
+    if which == PATH:
+        return [_path_job(options)]
     if which == "all":
         wanted = [*image_studies.IMAGE_STUDIES, *([*plans.PAPER_STUDIES] if options.data in (None, "mnist") else [])]
     elif which in known:
         wanted = [which]
     else:
-        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)}, {TEXT_SOURCES} or all.")
+        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)}, {TEXT_SOURCES}, {PATH} or all.")
     return [
         _image_job(cast("image_studies.ImageStudyName", name), options)
         if name in get_args(image_studies.ImageStudyName)
@@ -188,6 +193,20 @@ def _text_sources_job(options: ReproductionOptions) -> StudyJob:
         ),
         summarise=summarise_text_sources,
         section=lambda findings: text_sources_section(findings, command=options.command(TEXT_SOURCES)),
+    )
+
+
+def _path_job(options: ReproductionOptions) -> StudyJob:
+    data = options.data or "mnist"
+    study = path_study(data)
+    name = f"{PATH}-{data}"
+    return StudyJob(
+        name=name,
+        run=lambda folder, seed, keep: reproduce_path(study, folder, seed=seed, device=options.device, keep=keep),
+        summarise=summarise_path,
+        section=lambda findings: path_section(
+            findings, options.folder / f"{name}-0" / "figures", command=options.command(PATH)
+        ),
     )
 
 
