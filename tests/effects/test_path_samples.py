@@ -1,7 +1,8 @@
 """Path contributions of single samples: backwards through the steps, they are those of groups forwards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ import dualform
 from dualform.attend import path
 from dualform.attend.path import PathContributions
 from dualform.effects import path_samples
-from dualform.errors import QueryError, SelectionError
+from dualform.engine.jobs import Job
+from dualform.engine.part_states import run_onlookers_here
+from dualform.engine.plain import PlainExecutor
+from dualform.engine.source import PatternSource
+from dualform.errors import QueryError, SelectionError, SharesOnlyError
+from dualform.replaying.replayed_patterns import ReplayedPatterns
 
 STEPS = 12
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -83,7 +89,7 @@ def train(run: Path, optimizer: str, make: Callable[[], nn.Module] = perceptron)
 
 def ask(run: Path, model: nn.Module, **options: object) -> PathContributions:
     x, _ = data()
-    spotlight = dualform.open(run).attend(model, x[:4] * 0.9, quantity=lambda outputs, _: outputs[:, 1])
+    spotlight = dualform.open(run, trust=True).attend(model, x[:4] * 0.9, quantity=lambda outputs, _: outputs[:, 1])
     return spotlight.path_contributions(**options)  # type: ignore[arg-type]
 
 
@@ -201,3 +207,66 @@ def test_samples_need_a_column_that_numbers_them(tmp_path: Path) -> None:
         optimizer.step()
     with pytest.raises(SelectionError, match='needs a column "sample"'):
         ask(tmp_path / "run", model, per="sample")
+
+
+class Cutting:
+    """An executor that has other processes run jobs, which cannot take folds that look at all parameters together."""
+
+    def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
+        return run_onlookers_here(self._send, source, jobs)
+
+    def _send(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
+        assert all(getattr(job, "onlooker", None) is None for job in jobs)
+        return PlainExecutor().run(source, jobs)
+
+
+def test_other_processes_are_not_given_what_looks_at_all_parameters(tmp_path: Path) -> None:
+    model = train(tmp_path / "run", "momentum")
+    x, _ = data()
+    found = []
+    for executor in ("local", Cutting()):
+        memory = dualform.open(tmp_path / "run", executor=executor)
+        spotlight = memory.attend(model, x[:4] * 0.9, quantity=lambda outputs, _: outputs[:, 1])
+        found.append(spotlight.path_contributions(by="label").values)
+    torch.testing.assert_close(*found)
+
+
+def training(recording: Any) -> nn.Module:
+    """The training of `train` with SGD, as a function that can be run again."""
+    x, y = data()
+    torch.manual_seed(0)
+    model = perceptron().double()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    with recording(model, optimizer) as recorder:
+        for step in range(STEPS):
+            rows = torch.arange(8) * 3 % 24 + step % 3 if step % 2 else torch.arange(8) + 8 * (step % 3)
+            recorder.annotate(sample=rows, label=y[rows])
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    return model
+
+
+def test_a_memory_of_steps_replays_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = train(tmp_path / "run", "momentum")
+    dualform.record_training(training, tmp_path / "steps", keep=dualform.Steps())
+    for options in ({"by": "label"}, {"per": "sample"}):
+        wanted, found = (ask(tmp_path / name, model, **options) for name in ("run", "steps"))
+        torch.testing.assert_close(found.values, wanted.values, rtol=0, atol=1e-13)
+    monkeypatch.setattr(ReplayedPatterns, "can_hold", lambda self, layers: False)
+    found = ask(tmp_path / "steps", model, by="label")
+    torch.testing.assert_close(found.values, ask(tmp_path / "run", model, by="label").values, rtol=0, atol=1e-13)
+    with pytest.raises(QueryError, match="go backwards through the steps"):
+        ask(tmp_path / "steps", model, per="sample")
+
+
+def test_a_memory_of_shares_is_refused(tmp_path: Path) -> None:
+    x, y = data()
+    model = perceptron().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", keep=dualform.Shares(by="label")) as recorder:
+        recorder.annotate(label=y)
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    with pytest.raises(SharesOnlyError, match="a path contribution needs patterns"):
+        ask(tmp_path / "run", model, by="label")

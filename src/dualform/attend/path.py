@@ -22,7 +22,7 @@ from dualform.engine.model_layers import move
 from dualform.engine.parameter_steps import optimizer_of
 from dualform.engine.reading import kept_rows
 from dualform.engine.source import PatternPart
-from dualform.errors import QueryError, SelectionError
+from dualform.errors import QueryError, ReplayError, SelectionError
 from dualform.identity.families.naming import class_name
 from dualform.logits import logits_of
 from dualform.modes import evaluating
@@ -227,7 +227,14 @@ def find_path_contributions(
     parts = found.parts
     if samples is not None:
         state_at = state_between(known_state)
-        single = find_sample_parts(run, probe, found.segments, samples, count, state_at=state_at, knots=found.knots)
+        try:
+            single = find_sample_parts(run, probe, found.segments, samples, count, state_at=state_at, knots=found.knots)
+        except ReplayError as error:
+            raise QueryError(
+                "Path contributions of single samples go backwards through the steps. A replay only goes forwards, and "
+                "this run's patterns are too many to be held for it. Store them: "
+                "dualform.replay(train, path, keep=dualform.Patterns()); or ask by groups: by= a column."
+            ) from error
         parts = torch.cat([single, parts[:, STEERING_GROUPS:]], dim=1)
     return _answer(found, parts, groups, asked.quantity, probe, over, reference)
 
