@@ -12,6 +12,7 @@ from dualform.experiments.image_training import Phase
 from dualform.experiments.page import write_page
 from dualform.experiments.path_page import path_section, summarise_path
 from dualform.experiments.path_study import PathStudy, reproduce_path
+from dualform.experiments.questions_page import QUESTIONS, write_questions
 from dualform.experiments.retraining_config import RetrainingConfig
 
 TINY = PathStudy("digits", tests=4, errors=6, reference=5, width=10)
@@ -35,7 +36,6 @@ def test_the_study_is_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(path_study, "image_study", small_study)
     monkeypatch.setattr(PathStudy, "evaluations", property(lambda self: (RETRAINING,)))
     found = reproduce_path(TINY, tmp_path / "study", seed=0, keep=False)
-    assert found["verified"]
     assert found["errors"]["errors"] == 6
     assert {row["what"] for row in found["cost"]["rows"]} >= {"by label", "per sample"}
     forgetting = found["forgetting"]
@@ -50,7 +50,14 @@ def test_the_study_is_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     text = page.read_text("utf-8")
     assert all(grid.title in text for grid in summarise_path([found]))
 
-    monkeypatch.setattr(path_study, "_single_findings", None)  # parts that are done are not made again
+    write_questions(
+        found, tmp_path / "study" / "figures", tmp_path / "questions.md", command="dualform reproduce questions"
+    )
+    text = (tmp_path / "questions.md").read_text("utf-8")
+    assert all(f"## {name.capitalize()}" in text for name in QUESTIONS)
+    assert (tmp_path / "figures" / "questions.png").is_file()
+
+    monkeypatch.setattr(path_study, "_errors_findings", None)  # parts that are done are not made again
     (tmp_path / "study" / "part-retraining.json").unlink()
     again = reproduce_path(TINY, tmp_path / "study", seed=0, keep=False)
     assert again["errors"] == found["errors"]

@@ -207,12 +207,15 @@ def find_path_contributions(
     samples = groups if per == "sample" else None
     followed = groups if samples is None else _Merged(samples, STEERING_GROUPS)
     count = 1 if groups is None else len(groups.labels)
+    every = None if samples is None else chunk_length(table.horizon)
+    narrowest = min([table.horizon, *([] if every is None else [every]), *([] if over is None else [int(over.width)])])
     settings = PathSettings(
         count if samples is None else STEERING_GROUPS,
         tolerance=tolerance,
         by_layer=per == "layer",
         knot_bytes=0 if samples is None else KNOT_BYTES,
-        ends_every=None if samples is None else chunk_length(table.horizon),
+        longest=max(1, narrowest // 2),  # two segments at least between forced ends, so that they can be compared
+        ends_every=every,
     )
     fold = path_fold(
         run,

@@ -18,7 +18,7 @@ It is an account of this training, not a prediction of another one.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,8 +35,12 @@ SHRINK_ABOVE = 0.75
 """Change of all parts so far, of the tolerance, when two segments each are taken as one: above it segments shrink."""
 GROW_BELOW = 0.375
 """The same change below which segments grow."""
-MORE_POINTS_ABOVE = 0.25
-"""The residual so far, of the tolerance, above which the gradient is taken at more points."""
+RESIDUAL_OF_TOLERANCE = 0.25
+"""The residual so far, of the tolerance, above which a segment's gradient is taken at twice as many points."""
+FEWER_POINTS_BELOW = 1 / 16
+"""The residual, of the largest that may be, below which the next segment begins with half as many points."""
+FEWEST_SEGMENTS = 32
+"""The fewest segments that a path is cut into, so that what happens along it is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class PathSettings:
             small.
         shortest: the fewest steps of a segment, which it has at first.
         longest: the most steps of a segment; with 1 every step is a segment.
-        by_layer: whether parts through each layer are to reach the tolerance, and not only their sums.
+        by_layer: whether parts through each layer are asked for, and not only their sums.
         knot_bytes: the most bytes of weights at the ends of segments that are kept, for the way back; 0 for none.
         ends_every: segments end after multiples of so many steps, whatever else they do; None for nowhere.
     """
@@ -74,8 +78,9 @@ class PathParts:
         after: (U,) the quantity after the last.
         parts: (U, G + 3, L) the part of each group through each layer; then those of the start, of rounding, and of the
             state that no layer covers, which stands in the first layer's column.
-        changes: (U, G + 3), or (U, (G + 3) · L) by layer, how much the parts change when two segments each are taken as
-            one; single steps do not count, since the path is straight there.
+        changes: (U, G + 3, L) how much the parts change when two segments each are taken as one; single steps do not
+            count, since the path is straight there.
+        by_layer: whether parts through each layer were asked for, and not only their sums.
         bins: (U, G + 3, B) the parts of each bin of steps, where they were asked for.
         evaluations: how many times the gradient of all inputs was found.
         segments: the segments, in their order.
@@ -86,6 +91,7 @@ class PathParts:
     after: Tensor
     parts: Tensor
     changes: Tensor
+    by_layer: bool
     bins: Tensor | None
     evaluations: int
     segments: tuple[Segment, ...]
@@ -103,9 +109,9 @@ class PathParts:
         Halving a segment takes three quarters of its error away where the path is smooth, so that a third of the change
         is left; where steps are noise it takes half of the error's square away, so that all of it is left. Two thirds.
         """
-        told_apart = self.parts.flatten(1) if self.changes.shape[1] != self.parts.shape[1] else self.parts.sum(2)
-        size = float(told_apart.abs().sum())
-        return 2 / 3 * float(self.changes.abs().sum()) / size if size else 0.0
+        parts, changes = (self.parts, self.changes) if self.by_layer else (self.parts.sum(2), self.changes.sum(2))
+        size = float(parts.abs().sum())
+        return 2 / 3 * float(changes.abs().sum()) / size if size else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,11 +158,12 @@ class _Path(Onlooker):
         self._horizon = horizon
         self._bins = bins
         self._final = final
-        by_tolerance = 2 if settings.tolerance >= 1e-3 else 4 if settings.tolerance >= 1e-6 else MOST_POINTS
-        self._points = settings.points or by_tolerance
+        by_tolerance = 1 if settings.tolerance >= 1e-3 else 4 if settings.tolerance >= 1e-6 else MOST_POINTS
+        self._points = self._fewest_points = settings.points or by_tolerance
         self._length = settings.shortest
         self._first = self._here = self._arrive(0, {name: each.result() for name, each in self._followings.items()})
         self._earlier: _Chord | None = None  # the first half of a pair, until the second is complete
+        self._left = torch.zeros_like(self._first.quantity)  # the residual so far
         self._sums: Tensor | None = None
         self._changes: Tensor | None = None
         self._binned: dict[int, Tensor] = {}
@@ -203,10 +210,30 @@ class _Path(Onlooker):
         looks = {name: following.look() for name, following in self._followings.items()}
         end = self._arrive(done, {name: look.parameter for name, look in looks.items()})
         changes = {name: look.changes for name, look in looks.items()}
-        return _Chord(self._here, end, changes, self._integral(self._here, end, changes), self._points)
+        parts = self._integral(self._here, end, changes)
+        while (missed := self._missed(parts, end)) > 1 and self._points < MOST_POINTS:
+            self._points *= 2
+            parts = self._integral(self._here, end, changes)
+        used = self._points
+        if missed < FEWER_POINTS_BELOW:
+            self._points = max(self._fewest_points, self._points // 2)
+        return _Chord(self._here, end, changes, parts, used)
+
+    def _missed(self, parts: Tensor, end: _Point) -> float:
+        """Return what the parts so far, with those of a new segment, do not add up to, relative to what they may miss.
+
+        More points can only mend what the new segment misses, so four times that is the most that counts.
+        """
+        moved, so_far = end.quantity - self._here.quantity, end.quantity - self._first.quantity
+        here = moved - parts.sum((1, 2))
+        left = here + self._left
+        size = max(float(moved.abs().sum()), float(so_far.abs().sum()))
+        missed = min(float(left.abs().sum()), 4 * float(here.abs().sum()))
+        return missed / (RESIDUAL_OF_TOLERANCE * self._settings.tolerance * size) if size else 0.0
 
     def _add(self, segment: _Chord) -> None:
         parts = segment.parts
+        self._left = self._left + (segment.end.quantity - segment.start.quantity - parts.sum((1, 2)))
         self._sums = parts.clone() if self._sums is None else self._sums.add_(parts)
         self._segments.append(Segment(segment.start.step, segment.end.step, segment.points))
         if self._bins is not None:
@@ -220,36 +247,25 @@ class _Path(Onlooker):
         changes = {name: change.add_(second.changes[name]) for name, change in first.changes.items()}
         halves = first.parts + second.parts
         whole = self._integral(start, end, changes)
-        difference = self._told_apart(halves - whole)
+        difference = halves - whole
         exact = end.step - start.step == 2  # the path is straight within a step: halves of one step are no chords
         counted = torch.zeros_like(difference) if exact else difference
         self._changes = counted if self._changes is None else self._changes + counted
-        self._steer(difference if exact else self._changes, end)
+        self._steer(difference if exact else self._changes)
 
-    def _told_apart(self, parts: Tensor) -> Tensor:
-        """Return the parts that are to reach the tolerance, (U, ...)."""
-        return parts.flatten(1) if self._settings.by_layer else parts.sum(2)
+    def _steer(self, changed: Tensor) -> None:
+        """Choose the length of the next segments by how far all parts so far are from those of segments twice as long.
 
-    def _steer(self, changed: Tensor, end: _Point) -> None:
-        """Choose the length and the points of the next segments.
-
-        The length follows from how far all parts so far would be from those of segments twice as long; the points
-        from how much of the change of the quantity so far the parts do not add up to.
+        Parts through each layer are compared, since the parts of one group alone through all layers telescope.
         """
         assert self._sums is not None, "two segments were added"
-        size = float(self._told_apart(self._sums).abs().sum())
+        size = float(self._sums.abs().sum())
         error = float(changed.abs().sum()) / size if size else 0.0
         tolerance = self._settings.tolerance
         if error > SHRINK_ABOVE * tolerance:
             self._length = max(self._settings.shortest, self._length // 2)
         elif error < GROW_BELOW * tolerance:
             self._length = min(self._settings.longest, 2 * self._length)
-        moved = end.quantity - self._first.quantity
-        sums = self._sums.sum(2)
-        left = float((moved - sums.sum(1)).abs().sum())
-        total = float((moved - sums[:, -3]).abs().sum())
-        if total and left / total > MORE_POINTS_ABOVE * tolerance and self._points < MOST_POINTS:
-            self._points *= 2
 
     def _integral(self, start: _Point, end: _Point, changes: Mapping[str, Tensor]) -> Tensor:
         """Return the parts of one chord, (U, G + 3, L)."""
@@ -293,7 +309,8 @@ class _Path(Onlooker):
             before=self._first.quantity,
             after=after,
             parts=parts,
-            changes=torch.zeros_like(self._told_apart(parts)) if self._changes is None else self._changes,
+            changes=torch.zeros_like(parts) if self._changes is None else self._changes,
+            by_layer=self._settings.by_layer,
             bins=bins,
             evaluations=self._probe.evaluations,
             segments=tuple(self._segments),
@@ -343,6 +360,8 @@ def path_fold(
     parameters = tuple(dict.fromkeys(p for entry in source.layers.values() for p in entry.parameters.values()))
     state_at = state_between(known_state)
     final = source.final if horizon == source.steps else None
+    longest = max(settings.shortest, min(settings.longest, horizon // FEWEST_SEGMENTS))
+    settings = replace(settings, longest=longest)
     return Fold(
         parameters,
         horizon,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +24,8 @@ from dualform.experiments.findings import Clock, Row, describe_machine, store_fi
 from dualform.experiments.image_studies import ImageStudy, image_study, load_sets
 from dualform.experiments.image_training import Task, make_tasks, train_classifier
 from dualform.experiments.models import mlp
+from dualform.experiments.questions import ask_questions
+from dualform.experiments.questions_page import FIGURE
 from dualform.experiments.retraining import evaluate_effects
 from dualform.experiments.retraining import scores as scores_of_retraining
 from dualform.experiments.retraining_config import RetrainingConfig
@@ -50,24 +53,19 @@ class PathStudy:
 
     data: str = "mnist"
     tests: int = 100
-    errors: int = 300
-    reference: int = 64
+    errors: int = 100
+    reference: int = 32
     width: int = 500
 
     @property
     def evaluations(self) -> tuple[RetrainingConfig, ...]:
-        """The evaluations against retraining: one split and one recording each, with SGD and with AdamW."""
-        samples = 2000 if self.data == "mnist" else 1000
-        rate = 0.02 if self.data == "mnist" else 0.1
+        """The evaluations against retraining, on digits: one split and one recording each, with SGD and AdamW."""
         common: dict[str, Any] = {
-            "data": self.data, "epochs": 15, "train": samples, "subsets": 50, "seeds": 4, "recordings": 1, "models": 1,
-            "splits": 1,
+            "data": "digits", "epochs": 15, "subsets": 50, "seeds": 4, "recordings": 1, "models": 1, "splits": 1,
         }  # fmt: skip
         return (
-            RetrainingConfig(name=f"{self.data}, SGD", learning_rate=rate, **common),
-            RetrainingConfig(
-                name=f"{self.data}, AdamW", optimizer="AdamW", learning_rate=0.001, weight_decay=0.01, **common
-            ),
+            RetrainingConfig(name="digits, SGD", learning_rate=0.1, **common),
+            RetrainingConfig(name="digits, AdamW", optimizer="AdamW", learning_rate=0.001, weight_decay=0.01, **common),
         )
 
 
@@ -75,7 +73,7 @@ def path_study(data: str) -> PathStudy:
     """Return the study on `mnist` or, small, on `digits`."""
     if data not in ("mnist", "digits"):
         raise DataError(f"The study of path contributions runs on mnist or digits; {data!r} came.")
-    return PathStudy(data) if data == "mnist" else PathStudy(data, errors=100, width=100)
+    return PathStudy(data) if data == "mnist" else PathStudy(data, width=100)
 
 
 def reproduce_path(study: PathStudy, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
@@ -94,11 +92,15 @@ def reproduce_path(study: PathStudy, folder: Path, *, seed: int, device: str = "
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-    parts: dict[str, Callable[[Clock], Row]] = {
-        "single": lambda clock: _single_findings(study, folder, clock, seed=seed, device=device, keep=keep),
+    trained = _Trained(study, folder, seed=seed, device=device)
+    parts: dict[str, Callable[[Clock], Any]] = {
+        "errors": lambda clock: clock("errors", lambda: _errors_findings(trained(clock), study, folder / "figures")),
+        "cost": lambda clock: clock("cost", lambda: _cost_findings(trained(clock), study, device)),
         "forgetting": lambda clock: _forgetting_findings(study, folder / "continual", clock, seed=seed, device=device),
         "retraining": lambda clock: _retraining_findings(study, folder / "retraining", clock, device=device),
     }
+    if study.data == "digits":  # of which docs/questions.md has an example
+        parts["questions"] = lambda clock: _question_findings(trained(clock), study, folder)
     found: dict[str, Row] = {}
     for name, make in parts.items():
         done = _read(folder / f"part-{name}.json")
@@ -107,14 +109,13 @@ def reproduce_path(study: PathStudy, folder: Path, *, seed: int, device: str = "
             done = plain({"found": make(clock), "seconds": clock.seconds, "machine": describe_machine(device)})
             (folder / f"part-{name}.json").write_text(json.dumps(done, indent=1) + "\n")
         found[name] = done
-    seconds = {what: spent for part in found.values() for what, spent in part["seconds"].items()}
+    if not keep and trained.run.exists():
+        shutil.rmtree(trained.run)
     findings = {
         **about,
-        **found["single"]["found"],
-        "forgetting": found["forgetting"]["found"],
-        "retraining": found["retraining"]["found"],
-        "seconds": seconds,
-        "machine": found["single"]["machine"],
+        **{name: part["found"] for name, part in found.items()},
+        "seconds": {what: spent for part in found.values() for what, spent in part["seconds"].items()},
+        "machine": found["errors"]["machine"],
     }
     return store_findings(folder, findings)
 
@@ -124,23 +125,56 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _single_findings(study: PathStudy, folder: Path, clock: Clock, *, seed: int, device: str, keep: bool) -> Row:
-    """Train on one task, and return what path contributions cost and what they say of test errors."""
-    single = image_study("single", study.data)
-    run = folder / "run"
-    _make_empty(run)
-    (task,) = clock("data", lambda: make_tasks(load_sets(single.tasks)))
-    model = clock("training", lambda: _train([task], single, run, seed, device))
-    memory = dualform.open(run)
-    verification = clock("verify", lambda: memory.verify(model))
-    found = {
-        "verified": verification.passed,
-        "cost": clock("cost", lambda: _cost_findings(memory, model, task, single, study, device)),
-        "errors": clock("errors", lambda: _errors_findings(memory, model, task, study, folder / "figures")),
-    }
-    if not keep:
-        shutil.rmtree(run)
-    return found
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A recorded training on one task, ready to be asked."""
+
+    memory: Memory
+    model: nn.Module
+    task: Task
+    plan: ImageStudy
+
+
+class _Trained:
+    """The training on one task: done once, and kept in the study's folder until all parts are done."""
+
+    def __init__(self, study: PathStudy, folder: Path, *, seed: int, device: str) -> None:
+        self.run = folder / "run"
+        self._weights = folder / "model.safetensors"
+        self._plan = image_study("single", study.data)
+        self._seed = seed
+        self._device = device
+        self._known: _Asked | None = None
+
+    def __call__(self, clock: Clock) -> _Asked:
+        """Return the recorded training, which is done where the folder does not hold it yet."""
+        if self._known is None:
+            plan, device = self._plan, self._device
+            (task,) = make_tasks(load_sets(plan.tasks))
+            if self._weights.is_file() and self.run.is_dir():
+                model = _network(task, plan)
+                model.load_state_dict(load_file(self._weights))
+                model = model.to(device)
+            else:
+                _make_empty(self.run)
+                model = clock("training", lambda: _train([task], plan, self.run, self._seed, device))
+                save_file({name: tensor.cpu() for name, tensor in model.state_dict().items()}, self._weights)
+            self._known = _Asked(dualform.open(self.run), model, task, plan)
+        return self._known
+
+
+def _network(task: Task, plan: ImageStudy) -> nn.Module:
+    return mlp([task.train.shape[1], *plan.recipe.hidden, len(task.images.class_names)])
+
+
+def _question_findings(asked: _Asked, study: PathStudy, folder: Path) -> Row | None:
+    """Ask five questions about one error."""
+    figure = folder / "figures" / FIGURE
+    return ask_questions(asked.memory, asked.model, asked.task, _reference(asked.task, study), figure)
+
+
+def _reference(task: Task, study: PathStudy) -> Tensor:
+    return task.train[: study.reference]
 
 
 def _make_empty(run: Path) -> None:
@@ -154,19 +188,21 @@ def _train(tasks: Sequence[Task], study: ImageStudy, run: Path, seed: int, devic
 
 
 def _seconds(action: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """Return how long an action took on a device, and its result."""
-    start = time.perf_counter()
+    """Return how long an action took, and its result: a GPU's time, or on a CPU the processor's, others left out."""
+    on_gpu = device.startswith("cuda")
+    clock = time.perf_counter if on_gpu else time.process_time
+    start = clock()
     result = action()
-    if device.startswith("cuda"):
+    if on_gpu:
         torch.cuda.synchronize()
-    return time.perf_counter() - start, result
+    return clock() - start, result
 
 
 def _plain_training(task: Task, study: ImageStudy, device: str) -> None:
     """Train as the study does, without recording."""
     torch.manual_seed(0)
     recipe = study.recipe
-    model = mlp([task.train.shape[1], *recipe.hidden, len(task.images.class_names)]).to(device)
+    model = _network(task, study).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
     for _ in range(study.steps):
         rows = torch.randint(len(task.train), (recipe.batch,))
@@ -177,22 +213,22 @@ def _plain_training(task: Task, study: ImageStudy, device: str) -> None:
         optimizer.step()
 
 
-def _cost_findings(
-    memory: Memory, model: nn.Module, task: Task, single: ImageStudy, study: PathStudy, device: str
-) -> Row:
+def _cost_findings(asked: _Asked, study: PathStudy, device: str) -> Row:
     """Return the seconds of one plain training, and of path contributions of test inputs by label and by sample."""
-    _seconds(lambda: _plain_training(task, dataclasses.replace(single, phases=()), device), device)  # loads kernels
-    training, _ = _seconds(lambda: _plain_training(task, single, device), device)
+    task, plan = asked.task, asked.plan
+    short = dataclasses.replace(plan, phases=(dataclasses.replace(plan.phases[0], steps=10),))
+    _plain_training(task, short, device)  # loads what a first training has to load
+    training, _ = _seconds(lambda: _plain_training(task, plan, device), device)
     tests = slice(study.tests)
-    spotlight = memory.attend(model, task.test[tests], targets=task.test_labels[tests], quantity="logit")
-    reference = task.train[: study.reference]
+    spotlight = asked.memory.attend(asked.model, task.test[tests], targets=task.test_labels[tests], quantity="logit")
+    reference = _reference(task, study)
     rows = []
-    asked: dict[str, Callable[[], PathContributions]] = {
+    questions: dict[str, Callable[[], PathContributions]] = {
         "by label": lambda: spotlight.path_contributions(by="label"),
         "by label, against the reference": lambda: spotlight.path_contributions(by="label", against=reference),
         "per sample": lambda: spotlight.path_contributions(per="sample"),
     }
-    for what, ask in asked.items():
+    for what, ask in questions.items():
         seconds, found = _seconds(ask, device)
         rows.append({"what": what, "seconds": seconds, "trainings": seconds / training, **_quality(found)})
     return {"training": training, "rows": rows}
@@ -212,37 +248,36 @@ def contrast_of_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     return logits[:, 0] - logits[:, 1]
 
 
-def _errors_findings(memory: Memory, model: nn.Module, task: Task, study: PathStudy, figures: Path) -> Row:
+def _errors_findings(asked: _Asked, study: PathStudy, figures: Path) -> Row:
     """Look at test errors: which class leads "said rather than true", and which a control logit, by each method."""
+    memory, model, task = asked.memory, asked.model, asked.task
     outputs = predict_units(model, task.test)
     wrong = (outputs != task.test_labels).nonzero()[:, 0][: study.errors]
     inputs, said, true = task.test[wrong], outputs[wrong], task.test_labels[wrong]
-    classes = len(task.images.class_names)
-    # the control: a class that is neither, the next one
-    control = (torch.maximum(said, true) + 1) % classes
-    control = torch.where((control == said) | (control == true), (control + 1) % classes, control)
-    control = torch.where((control == said) | (control == true), (control + 1) % classes, control)
-    reference = task.train[: study.reference]
-    rows = []
-    for what, first in (("said rather than true", said), ("a control class rather than true", control)):
-        targets = torch.stack([first, true], dim=1)
-        spotlight = memory.attend(model, inputs, targets=targets, quantity=contrast_of_targets)
-        for against in (None, reference):
-            found = spotlight.path_contributions(by="label", against=against)
-            leading = torch.tensor(found.groups)[found.values.argmax(1)]
-            least = torch.tensor(found.groups)[found.values.argmin(1)]
+    control = _control_classes(said, true, len(task.images.class_names))
+    targets = torch.cat([torch.stack([said, true], dim=1), torch.stack([control, true], dim=1)])
+    spotlight = memory.attend(model, torch.cat([inputs, inputs]), targets=targets, quantity=contrast_of_targets)
+    rows: list[Row] = []
+    for against, how in ((None, ""), (_reference(task, study), ", against the reference")):
+        found = spotlight.path_contributions(by="label", against=against)
+        order = found.values.argsort(dim=1, descending=True)
+        ranked = torch.tensor(found.groups)[order]
+        for what, first, mine in (
+            ("said rather than true", said, ranked[: len(said)]),
+            ("a control class rather than true", control, ranked[len(said) :]),
+        ):
             rows.append(
                 {
-                    "method": f"path contributions to {what}" + ("" if against is None else ", against the reference"),
-                    "named_leads": _share(leading == first),
-                    "said_leads": _share(leading == said),
-                    "true_leads": _share(leading == true),
-                    "true_least": _share(least == true),
+                    "method": f"path contributions to {what}{how}",
+                    "named_leads": _share(mine[:, 0] == first),
+                    "said_leads": _share(mine[:, 0] == said),
+                    "true_leads": _share(mine[:, 0] == true),
+                    "true_least": _share(mine[:, -1] == true),
                     **_quality(found),
                 }
             )
-            if against is not None and first is said:
-                _draw(found, figures / "path-waterfall.png")
+        if against is not None and len(wrong):
+            _draw(found, figures / "path-waterfall.png")
     vote = memory.attend(model, inputs).vote(by="label")
     for layer, winners in vote.winners.items():
         leading = torch.tensor([-1 if winner is None else int(winner) for winner in winners])
@@ -257,6 +292,14 @@ def _errors_findings(memory: Memory, model: nn.Module, task: Task, study: PathSt
         )
     first_error = {"test": int(wrong[0]), "said": int(said[0]), "true": int(true[0])} if len(wrong) else None
     return {"errors": len(wrong), "rows": rows, "first": first_error}
+
+
+def _control_classes(said: Tensor, true: Tensor, classes: int) -> Tensor:
+    """Return for each error the next class after both that is neither the said nor the true one."""
+    control = (torch.maximum(said, true) + 1) % classes
+    for _ in range(2):
+        control = torch.where((control == said) | (control == true), (control + 1) % classes, control)
+    return control
 
 
 def _draw(found: PathContributions, path: Path) -> None:
