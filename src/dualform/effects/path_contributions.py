@@ -8,10 +8,10 @@ and W is, at every step, the sum of what is left of the start and of each group'
 groups: part_g = sum over segments of ⟨mean gradient on the segment, change of share_g⟩. What is left of the start
 changes too (decay), and belongs to the start's part.
 
-A segment of several steps is replaced by its chord. How much that matters is seen by halving it: each segment is
-computed whole and in two halves, the halves count, and their difference steers how long the next segment is. The mean
-gradient is taken at a few points of each chord (Gauss and Legendre's); how much that matters is the residual, the
-change of f that the parts do not add up to.
+A segment of several steps is replaced by its chord. How much that matters is seen by comparing two segments with one
+chord over both: the finer ones count, and the difference steers how long the next segments are. The mean gradient is
+taken at a few points of each chord (Gauss and Legendre's); how much that matters is the residual, the change of f that
+the parts do not add up to.
 
 It is an account of this training, not a prediction of another one.
 """
