@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, and the memory that they select."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -55,9 +55,13 @@ def open_view(
     """
     import dualform
 
-    function = None if train is None else import_named(train, option="--train")
-    memory = dualform.open(run, executor=executor, train=function, trust=trust)
+    memory = dualform.open(run, executor=executor, train=training_named(train), trust=trust)
     return select_view(memory, where=where, without=without, at=at)
+
+
+def training_named(train: str | None) -> Any:
+    """Return the training function that the option --train names; None where it is not given."""
+    return None if train is None else import_named(train, option="--train")
 
 
 def select_view(memory: "Memory", *, where: str | None, without: str | None, at: int | None) -> "Memory":

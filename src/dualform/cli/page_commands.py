@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from dualform.cli.options import AcceptOption, JsonOption, ModelOption, RunArgument, TrainOption, TrustOption, open_view
+from dualform.cli.options import (
+    AcceptOption,
+    ExecutorOption,
+    JsonOption,
+    ModelOption,
+    RunArgument,
+    TrainOption,
+    TrustOption,
+    open_view,
+    training_named,
+)
 from dualform.printable import printable
 
 
@@ -22,6 +32,7 @@ def report_command(
     accept_untrained: AcceptOption = False,
     train: TrainOption = None,
     trust: TrustOption = False,
+    executor: ExecutorOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML file about some test examples."""
@@ -30,7 +41,7 @@ def report_command(
     from dualform.show.terminal_tables import print_json
 
     written = write_report(
-        open_view(run, train=train, trust=trust),
+        open_view(run, executor=executor, train=train, trust=trust),
         output,
         tests=test or tests,
         by=None if by is None else parse_by(by),
@@ -55,7 +66,9 @@ def view_command(
     expose: Annotated[bool, typer.Option("--expose", help="Let other machines ask.")] = False,
     memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory for live masks.", min=1)] = 512,
     accept_untrained: AcceptOption = False,
+    train: TrainOption = None,
     trust: TrustOption = False,
+    executor: ExecutorOption = None,
 ) -> None:
     """Look at a run in the browser, with live masks."""
     from dualform.show.viewer.serve import serve
@@ -68,5 +81,7 @@ def view_command(
         budget=memory_mb * 1_000_000,
         expose=expose,
         accept_untrained=accept_untrained,
+        train=training_named(train),
         trust=trust,
+        executor=executor,
     )

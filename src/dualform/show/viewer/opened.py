@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import dualform
 from dualform.errors import QueryError
-from dualform.opening import check_end_state, published_stamp
+from dualform.opening import Train, check_end_state, published_stamp
 from dualform.show.job import Cancelled
 from dualform.show.model_loading import load_model
 from dualform.show.session import Session
@@ -26,12 +26,16 @@ class Opened:
         model: str | None = None,
         budget: int = 512 << 20,
         accept_untrained: bool = False,
+        train: Train | None = None,
         trust: bool = False,
+        executor: str | None = None,
     ) -> None:
         self.path = path
         self._model = model
         self._accept_untrained = accept_untrained
+        self._train = train
         self._trust = trust
+        self._executor = executor
         self._factory: tuple[str, Mapping[str, Any]] | None = None  # what the run remembered when it was first opened
         self._budget = budget
         self._lock = threading.Lock()
@@ -69,7 +73,7 @@ class Opened:
             return self._current[1]
 
     def _open(self) -> Session:
-        memory = dualform.open(self.path, trust=self._trust)
+        memory = dualform.open(self.path, executor=self._executor, train=self._train, trust=self._trust)
         if self._current is not None and self._model is None and memory.factory != self._factory:
             raise QueryError(
                 f"{self.path} names another factory of its model by now, which a running viewer does not "
