@@ -19,6 +19,7 @@ from dualform.attend.memory import Memory
 from dualform.attend.removal import Removal
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.weights import GroupWeights
+from dualform.effects.output_gradients import Quantity
 from dualform.effects.slopes import output_rows, slopes
 from dualform.errors import QueryError
 from dualform.modes import evaluation_copy
@@ -68,6 +69,7 @@ class Session:
         self._weights: LruCache[GroupWeights] = LruCache(2)
         self._preparations: LruCache[Preparation] = LruCache(8, dropped=Preparation.cancel)
         self._slopes: LruCache[dict[str, Tensor]] = LruCache(24)
+        self.path_seconds: float | None = None  # how long the last path contributions took
         self.answers: LruCache[Any] = LruCache(64)  # small answers that do not depend on a test
 
     # Tests --------------------------------------------------------------------------------------------------------
@@ -167,6 +169,26 @@ class Session:
 
         found: Spotlight = self._spotlights.get((subject.key, f"margin of {unit}"), compute)["whole"]
         return found
+
+    def path_spotlight(
+        self, subject: Subject, quantity: Quantity, targets: Tensor | None = None, *, own_model: bool = False
+    ) -> Spotlight:
+        """Return the spotlight that path contributions to a quantity are asked of.
+
+        Args:
+            subject: the input.
+            quantity: the quantity of the model's output.
+            targets: the quantity's targets, one for each input.
+            own_model: ask with a copy of the model that no other thread has: to find contributions, which takes long.
+        """
+        if own_model:
+            with model_failures_named(subject.inputs):
+                model = copy.deepcopy(self.model)
+                return self.memory.attend(model, subject.inputs, targets=targets, quantity=quantity, other_model=True)
+        with self._watched_lock, model_failures_named(subject.inputs):
+            return self.memory.attend(
+                self._watched, subject.inputs, targets=targets, quantity=quantity, other_model=True
+            )
 
     def slopes(self, subject: Subject, unit: int) -> dict[str, Tensor]:
         """Return how the model's output `unit` moves with each layer's output, layer -> (rows, d_out)."""

@@ -12,6 +12,7 @@ from dualform.show.panels.layer_totals import LayerTotals, layer_totals
 from dualform.show.panels.masking import MaskEffect, mask_effect
 from dualform.show.panels.occurrences import Occurrences, sample_occurrences
 from dualform.show.panels.overview import Overview, run_overview
+from dualform.show.panels.path_account import REFERENCE_INPUTS, PathOffer, PathUnits, offer_path, usual_units
 from dualform.show.panels.prediction import ModelPrediction, model_prediction
 from dualform.show.panels.timeline import Timeline, attention_timeline
 from dualform.show.panels.top_patterns import MAX_RANK, Tab, TopPatterns, top_patterns
@@ -21,6 +22,7 @@ from dualform.show.viewer.parameters import BadQuestion, RequestParameters
 
 MAX_CONTEXT = 400  # words or pieces on each side of a place
 MAX_SNIPPETS = 200  # in one answer
+MAX_REFERENCES = 256  # inputs that one is compared with
 MEASURES = ("attention", "magnitude", "contribution", "effect")
 
 RouteAnswer = Callable[[Session, RequestParameters], Any]
@@ -129,6 +131,20 @@ def _sample(session: Session, parameters: RequestParameters) -> Occurrences:
 @question("/api/mask")
 def _mask(session: Session, parameters: RequestParameters) -> MaskEffect:
     return mask_effect(session, parameters.mask(session))
+
+
+@question("/api/path")
+def _path(session: Session, parameters: RequestParameters) -> PathOffer:
+    subject, by = parameters.subject(session), parameters.by(session)
+    outputs = session.outputs(subject)
+    units = usual_units(outputs, subject.target)
+    than = parameters.text("than", "")
+    if than == "itself":
+        units = PathUnits(units.said, None)
+    elif than:
+        units = PathUnits(units.said, parameters.number("than", high=len(outputs) - 1))
+    references = parameters.number("references", REFERENCE_INPUTS, high=MAX_REFERENCES)
+    return offer_path(session, subject, by, units, references=references, start=parameters.flag("start_path"))
 
 
 @question("/api/passage")

@@ -12,6 +12,7 @@ import * as free from "./panels/free.js";
 import * as history from "./panels/history.js";
 import * as layers from "./panels/layers.js";
 import * as mask from "./panels/mask.js";
+import * as path from "./panels/path.js";
 import * as pins from "./panels/pins.js";
 import * as prediction from "./panels/prediction.js";
 import * as tests from "./panels/tests.js";
@@ -44,7 +45,7 @@ function start(run) {
   const app = {
     run, note: "removes recorded updates; the model is not retrained", prediction: null, badge: null, groups: [], pins: new Set(), past: [],
     names: {}, label: (unit) => run.labels?.[unit] ?? app.names[unit] ?? String(unit),
-    choose: (test) => state.set({ test: String(test), drawn: "", prompt: "", row: "" }),
+    choose: (test) => state.set({ test: String(test), drawn: "", prompt: "", row: "", than: "" }),
     step: (turn) => parts.tests.move(turn),
     predicted: (answer) => { app.prediction = answer; parts.layers.redraw(); },
     changeMask: (changes) => { app.past.push(state.maskOf(state.get())); state.set(changes); },
@@ -69,13 +70,13 @@ function start(run) {
   };
   const parts = {
     tests: tests.create(app), prediction: prediction.create(app), layers: layers.create(app), top: top.create(app),
-    curves: curves.create(app), time: time.create(app), mask: mask.create(app), pins: pins.create(app), history: history.create(app),
+    curves: curves.create(app), time: time.create(app), path: path.create(app), mask: mask.create(app), pins: pins.create(app), history: history.create(app),
   };
   if (run.draw || run.prompt) parts.free = free.create(app);
   const head = header.create(app, place("header"));
 
   place("tests").append(parts.tests.panel.element, ...(parts.free ? [parts.free.panel.element] : []));
-  place("content").append(parts.prediction.panel.element, parts.layers.panel.element,
+  place("content").append(parts.prediction.panel.element, parts.path.panel.element, parts.layers.panel.element,
     h("div", { class: "pair" }, parts.curves.panel.element, parts.time.panel.element), parts.top.panel.element);
   place("side").append(parts.mask.panel.element, parts.pins.panel.element, parts.history.panel.element);
 
