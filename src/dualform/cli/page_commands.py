@@ -27,6 +27,9 @@ def report_command(
     test: Annotated[list[int], typer.Option("--test", "-t", help="These instead; repeatable.")] = [],  # noqa: B006
     by: Annotated[str | None, typer.Option(help="Group by columns: label, or task,label.")] = None,
     no_media: Annotated[bool, typer.Option("--no-media", help="Leave training samples and test images out.")] = False,
+    no_path: Annotated[
+        bool, typer.Option("--no-path", help="Leave out where answers come from, which takes longest.")
+    ] = False,
     max_mb: Annotated[float, typer.Option("--max-mb", help="The size of the file at most.", min=0.01)] = 3.0,
     model: ModelOption = None,
     accept_untrained: AcceptOption = False,
@@ -50,6 +53,7 @@ def report_command(
         model=model,
         accept_untrained=accept_untrained,
         trust=trust,
+        path_contributions=not no_path,
     )
     if json:
         print_json(written)

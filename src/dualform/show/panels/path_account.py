@@ -24,6 +24,7 @@ from dualform.show.session import Session, Subject
 MAX_BARS = 12  # groups that have a bar of their own; the others share one
 MAX_PATH_BINS = 12  # of steps
 REFERENCE_INPUTS = 16
+SHARED_REFERENCES = 4  # of a report, where each contrast needs them anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ def account_tests(session: Session, tests: Sequence[int], by: GroupingColumns) -
     classes = len(outputs[0])
     targets = torch.tensor([one.said * classes + (one.instead or 0) for one in units])
     whole = Subject(("tests", *tests), torch.cat([subject.inputs for subject in subjects]))
-    against = reference_inputs(session, None, REFERENCE_INPUTS)
+    against = reference_inputs(session, None, SHARED_REFERENCES)
     try:
         spotlight = session.path_spotlight(whole, PairedContrast(classes), targets, own_model=True)
         found = spotlight.path_contributions(list(by), against=against, over=step_bins(session))

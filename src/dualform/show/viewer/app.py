@@ -15,7 +15,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from dualform.errors import CorruptError, DualformError, FormatError, RunNotFoundError, SharesOnlyError
+from dualform.show.grouping import default_by
 from dualform.show.job import Cancelled, job_progress
+from dualform.show.panels.path_account import REFERENCE_INPUTS, offer_path, usual_units
 from dualform.show.png import png
 from dualform.show.session import Session
 from dualform.show.terminal_tables import plain
@@ -125,7 +127,12 @@ def _report(session: Session, parameters: RequestParameters) -> Response:
     from dualform.show.report.build import build_report
 
     test = parameters.number("test", 0, high=max(len(session.tests) - 1, 0))
-    page = build_report(session, tests=[test], media=True)
+    by = default_by(session.memory)
+    subject = session.test(test)
+    units = usual_units(session.outputs(subject), subject.target)
+    offered = offer_path(session, subject, by, units, references=REFERENCE_INPUTS, start=False)
+    paths = {} if offered.account is None else {test: offered.account}  # a page's answer does not wait for a path
+    page = build_report(session, tests=[test], by=by, media=True, paths=paths)
     name = f"attachment; filename=dualform-report-{test}.html"
     return Response(page, media_type="text/html", headers={"Content-Disposition": name})
 
