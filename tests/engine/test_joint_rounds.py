@@ -18,8 +18,8 @@ class Rounds:
     def __init__(self) -> None:
         self.rounds: list[list[Any]] = []
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Any]:
-        self.rounds.append(sorted(jobs))  # type: ignore[type-var]
+    def __call__(self, jobs: Sequence[Any]) -> list[Any]:
+        self.rounds.append(sorted(jobs))
         if any(job == 13 for job in jobs):
             raise QueryError("thirteen")
         return [f"answer {job}" for job in jobs]

@@ -19,7 +19,7 @@ from dualform.engine.local import LocalExecutor, block_patterns
 from dualform.engine.plain import RunningPass
 from dualform.engine.reading import PatternRange, kept_by_part
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.errors import ReplayError, ReplayNeededError
+from dualform.errors import DualformError, ReplayError, ReplayNeededError
 from dualform.recording.estimate import size_text
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
@@ -116,7 +116,10 @@ def _ask_first(source: ReplayedPatterns, jobs: Sequence[Job]) -> None:
     """Refuse jobs that need a replay, where replays are asked for first and the training may be called at all."""
     if not asks_before_replays() or all(_unstored_layers(source, job) <= source.held for job in jobs):
         return
-    source.require_train()
+    try:
+        source.require_train()
+    except DualformError as error:
+        raise ReplayError(f"The run keeps the steps of its training and no patterns. {error}") from error
     seconds = source.recorded_seconds
     raise ReplayNeededError(
         f"The run keeps the steps of its training and no patterns: the training has to be run again for this, which "

@@ -70,6 +70,7 @@ class Session:
         self._preparations: LruCache[Preparation] = LruCache(8, dropped=Preparation.cancel)
         self._slopes: LruCache[dict[str, Tensor]] = LruCache(24)
         self.path_seconds: float | None = None  # how long the last path contributions took
+        self.replayed: dict[str, Any] = {}  # the answers and refusals of replays, by question
         self.answers: LruCache[Any] = LruCache(64)  # small answers that do not depend on a test
 
     # Tests --------------------------------------------------------------------------------------------------------
@@ -219,6 +220,11 @@ class Session:
     def exact(self) -> bool:
         """Whether every layer has its values, so that masks can be asked for."""
         return all(entry.store != "keys" for entry in self.memory.layers.values())
+
+    @property
+    def replays(self) -> bool:
+        """Whether some layer's patterns are not stored and come back with a replay of the training."""
+        return any(entry.store == "steps" for entry in self.memory.layers.values())
 
     @property
     def shares_only(self) -> bool:

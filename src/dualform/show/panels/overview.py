@@ -37,6 +37,7 @@ class Overview:
         labels: the names of the classes.
         exact: whether every layer has its values.
         shares: the groupings by which the run keeps shares in place of patterns; none where it keeps patterns.
+        replays: whether patterns are not stored, and come back with a replay of the training.
         warnings: which parts of the model are not those of the recording.
         note: that a mask is not a retraining.
     """
@@ -64,6 +65,7 @@ class Overview:
     labels: list[str] | None
     exact: bool
     shares: list[str]
+    replays: bool
     warnings: list[str]
     note: str = MASK_NOTE
 
@@ -104,5 +106,6 @@ def _overview(session: Session) -> Overview:
         labels=None if session.media.labels is None else list(session.media.labels),
         exact=session.exact,
         shares=[groupings_text([by]) for by in memory.kept_groupings] if session.shares_only else [],
+        replays=session.replays,
         warnings=list(session.warnings),
     )

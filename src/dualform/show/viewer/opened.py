@@ -11,6 +11,7 @@ from dualform.opening import Train, check_end_state, published_stamp
 from dualform.show.job import Cancelled
 from dualform.show.model_loading import load_model
 from dualform.show.session import Session
+from dualform.show.viewer.replays import Replays
 
 R = TypeVar("R")
 ATTEMPTS = 5  # at one question, while the manifest keeps changing
@@ -39,6 +40,7 @@ class Opened:
         self._factory: tuple[str, Mapping[str, Any]] | None = None  # what the run remembered when it was first opened
         self._budget = budget
         self._lock = threading.Lock()
+        self.replays = Replays()
         self._current: tuple[Hashable | None, Session] | None = None  # the manifest's stamp, and the session on it
 
     def answer(self, question: Callable[[Session], R]) -> R:
@@ -86,5 +88,6 @@ class Opened:
 
     def close(self) -> None:
         """Stop the work in the background, and wait for its end."""
+        self.replays.close()
         if self._current is not None:
             self._current[1].close()

@@ -1,7 +1,9 @@
 """The questions that the page asks: each reads its parameters from the request and asks the panel of that name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
+from urllib.parse import parse_qsl, urlencode
 
 from dualform.attend.questions import Per
 from dualform.engine.measures import Of
@@ -19,9 +21,11 @@ from dualform.show.panels.top_patterns import MAX_RANK, Tab, TopPatterns, top_pa
 from dualform.show.session import Session
 from dualform.show.text_places import CONTEXT_TOKENS, TextPlace, text_around
 from dualform.show.viewer.parameters import BadQuestion, RequestParameters
+from dualform.show.viewer.replays import ReplayQuestion
 
 MAX_CONTEXT = 400  # words or pieces on each side of a place
 MAX_SNIPPETS = 200  # in one answer
+MAX_REPLAYED = 16  # questions of one replay
 MAX_REFERENCES = 256  # inputs that one is compared with
 MEASURES = ("attention", "magnitude", "contribution", "effect")
 
@@ -43,6 +47,30 @@ def question(path: str) -> Callable[[RouteAnswer], RouteAnswer]:
 def questions() -> dict[str, RouteAnswer]:
     """Return every registered question by its path."""
     return dict(_QUESTIONS)
+
+
+def question_name(path: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Return the name of a question: equal for equal questions, whatever their jobs are called."""
+    return f"{path}?{urlencode(sorted(pair for pair in pairs if pair[0] != 'job'))}"
+
+
+def read_questions(texts: Sequence[str]) -> list[ReplayQuestion]:
+    """Read questions that a replay is to answer, each written as its path and parameters."""
+    if not 0 < len(texts) <= MAX_REPLAYED:
+        raise BadQuestion(f"There are {len(texts)} questions to a replay; expected 1 to {MAX_REPLAYED}.")
+    found = []
+    for text in texts:
+        path, _, query = text.partition("?")
+        if path not in _QUESTIONS:
+            raise BadQuestion(f"There is no question {path[:80]!r}.")
+        pairs = parse_qsl(query, keep_blank_values=True)
+        answer, parameters = _QUESTIONS[path], RequestParameters(pairs)
+        found.append(ReplayQuestion(question_name(path, pairs), partial(_call, answer, parameters)))
+    return found
+
+
+def _call(answer: RouteAnswer, parameters: RequestParameters, session: Session) -> Any:
+    return answer(session, parameters)
 
 
 @question("/api/run")

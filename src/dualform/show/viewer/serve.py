@@ -55,9 +55,10 @@ def make_server(
         trust=trust,
         executor=executor,
     )
-    app = make_app(opened)
+    page_token = secrets.token_urlsafe(24)
+    app = make_app(opened, page_token=page_token)
     # A cookie does not know ports: each viewer has a name of its own.
-    guarded = Guard(app, token=token, cookie=f"dualform-{bound}", hosts=hosts)
+    guarded = Guard(app, token=token, page_token=page_token, cookie=f"dualform-{bound}", hosts=hosts)
     config = uvicorn.Config(
         guarded,
         http=BoundedProtocol,

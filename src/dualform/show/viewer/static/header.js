@@ -35,7 +35,7 @@ export function create(app, element) {
         button("Tests", () => document.body.classList.toggle("drawer"), { class: "drawer-button", "aria-controls": "tests" }),
         button("Theme", switchTheme),
         button("Help", () => box.showModal(), { "aria-keyshortcuts": "?" }),
-        run.tests ? h("a", { class: "button", href: `/report.html?test=${now.test}`, download: "" }, "Export report") : ""),
+        run.tests && !run.replays ? h("a", { class: "button", href: `/report.html?test=${now.test}`, download: "" }, "Export report") : ""),
       box);
   }
 
@@ -50,6 +50,7 @@ export function create(app, element) {
       high: `rebuild error ${worst.toExponential(1)}: higher than rounding explains`,
       "keys only": "keys only: attention, no reconstruction",
       "not measured": "rebuild error not measured: the run is not closed, or its weights do not fit into memory",
+      "needs replay": "steps are kept: the rebuild error and masks take a replay of the training",
       preparing: `preparing masks${found.progress?.total ? ` ${Math.round((100 * found.progress.done) / found.progress.total)} % of ${found.progress.title}` : ""} …`,
       failed: `could not be measured: ${found.error ?? ""}`,
     }[found.state];

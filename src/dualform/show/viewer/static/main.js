@@ -18,6 +18,7 @@ import * as prediction from "./panels/prediction.js";
 import * as tests from "./panels/tests.js";
 import * as time from "./panels/time.js";
 import * as top from "./panels/top.js";
+import * as replay from "./replay.js";
 import * as state from "./state.js";
 import * as theme from "./theme.js";
 
@@ -104,6 +105,7 @@ async function first(parts, app, head) {
   await Promise.allSettled(all.filter((part) => part.late).map((part) => part.load(now)));
   document.body.dataset.ready = "all";
   head.watch(now.by);
+  if (app.run.replays) replay.resume();
 }
 
 async function refresh(parts, now, changed, app) {
