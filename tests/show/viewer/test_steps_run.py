@@ -82,8 +82,11 @@ def test_one_replay_answers_all_panels(server: Running, folder: Path, held: bool
     if not held:
         source._held_bytes = 0
     with server.client() as client:
-        state = start(client, QUESTIONS)
+        assert ask(client, "/api/groups")["groups"] == [0, 1, 2]
+        state = start(client, [*QUESTIONS, "/api/badge?by=label&wait=1"])
         assert (state["state"], state["error"]) == ("done", "")
+        assert ask(client, "/api/badge")["state"] == "passed"
+        assert ask(client, "/api/mask", g="1")["tests"] == 4
         totals, curves, along, top = (ask(client, path) for path in PANELS)
         rounds = source.replays
         assert rounds == 1 if held else rounds <= 2, "top patterns need the sum of all attention too"
@@ -186,6 +189,10 @@ def test_the_page_offers_a_replay_and_shows_what_it_brings(
     for panel in ("layers svg", "curves svg", "time svg", "top .card"):
         page.wait_for_selector(f"#{panel}")
     assert page.locator("button:has-text('Replay the training')").count() == 0
+    assert "exact: rebuild error" in page.wait_for_selector(".badge.good").inner_text()
+    page.click("#mask .chip[data-group='1']")
+    page.wait_for_selector("#mask-outcome:has-text('predictions change')")
+    assert server.server.opened.session().memory._run.replays == 1, "masks come with the same replay"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert errors == []
     context.close()

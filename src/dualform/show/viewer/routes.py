@@ -7,10 +7,11 @@ from urllib.parse import parse_qsl, urlencode
 
 from dualform.attend.questions import Per
 from dualform.engine.measures import Of
+from dualform.show.grouping import group_name
 from dualform.show.panels.badge import Badge, rebuild_badge
 from dualform.show.panels.curves import MAX_PATTERNS, SortedAttention, sorted_attention
 from dualform.show.panels.examples import Examples, Snippets, example_snippets, find_examples, list_examples
-from dualform.show.panels.layer_totals import LayerTotals, layer_totals
+from dualform.show.panels.layer_totals import MAX_TOTALS, LayerTotals, layer_totals
 from dualform.show.panels.masking import MaskEffect, mask_effect
 from dualform.show.panels.occurrences import Occurrences, sample_occurrences
 from dualform.show.panels.overview import Overview, run_overview
@@ -80,7 +81,14 @@ def _run(session: Session, parameters: RequestParameters) -> Overview:
 
 @question("/api/badge")
 def _badge(session: Session, parameters: RequestParameters) -> Badge:
-    return rebuild_badge(session, parameters.by(session))
+    return rebuild_badge(session, parameters.by(session), wait=parameters.flag("wait"))
+
+
+@question("/api/groups")
+def _groups(session: Session, parameters: RequestParameters) -> dict[str, list[Any]]:
+    by = parameters.by(session)
+    groups = list(session.weights(by).plan.groups[:MAX_TOTALS])
+    return {"groups": groups, "names": [group_name(session.media, by, group) for group in groups]}
 
 
 @question("/api/tests")

@@ -105,6 +105,7 @@ async function first(parts, app, head) {
   await Promise.allSettled(all.filter((part) => part.late).map((part) => part.load(now)));
   document.body.dataset.ready = "all";
   head.watch(now.by);
+  replay.whenDone(() => head.watch(state.get().by));
   if (app.run.replays) replay.resume();
 }
 
@@ -124,7 +125,7 @@ async function refresh(parts, now, changed, app) {
 /** The groups in the order of the charts, for the chips of the mask. */
 async function groupsOf(app, by, parts) {
   try {
-    const answer = await ask("/api/layers", { ...state.subject(state.get()), by });
+    const answer = await ask("/api/layers", { ...state.subject(state.get()), by }).catch(() => ask("/api/groups", { by }));
     app.groups = answer.groups;
     learnNames(by, answer.groups, answer.names);
   } catch {

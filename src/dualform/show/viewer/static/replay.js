@@ -3,10 +3,17 @@
 import { ask, asQuery, post } from "./api.js";
 import { announce, button, h } from "./dom.js";
 import { count } from "./format.js";
+import * as state from "./state.js";
 
 const POLL = 500;
 const offers = new Map(); // panel -> {path, parameters, retry, box}
+const watchers = [];
 let running = false;
+
+/** Be told when a replay has brought its answers. */
+export function whenDone(watcher) {
+  watchers.push(watcher);
+}
 
 /** A time as people say it. */
 export function duration(seconds) {
@@ -40,6 +47,7 @@ async function start() {
   const asked = [...offers.values()];
   const query = new URLSearchParams();
   for (const { path, parameters } of asked) query.append("q", `${path}?${asQuery(parameters)}`);
+  query.append("q", `/api/badge?${asQuery({ by: state.get().by, wait: "1" })}`); // live masks, by the same replay
   running = true;
   for (const { box } of asked) waiting(box, null);
   announce("The training is run again.");
@@ -50,13 +58,13 @@ async function start() {
   }
 }
 
-async function follow(state) {
-  if (state.state === "running") {
-    for (const { box } of offers.values()) waiting(box, state);
+function follow(found) {
+  if (found.state === "running") {
+    for (const { box } of offers.values()) waiting(box, found);
     setTimeout(() => ask("/api/replay").then(follow, (error) => end(error.message)), POLL);
     return;
   }
-  end(state.state === "done" ? "" : state.state === "cancelled" ? "Cancelled." : `The replay failed. ${state.error}`);
+  end(found.state === "done" ? "" : found.state === "cancelled" ? "Cancelled." : `The replay failed. ${found.error}`);
 }
 
 function end(problem) {
@@ -69,21 +77,22 @@ function end(problem) {
       retry();
     }
   }
+  if (!problem) for (const watcher of watchers) watcher();
 }
 
-function waiting(box, state) {
-  const left = state?.left === null || state?.left === undefined ? "" : `, about ${duration(state.left)} to go`;
+function waiting(box, found) {
+  const left = found?.left === null || found?.left === undefined ? "" : `, about ${duration(found.left)} to go`;
   box.replaceChildren(h("div", { class: "panel-wait" },
-    h("span", {}, state?.total ? `replaying, step ${count(state.done)} of ${count(state.total)}${left}` : "replaying …"),
-    h("progress", state?.total ? { max: state.total, value: state.done, "aria-label": "progress of the replay" } : { "aria-label": "progress of the replay" }),
+    h("span", {}, found?.total ? `replaying, step ${count(found.done)} of ${count(found.total)}${left}` : "replaying …"),
+    h("progress", found?.total ? { max: found.total, value: found.done, "aria-label": "progress of the replay" } : { "aria-label": "progress of the replay" }),
     button("Cancel", () => post("/api/replay/cancel"), { class: "small" })));
 }
 
 /** Take up a replay that was running when the page was opened. */
 export async function resume() {
-  const state = await ask("/api/replay").catch(() => null);
-  if (state?.state === "running") {
+  const found = await ask("/api/replay").catch(() => null);
+  if (found?.state === "running") {
     running = true;
-    follow(state);
+    follow(found);
   }
 }
