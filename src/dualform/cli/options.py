@@ -35,6 +35,14 @@ TrainOption = Annotated[
     str | None,
     typer.Option("--train", help="package.module:function that runs the training, for a run that keeps steps."),
 ]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        help="For texts in pieces: package.module:name of an object with encode and decode, a tokenizer.json, or a "
+        "folder of transformers.",
+    ),
+]
 AtOption = Annotated[int | None, typer.Option("--at", help="Look back from after this many steps.")]
 
 

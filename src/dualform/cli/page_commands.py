@@ -12,6 +12,7 @@ from dualform.cli.options import (
     JsonOption,
     ModelOption,
     RunArgument,
+    TokenizerOption,
     TrainOption,
     TrustOption,
     open_view,
@@ -68,6 +69,7 @@ def view_command(
     port: Annotated[int, typer.Option(help="0 for a free one.", min=0, max=65535)] = 0,
     host: Annotated[str, typer.Option(help="Where to listen; anything but this machine needs --expose.")] = "127.0.0.1",
     expose: Annotated[bool, typer.Option("--expose", help="Let other machines ask.")] = False,
+    tokenizer: TokenizerOption = None,
     memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory for live masks.", min=1)] = 512,
     accept_untrained: AcceptOption = False,
     train: TrainOption = None,
@@ -86,6 +88,7 @@ def view_command(
         expose=expose,
         accept_untrained=accept_untrained,
         train=training_named(train),
+        tokenizer=tokenizer,
         trust=trust,
         executor=executor,
     )

@@ -12,6 +12,7 @@ from dualform.cli.options import (
     JsonOption,
     ModelOption,
     RunArgument,
+    TokenizerOption,
     TrainOption,
     TrustOption,
     WhereOption,
@@ -27,10 +28,7 @@ def attend_command(
     model: ModelOption = None,
     text: Annotated[str | None, typer.Option("--text", help="A prompt, for a language model.")] = None,
     token_ids: Annotated[str | None, typer.Option("--token-ids", help='A prompt as tokens: "12 5 9".')] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", help="With --text: package.module:name of an object with encode and decode."),
-    ] = None,
+    tokenizer: TokenizerOption = None,
     context: Annotated[
         int | None,
         typer.Option("--context", help="With --text: how many tokens the model takes; default: as it says.", min=1),

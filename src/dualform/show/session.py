@@ -23,6 +23,7 @@ from dualform.effects.output_gradients import Quantity
 from dualform.effects.slopes import output_rows, slopes
 from dualform.errors import QueryError
 from dualform.modes import evaluation_copy
+from dualform.pieces import Tokenizer
 from dualform.recording.module_hooks import hook_forward, temporary_hooks
 from dualform.recording.watch import plain_name
 from dualform.show.grouping import GroupingColumns, unit_name
@@ -30,6 +31,7 @@ from dualform.show.held_out import held_out_windows, shorten_to_context
 from dualform.show.lru_cache import LruCache
 from dualform.show.predictions import model_failures_named, predict_units, run_model
 from dualform.show.preparation import QUICK_SECONDS, Preparation
+from dualform.show.session_media import SessionMedia, as_images
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,13 +58,21 @@ class Session:
     The caller makes the model: `warnings` say where it is not the recorded one, and stand in every answer.
     """
 
-    def __init__(self, memory: Memory, model: nn.Module, *, budget: int, warnings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        model: nn.Module,
+        *,
+        budget: int,
+        warnings: Sequence[str] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.memory = memory
         self.warnings = tuple(warnings)  # which parts of the model are not those of the recording
         self.model = evaluation_copy(model)
         self._watched = copy.deepcopy(self.model)  # hooks go on this one, and only under the lock
         self.budget = budget
-        self.media = memory.media
+        self.media = SessionMedia(memory.media, tokenizer)
         self._watched_lock = threading.Lock()
         self._spotlights: LruCache[dict[str, Any]] = LruCache(24)
         self._masked: LruCache[nn.Module] = LruCache(4)
@@ -88,11 +98,20 @@ class Session:
 
     @cached_property
     def test_images(self) -> Tensor | None:
-        """The tests as images for people, (M, H, W[, 3]); None if the run keeps none."""
+        """The tests as images for people, (M, H, W[, 3]): those that the run keeps, or inputs that look like images."""
+        return as_images(self.tests) if self._kept_images is None else self._kept_images
+
+    @cached_property
+    def _kept_images(self) -> Tensor | None:
         try:
             return self.memory.test_images()
         except QueryError:
             return None
+
+    @property
+    def shows_inputs(self) -> bool:
+        """Whether the images of tests are the model's own inputs, since the run keeps none."""
+        return self._kept_images is None and self.test_images is not None
 
     @cached_property
     def context(self) -> int | None:

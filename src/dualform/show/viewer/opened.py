@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import dualform
 from dualform.errors import QueryError
 from dualform.opening import Train, check_end_state, published_stamp
+from dualform.pieces import Tokenizer
 from dualform.show.job import Cancelled
 from dualform.show.model_loading import load_model
 from dualform.show.session import Session
@@ -30,6 +31,7 @@ class Opened:
         train: Train | None = None,
         trust: bool = False,
         executor: str | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.path = path
         self._model = model
@@ -37,6 +39,7 @@ class Opened:
         self._train = train
         self._trust = trust
         self._executor = executor
+        self._tokenizer = tokenizer
         self._factory: tuple[str, Mapping[str, Any]] | None = None  # what the run remembered when it was first opened
         self._budget = budget
         self._lock = threading.Lock()
@@ -84,7 +87,7 @@ class Opened:
         check_end_state(self.path)
         loaded = load_model(memory, self._model, accept_untrained=self._accept_untrained, trust=self._trust)
         self._factory = memory.factory
-        return Session(memory, loaded.model, budget=self._budget, warnings=loaded.warnings)
+        return Session(memory, loaded.model, budget=self._budget, warnings=loaded.warnings, tokenizer=self._tokenizer)
 
     def close(self) -> None:
         """Stop the work in the background, and wait for its end."""

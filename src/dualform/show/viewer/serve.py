@@ -10,6 +10,7 @@ from typing import Any
 from dualform.errors import QueryError
 from dualform.opening import Train, make_executor
 from dualform.recording.estimate import size_text
+from dualform.show.tokenizers import load_tokenizer
 
 LOCAL = ("127.0.0.1", "localhost")
 
@@ -26,6 +27,7 @@ def make_server(
     train: Train | None = None,
     trust: bool = False,
     executor: str | None = None,
+    tokenizer: str | None = None,
 ) -> tuple[Any, socket.socket, str]:
     """Return a uvicorn server, the socket that it will listen on, and the address with its token.
 
@@ -42,6 +44,7 @@ def make_server(
 
     if executor is not None:
         make_executor(executor)  # a name that is none is refused before anything is served
+    pieces = None if tokenizer is None else load_tokenizer(tokenizer)
     token = token or secrets.token_urlsafe(24)
     listening = _listen(host, port)
     bound = listening.getsockname()[1]
@@ -54,6 +57,7 @@ def make_server(
         train=train,
         trust=trust,
         executor=executor,
+        tokenizer=pieces,
     )
     page_token = secrets.token_urlsafe(24)
     app = make_app(opened, page_token=page_token)
@@ -99,6 +103,7 @@ def serve(
     train: Train | None = None,
     trust: bool = False,
     executor: str | None = None,
+    tokenizer: str | None = None,
 ) -> None:
     """Serve the viewer of one run until it is interrupted."""
     if host not in LOCAL and not expose:
@@ -116,6 +121,7 @@ def serve(
         train=train,
         trust=trust,
         executor=executor,
+        tokenizer=tokenizer,
     )
     bound = listening.getsockname()[1]
     if host not in LOCAL:

@@ -6,6 +6,7 @@ import { count } from "./format.js";
 import { HELP } from "./keys.js";
 import * as state from "./state.js";
 import { switchTheme } from "./theme.js";
+import * as tour from "./tour.js";
 
 const POLL = 700;
 
@@ -17,7 +18,7 @@ export function create(app, element) {
     h("p", {}, h("strong", {}, app.note), " It says what the recorded updates did, not what a retraining without them would give."),
     h("h3", {}, "Keys"),
     h("table", {}, h("tbody", {}, HELP.map(([keys, what]) => h("tr", {}, h("th", { scope: "row" }, h("kbd", {}, keys)), h("td", {}, what))))),
-    button("Close", () => box.close()));
+    h("div", { class: "row" }, button("Close", () => box.close()), button("Show the tour", () => { box.close(); tour.show(); })));
 
   function draw() {
     const now = state.get();

@@ -18,6 +18,7 @@ import * as prediction from "./panels/prediction.js";
 import * as tests from "./panels/tests.js";
 import * as time from "./panels/time.js";
 import * as top from "./panels/top.js";
+import * as tour from "./tour.js";
 import * as replay from "./replay.js";
 import * as state from "./state.js";
 import * as theme from "./theme.js";
@@ -33,6 +34,7 @@ async function open() {
     nothing(error);
     return;
   }
+  tour.prepare();
   const now = state.get();
   const by = run.groupings.some((one) => one.by === now.by) ? now.by : run.groupings[0]?.by ?? `step:${Math.max(Math.ceil(run.steps / 10), 1)}`;
   const layer = run.layers.some((one) => one.name === now.layer) ? now.layer : run.output_layer ?? run.layers.at(-1).name;
@@ -73,6 +75,7 @@ function start(run) {
     tests: tests.create(app), prediction: prediction.create(app), layers: layers.create(app), top: top.create(app),
     curves: curves.create(app), time: time.create(app), path: path.create(app), mask: mask.create(app), pins: pins.create(app), history: history.create(app),
   };
+  for (const [name, part] of Object.entries(parts)) part.panel.hint(run.hints[name]);
   if (run.draw || run.prompt) parts.free = free.create(app);
   const head = header.create(app, place("header"));
 
@@ -104,6 +107,7 @@ async function first(parts, app, head) {
   await Promise.allSettled(early);
   await Promise.allSettled(all.filter((part) => part.late).map((part) => part.load(now)));
   document.body.dataset.ready = "all";
+  tour.start();
   head.watch(now.by);
   replay.whenDone(() => head.watch(state.get().by));
   if (app.run.replays) replay.resume();

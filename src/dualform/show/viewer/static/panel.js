@@ -56,6 +56,12 @@ export class Panel {
     }
   }
 
+  /** Say below the panel what this run lacks for it, and what to record. */
+  hint(found) {
+    if (!found) return;
+    this.element.append(h("div", { class: "hint", role: "note" }, h("p", { class: "muted" }, found.text), h("pre", {}, found.code)));
+  }
+
   /** Show what failed, what may be the cause, and a way to try again; or say that the run keeps no patterns for this. */
   fail(error, retry) {
     this.loaded = false;

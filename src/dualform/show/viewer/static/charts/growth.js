@@ -2,7 +2,7 @@
 
 import { s } from "../dom.js";
 import { count, number } from "../format.js";
-import { across } from "./waterfall.js";
+import { across } from "./across.js";
 
 const HEIGHT = 220;
 const TOP = 14;

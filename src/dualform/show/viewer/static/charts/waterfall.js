@@ -1,15 +1,11 @@
 // A waterfall: every bar begins where the one above it ended, and the last one is the sum of all.
 
 import { s } from "../dom.js";
+import { across } from "./across.js";
 import { number } from "../format.js";
 
 const ROW = 22;
 const VALUE = 60;
-
-/** Units across a drawing: fewer on a narrow screen, so that its text stays as large. */
-export function across(wide, narrow) {
-  return innerWidth < 600 ? narrow : wide;
-}
 
 /**
  * @param {{kind: string, label: string, value: number, group?: string, masked?: boolean}[]} rows

@@ -26,7 +26,7 @@ export function create(app) {
     const others = (app.prediction?.outputs ?? []).filter((output) => output.unit !== said);
     panel.tools.replaceChildren(
       others.length ? choice("rather than", [["", "the target, or the second"], ...others.map((output) => [String(output.unit), output.name]), ["itself", "nothing: the output alone"]], now.than, (than) => state.set({ than })) : "",
-      app.run.tests > 1 ? choice("beside", [["16", "16 other tests"], ["64", "64 other tests"], ["0", "nothing"]], now.references, (references) => state.set({ references })) : "");
+      app.run.tests > 1 ? choice("beside", [["16", `${Math.min(16, app.run.tests - 1)} other tests`], ...(app.run.tests > 17 ? [["64", `${Math.min(64, app.run.tests - 1)} other tests`]] : []), ["0", "nothing"]], now.references, (references) => state.set({ references })) : "");
   }
 
   function render(answer) {
