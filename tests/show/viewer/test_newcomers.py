@@ -34,6 +34,7 @@ class Opened:
         self.page = self.context.new_page()
         self.errors: list[str] = []
         self.page.on("console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("response", lambda one: self.errors.append(one.url) if one.status >= 400 else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(server.address + state)
         self.page.wait_for_selector("body[data-ready=all]")
@@ -43,6 +44,19 @@ class Opened:
         assert self.page.evaluate(OUT_OF_SIGHT) == []
         found: int = self.page.evaluate("document.documentElement.scrollWidth")
         return found <= width
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Running]]:
+    servers: list[Running] = []
+
+    def serve(folder: Path, **options: Any) -> Running:
+        servers.append(Running(folder, **options))
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture
@@ -83,7 +97,7 @@ def test_inputs_that_look_like_images_are_shown_as_such() -> None:
         assert as_images(torch.zeros(*other)) is None, other
 
 
-def test_the_run_says_what_it_lacks(tmp_path: Path, pictures_run: Running) -> None:
+def test_the_run_says_what_it_lacks(tmp_path: Path, pictures_run: Running, serve: Callable[..., Running]) -> None:
     with pictures_run.client() as client:
         run = client.get("/api/run").json()
         assert (run["kind"], run["shows_inputs"], run["shape"]) == ("image", True, [6, 6])
@@ -92,10 +106,8 @@ def test_the_run_says_what_it_lacks(tmp_path: Path, pictures_run: Running) -> No
     model = record_pictures(tmp_path / "bare", annotate=False)
     memory = dualform.open(tmp_path / "bare")
     memory.add_tests(torch.randn(3, 1, 6, 6))
-    bare = Running(tmp_path / "bare", model="helpers.small_models:pictures")
-    with bare.client() as client:
+    with serve(tmp_path / "bare", model="helpers.small_models:pictures").client() as client:
         hints = client.get("/api/run").json()["hints"]
-    bare.stop()
     assert "annotate(sample=ids, label=labels)" in hints["layers"]["code"]
     assert "annotate(sample=ids)" in hints["top"]["code"]
     assert "recorder.tests(inputs, targets)" in hints["tests"]["code"]
@@ -244,7 +256,8 @@ def record_language(folder: Path, model: str, tokenizer: Any, *, text: bool) -> 
             places = (torch.arange(4)[:, None] * 11 + step * 5 + torch.arange(8)) % (len(tokens) - 1)
             recorder.annotate(token=tokens[places], **({"place": places} if text else {}))
             optimizer.zero_grad()
-            made(input_ids=tokens[places], labels=tokens[places]).loss.backward()
+            positions = torch.arange(8).repeat(4, 1)  # a row for each, or positions would belong to no row
+            made(input_ids=tokens[places], position_ids=positions, labels=tokens[places]).loss.backward()
             optimizer.step()
     if text:
         corpus = dualform.Corpus.from_tokens(tokens, tokenizer=tokenizer, documents=[(0, "A fox")])
@@ -254,28 +267,30 @@ def record_language(folder: Path, model: str, tokenizer: Any, *, text: bool) -> 
 @pytest.mark.browser
 @pytest.mark.parametrize(("model", "text", "width"), [("llama", True, 1400), ("gpt2", False, 390), ("gpt2", True, 390)])
 def test_a_language_model_by_its_tokenizer(
-    look: Callable[..., Opened], tmp_path: Path, tokenizer_folder: Path, model: str, text: bool, width: int
+    serve: Callable[..., Running],
+    look: Callable[..., Opened],
+    tmp_path: Path,
+    tokenizer_folder: Path,
+    model: str,
+    text: bool,
+    width: int,
 ) -> None:
     tokenizer = load_tokenizer(str(tokenizer_folder))
     record_language(tmp_path / "run", model, tokenizer, text=text)
-    server = Running(tmp_path / "run", tokenizer=str(tokenizer_folder))
-    try:
-        opened = look(server, width=width, state="&test=1")
-        page = opened.page
-        wanted = tokenizer.decode(tokenizer.encode(STORY)[9:17])
-        page.wait_for_selector("#prediction .passage")
-        assert page.inner_text("#prediction .passage").strip() == wanted.strip()
-        if text:
-            assert page.locator("#top .passage mark").count() > 0
-            assert "A fox" in page.inner_text("#top")
-        else:
-            assert "recorder.annotate(place=places" in page.inner_text("#top .hint")
-        if not page.is_visible("#free textarea"):
-            page.click("#free summary")
-        page.fill("#free textarea", "the crow saw")
-        page.click("#free button:has-text('Ask')")
-        page.wait_for_selector("#prediction .passage:has-text('the crow saw')")
-        page.wait_for_selector("[aria-busy=true]", state="detached")
-        assert opened.fits(width)
-    finally:
-        server.stop()
+    opened = look(serve(tmp_path / "run", tokenizer=str(tokenizer_folder)), width=width, state="&test=1")
+    page = opened.page
+    wanted = tokenizer.decode(tokenizer.encode(STORY)[9:17])
+    page.wait_for_selector("#prediction .passage")
+    assert page.inner_text("#prediction .passage").strip() == wanted.strip()
+    if text:
+        assert page.locator("#top .passage mark").count() > 0
+        assert "A fox" in page.inner_text("#top")
+    else:
+        assert "recorder.annotate(place=places" in page.inner_text("#top .hint")
+    if not page.is_visible("#free textarea"):
+        page.click("#free summary")
+    page.fill("#free textarea", "the crow saw")
+    page.click("#free button:has-text('Ask')")
+    page.wait_for_selector("#prediction .passage:has-text('the crow saw')")
+    page.wait_for_selector("[aria-busy=true]", state="detached")
+    assert opened.fits(width)
