@@ -282,6 +282,9 @@ def test_a_language_model_by_its_tokenizer(
     wanted = tokenizer.decode(tokenizer.encode(STORY)[9:17])
     page.wait_for_selector("#prediction .passage")
     assert page.inner_text("#prediction .passage").strip() == wanted.strip()
+    assert page.locator("#layers .layer").count() == 6, "the last layers of many"
+    page.click("#layers button:has-text('Show all')")
+    assert page.locator("#layers .layer").count() > 12
     if text:
         assert page.locator("#top .passage mark").count() > 0
         assert "A fox" in page.inner_text("#top")
