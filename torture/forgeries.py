@@ -59,6 +59,7 @@ UNKNOWABLE: dict[str, tuple[str, str]] = {
     ),
     r".*: (created|versions|factory|factory_arguments|optimizers)\b.*": ("descriptions", "words of the run on itself"),
     r".*: layers/[^/]*/(kind|optional)\b.*": ("descriptions", "the name of a layer's kind; whether it may be unused"),
+    r"(shares|groupings): layers/[^/]*/dtype\b.*": ("descriptions", "the dtype in which a layer's sums are given"),
     r".*: layers/[^/]* twice": ("descriptions", "a layer that was never used adds nothing"),
     r".*: (rows|batch_axis)\b.*": ("addresses", "how rows were matched with annotations"),
     r".*: columns\b.*": ("annotations", "a column that no shard has reads as null, as one that came later does"),

@@ -423,10 +423,9 @@ def _retyped(name: str, kind: Any) -> Change:
     def change(file: Path) -> None:
         table = pq.read_table(file)
         try:
-            column = table[name].cast(kind)
-        except pa.ArrowException:
-            column = pa.nulls(table.num_rows, kind)
-        _set(file, table, name, column)
+            _set(file, table, name, table[name].cast(kind))
+        except pa.ArrowException:  # no such value of that type, or none that parquet can write
+            _set(file, table, name, pa.nulls(table.num_rows, kind))
 
     return change
 
