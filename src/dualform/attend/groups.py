@@ -23,7 +23,7 @@ from dualform.engine.addresses import annotation_rows
 from dualform.engine.jobs import Executor, Pass
 from dualform.engine.local import LocalExecutor
 from dualform.engine.reading import PatternRange, count_kept, kept_patterns, kept_rows
-from dualform.engine.source import ADDRESS, PatternPart, PatternSource
+from dualform.engine.source import PatternPart, PatternSource
 from dualform.errors import SelectionError
 
 R = TypeVar("R")
@@ -184,7 +184,7 @@ class Table:
     @property
     def names(self) -> tuple[str, ...]:
         """Every column there is."""
-        return (*ADDRESS, *self.run.description.columns)
+        return (*self.run.address, *self.run.description.columns)
 
     def require(self, names: Iterable[str]) -> None:
         """Raise unless all these columns exist."""
@@ -224,7 +224,10 @@ class Table:
         """Return the user's columns that a condition may depend on."""
         named = "" if one.sql is None else one.sql.casefold()
         columns = [name for name in self.run.description.columns if '"' in name or name.casefold() in named]
-        return [*(columns if one.sql is not None else ()), *(name for name, _ in one.equal if name not in ADDRESS)]
+        return [
+            *(columns if one.sql is not None else ()),
+            *(name for name, _ in one.equal if name not in self.run.address),
+        ]
 
     def _has_nulls(self, part: PatternPart, layer: str, name: str) -> bool:
         """Say whether some pattern of a layer may have no value in a column; reads no addresses."""

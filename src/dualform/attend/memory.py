@@ -491,6 +491,7 @@ class Memory:
             },
             asked,
             self._states,
+            self._cache,
         )
 
     def _states(self) -> Sequence[tuple[int, Mapping[str, Tensor]]]:

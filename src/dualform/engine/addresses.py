@@ -13,14 +13,15 @@ import numpy.typing as npt
 Calls = Mapping[str, npt.NDArray[Any]]
 """The calls of a layer in one part, in the order of steps, as columns: step, micro, call, rows, positions, inner,
 offset (of the call's first pattern), annotation_offset (-1: none), annotation_rows, annotation_positions, layout,
-batch_axis."""
+batch_axis; and where several processes recorded, rank, the number of the call's process. Calls of one step are in the
+order of ranks."""
 
 
 def addresses(calls: Calls, patterns: npt.NDArray[np.int64] | None = None) -> dict[str, npt.NDArray[np.int64]]:
     """Return the address of each pattern, or of those with these places, from its layer's calls in one part.
 
-    Columns: which call row it belongs to (`at`), step, micro, call, row, position, and `annotation`, its row in the
-    part's annotation table or -1.
+    Columns: which call row it belongs to (`at`), rank where several processes recorded, step, micro, call, row,
+    position, and `annotation`, its row in the part's annotation table or -1.
     """
     sizes = calls["rows"] * calls["positions"]
     ends = np.cumsum(sizes)
@@ -35,6 +36,7 @@ def addresses(calls: Calls, patterns: npt.NDArray[np.int64] | None = None) -> di
     position = (local // np.maximum(inner * rows, 1)) * inner + local % np.maximum(inner, 1)
     return {
         "at": at,
+        **({"rank": calls["rank"][at]} if "rank" in calls else {}),
         "step": calls["step"][at],
         "micro": calls["micro"][at],
         "call": calls["call"][at],
