@@ -64,7 +64,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "replaying": PURE | {"recording", "engine", "store"},
     "effects": PURE | {"recording", "engine"},
     "attend": PURE | {"recording", "engine", "effects"},
-    "opening": {"errors", "store", "engine", "replaying", "attend"},
+    "opening": {"errors", "recording", "store", "engine", "replaying", "attend"},
     "show": PURE | {"recording", "engine", "effects", "attend", "opening"},
     "experiments": PURE | {"recording", "engine", "effects", "attend", "opening", "show"},
     "integrations": {"errors", "recording"},  # and the public names, as a user's program has them

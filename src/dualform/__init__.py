@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dualform.effects.output_gradients import contrast
     from dualform.errors import DualformError
     from dualform.indexing import indexed
-    from dualform.opening import open
+    from dualform.opening import from_checkpoints, open
     from dualform.recording.estimate import estimate
     from dualform.recording.keep import Patterns, Shares, Steps
     from dualform.recording.layers import register_layer
@@ -37,6 +37,7 @@ _HOME = {
     "bins": "dualform.binning",
     "contrast": "dualform.effects.output_gradients",
     "estimate": "dualform.recording.estimate",
+    "from_checkpoints": "dualform.opening",
     "indexed": "dualform.indexing",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
@@ -60,6 +61,7 @@ __all__ = [
     "bins",
     "contrast",
     "estimate",
+    "from_checkpoints",
     "indexed",
     "open",
     "record",

@@ -172,6 +172,7 @@ def find_path_contributions(
         raise SelectionError(f"over is bins of {over.column!r}; expected dualform.bins('step', width=...).")
     if not 0 < tolerance < 1:
         raise QueryError(f"tolerance is {tolerance}; expected a number between 0 and 1, for example 0.02.")
+    run.require_recorded("a path contribution")
     for layer in run.layers:
         run.require_values(layer)
     groups = PathGroups(table, by)

@@ -15,6 +15,7 @@ FROZEN = "frozen.safetensors"
 UNCOVERED = "uncovered.safetensors"
 STARTING = "starting.safetensors"
 SHARES = "shares/"  # the folder of shares by group
+UNEXPLAINED = "unexplained/"  # the folder of what no pattern explains, of a run made from checkpoints
 LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
 
@@ -27,6 +28,11 @@ def shares_file(step: int) -> str:
 def shares_state_file(step: int) -> str:
     """Return the name of the blob that a recording of shares goes on from after a step."""
     return f"{SHARES}state-{step:09d}.safetensors"
+
+
+def unexplained_file(step: int) -> str:
+    """Return the name of the blob of what no pattern explains after a step."""
+    return f"{UNEXPLAINED}{step:09d}.safetensors"
 
 
 def shard_files(index: int) -> dict[str, str]:

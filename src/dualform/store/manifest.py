@@ -135,6 +135,8 @@ class Manifest:
     uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
     shares: SharesEntry | None = None  # nothing where the run keeps no shares
     training: TrainingEntry | None = None  # nothing where the training cannot be run again
+    checkpoints: tuple[Count, ...] | None = None
+    """The numbers of steps at the checkpoints that the run was made from, but for the first; None: it was recorded."""
 
     @property
     def steps(self) -> int:
@@ -152,6 +154,8 @@ class Manifest:
             del body["shares"]
         if self.training is None:
             del body["training"]
+        if self.checkpoints is None:
+            del body["checkpoints"]
         for layer in body["layers"].values():
             layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
         return sealed(head | body)
@@ -232,7 +236,8 @@ def _check_seal(text: str | bytes, path: object) -> None:
         )
 
 
-_OPTIONAL = {"no_final", "rows", "uncovered_state", "shares", "training"}  # entries that runs of earlier versions lack
+_OPTIONAL = {"no_final", "rows", "uncovered_state", "shares", "training", "checkpoints"}
+"""Entries that runs of earlier versions lack."""
 _REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if entry.name not in _OPTIONAL))
 
 

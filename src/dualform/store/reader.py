@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from dualform.engine.description import LayerEntry, RunDescription
+from dualform.engine.explanation import Explanation
 from dualform.engine.facts_check import facts_problem
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.errors import CorruptError, ReplayError
@@ -31,7 +32,7 @@ from dualform.store.checked_tables import (
     read_checked_table,
 )
 from dualform.store.derived_sums import StoredSums
-from dualform.store.format import FINAL, INITIAL, SHARES, STATE, shard_files
+from dualform.store.format import FINAL, INITIAL, SHARES, STATE, UNEXPLAINED, shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.parameter_check import check_parameters
 from dualform.store.places import Place, as_blobs
@@ -49,6 +50,7 @@ from dualform.store.tensors import OpenFiles, TensorFile
 
 if TYPE_CHECKING:
     from dualform.store.run_files import StoredFiles
+    from dualform.store.stored_rests import StoredRests
     from dualform.store.stored_shares import StoredShares
 
 CallColumns = dict[str, npt.NDArray[Any]]
@@ -286,6 +288,9 @@ class Run(PatternSource):
         if manifest.shares is not None:
             files = [entry for name, entry in manifest.files.items() if name.startswith(SHARES)]
             parts = (*parts, manifest.shares, files)  # type: ignore[assignment]
+        if manifest.checkpoints is not None:
+            files = [entry for name, entry in manifest.files.items() if name.startswith(UNEXPLAINED)]
+            parts = (*parts, manifest.checkpoints, files)  # type: ignore[assignment]
         return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
     @property
@@ -306,6 +311,21 @@ class Run(PatternSource):
         from dualform.store.stored_shares import StoredShares  # which reads this run
 
         return None if self.manifest.shares is None else StoredShares(self, self.manifest.shares)
+
+    @cached_property
+    def _rests(self) -> "StoredRests | None":
+        """What no pattern explains at each checkpoint; None where the run was recorded."""
+        from dualform.store.stored_rests import StoredRests  # which reads this run
+
+        return None if self.manifest.checkpoints is None else StoredRests(self, self.manifest.checkpoints)
+
+    def unexplained(self, parameter: str, horizon: int) -> Tensor | None:
+        """Return what no pattern explains of a parameter at a checkpoint, float64; None where the run was recorded."""
+        return None if self._rests is None else self._rests.unexplained(parameter, horizon)
+
+    def explanation(self) -> Explanation | None:
+        """Return how much of the change between checkpoints patterns explain; None where the run was recorded."""
+        return None if self._rests is None else self._rests.explanation()
 
     @property
     def derived_sums(self) -> StoredSums:

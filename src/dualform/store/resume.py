@@ -44,6 +44,10 @@ def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) ->
         step: where the checkpoint stands, if the user says so; otherwise it is found.
     """
     run = Run(blobs)
+    if run.manifest.checkpoints is not None:
+        raise ResumeError(
+            f"{run.name} was made from checkpoints, and no training can be added to it. Record to another folder."
+        )
     _same_shape(run.manifest, wanted)
     step = _step_of(run, start.parameters) if step is None else _checked_step(run, step)
     _prove(run, start, step)
