@@ -9,6 +9,8 @@ from typing import cast, get_args
 from dualform.errors import QueryError
 from dualform.experiments import image_studies as image_studies
 from dualform.experiments import images
+from dualform.experiments.checkpoint_page import checkpoints_section, summarise_checkpoints
+from dualform.experiments.checkpoint_study import CheckpointStudy, reproduce_checkpoints
 from dualform.experiments.findings import Row
 from dualform.experiments.image_page import image_section, shares_section
 from dualform.experiments.language import plans
@@ -26,6 +28,7 @@ SEEDS_KEPT = ("first", "all", "none")
 SHARES = "shares"  # keep these, in place of patterns
 PAGE = Path("docs/results.md")
 TEXT_SOURCES = "sources"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +140,16 @@ def _jobs(options: ReproductionOptions) -> list[StudyJob]:
     which = options.which
     if which == TEXT_SOURCES:
         return [_text_sources_job(options)]
+    if which == CHECKPOINTS:
+        return [_checkpoints_job(options)]
     if which == "all":
         wanted = [*image_studies.IMAGE_STUDIES, *([*plans.PAPER_STUDIES] if options.data in (None, "mnist") else [])]
     elif which in known:
         wanted = [which]
     else:
-        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)}, {TEXT_SOURCES} or all.")
+        raise QueryError(
+            f"There is no study {which!r}; expected {', '.join((*known, TEXT_SOURCES, CHECKPOINTS))} or all."
+        )
     return [
         _image_job(cast("image_studies.ImageStudyName", name), options)
         if name in get_args(image_studies.ImageStudyName)
@@ -188,6 +195,18 @@ def _text_sources_job(options: ReproductionOptions) -> StudyJob:
         ),
         summarise=summarise_text_sources,
         section=lambda findings: text_sources_section(findings, command=options.command(TEXT_SOURCES)),
+    )
+
+
+def _checkpoints_job(options: ReproductionOptions) -> StudyJob:
+    study = replace(CheckpointStudy(), data=options.data or CheckpointStudy().data)
+    return StudyJob(
+        name=CHECKPOINTS,
+        run=lambda folder, seed, keep: reproduce_checkpoints(
+            study, folder, seed=seed, device=options.device, keep=keep
+        ),
+        summarise=summarise_checkpoints,
+        section=lambda findings: checkpoints_section(findings, command=options.command(CHECKPOINTS)),
     )
 
 
