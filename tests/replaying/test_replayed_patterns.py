@@ -131,7 +131,7 @@ def test_a_failing_question_is_not_taken_for_a_failing_training(source: Replayed
         raise ZeroDivisionError("of the question")
 
     with pytest.raises(ZeroDivisionError, match="of the question"):
-        source.replay(["1"], fail, steps=source.steps)
+        source.replay({"1": "keys"}, fail, steps=source.steps)
 
 
 def test_a_training_that_catches_every_error_does_not_hide_a_difference(recorded: Blobs) -> None:

@@ -5,13 +5,14 @@ each by itself takes longer than training on it; their rows are put together int
 call has its part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dualform.recording.buffer_pool import BufferPool, as_rows, lending
+from dualform.recording.watch import What
 from dualform.threads import one_thread
 from dualform.torch_modes import without_gradients
 
@@ -25,13 +26,20 @@ SEQUENTIAL_ELEMENTS = 1 << 15
 
 
 @without_gradients
-def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool) -> None:
+def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool, needed: Mapping[str, What] | None = None) -> None:
     """Copy the keys and values of calls that one backward has just accumulated; values only where they are kept.
 
     Args:
         arrivals: calls of the layers that use one parameter, none of them copied yet.
         pool: gives the memory for large copies.
+        needed: layers whose rows the sink needs, and which; None for all rows of all layers. Of other layers it gets
+            no rows, but for keys that owe nothing to the parameters.
     """
+    if needed is not None:
+        with lending(pool):
+            for arrival in arrivals:
+                _copy_needed(arrival, pool, needed.get(arrival.call.layer.name))
+        return
     if len(arrivals) == 1:
         with lending(pool):
             _copy_one(arrivals[0], pool)
@@ -54,6 +62,20 @@ def _copy_one(arrival: "Arrival", pool: BufferPool) -> None:
     arrival.accumulated = True
 
 
+def _copy_needed(arrival: "Arrival", pool: BufferPool, what: What | None) -> None:
+    """Copy the rows of a call that a sink needs."""
+    layer = arrival.call.layer
+    arrival.accumulated = True
+    if what is None and not arrival.call.raw:
+        keys = layer.kind.keys(layer.module, arrival.call.inputs)
+        arrival.leading = keys.shape[:-1]
+        arrival.keys = keys.new_empty(0, layer.d_in)
+        return
+    keys, values = _rows(arrival, values=what == "keys+values")
+    arrival.keys = _own(keys, [arrival.call.inputs], pool)
+    arrival.values = None if values is None else _own(values, arrival.errors, pool)
+
+
 def _copy_several(arrivals: list["Arrival"], pool: BufferPool) -> None:
     """Copy the calls of one layer: together where they are small, in the order of their forwards."""
     arrivals.sort(key=_number)
@@ -71,8 +93,13 @@ def _number(arrival: "Arrival") -> int:
     return arrival.call.number
 
 
-def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
-    """Return the keys (T, d_in) and the values (T, d_out) of a call, which may be views of the user's tensors."""
+def _rows(arrival: "Arrival", *, values: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Return the keys (T, d_in) and the values (T, d_out) of a call, which may be views of the user's tensors.
+
+    Args:
+        arrival: the call.
+        values: whether values are wanted, where the layer's are kept.
+    """
     call = arrival.call
     layer = call.layer
     dtype = next(iter(layer.parameters.values()))[1].dtype
@@ -85,11 +112,10 @@ def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
             keys = keys.to(call.coarse)  # as the layer saw them
         keys = keys if keys.dtype is dtype else keys.to(dtype)
     keys = as_rows(keys, layer.d_in)
-    if layer.keys_only:
+    if layer.keys_only or not values:
         return keys, None
-    values = layer.kind.errors(layer.module, call.inputs, arrival.errors)
-    values = as_rows(values, layer.d_out)
-    return keys, values if values.dtype is dtype else values.to(dtype)
+    errors = as_rows(layer.kind.errors(layer.module, call.inputs, arrival.errors), layer.d_out)
+    return keys, errors if errors.dtype is dtype else errors.to(dtype)
 
 
 def _joined(rows: Sequence[Tensor]) -> Sequence[Tensor] | None:

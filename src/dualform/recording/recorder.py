@@ -19,13 +19,14 @@ from dualform.recording.estimate import Estimate, estimate
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
 from dualform.recording.processes import refuse_several_processes, refuse_wrapped
+from dualform.recording.proven_steps import KnownFactors
 from dualform.recording.recorded_optimizers import divide_parameters, warm_states
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import RESIDUAL, LayerStart, Sink, Start
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.step_recorder import StepRecorder
 from dualform.recording.unwrap import unwrap_all
-from dualform.recording.watch import Layers, Watched, covered, report_uncovered, uncovered, watch
+from dualform.recording.watch import Layers, Watched, What, covered, report_uncovered, uncovered, watch
 from dualform.recording.world import OneProcess, World
 from dualform.threads import keeping_modes, restore_threads
 from dualform.torch_modes import keeping_grad_mode
@@ -49,6 +50,8 @@ class Recorder:
         stored_loosely: Callable[[str], bool] = lambda layer: False,
         world: World | None = None,
         patterns: Layers | Literal[False] = None,
+        known: KnownFactors | None = None,
+        needed: Mapping[str, What] | None = None,
     ) -> None:
         """Prepare a recording; `dualform.record` says what most of the arguments are.
 
@@ -66,6 +69,9 @@ class Recorder:
             world: the processes that train together; by default this one alone.
             patterns: the layers whose patterns the sink keeps, nothing for all and False for none. Of the others it
                 keeps sums, and a gradient that patterns do not explain is measured there, and not refused.
+            known: of a training whose every step the sink proves to be one of an earlier recording, the factors of
+                gradients that this one found; nothing is checked again then.
+            needed: the layers whose rows the sink needs, and which; None for all rows of all layers.
         """
         self._model = model
         self._sink = sink
@@ -96,6 +102,8 @@ class Recorder:
             strict=strict,
             on_failure=on_failure,
             check=check,
+            known=known,
+            needed=needed,
         )
 
     @property

@@ -29,6 +29,7 @@ from dualform.recording.late_steps import LateStep
 from dualform.recording.made_steps import MadeSteps
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
+from dualform.recording.proven_steps import KnownFactors, ProvenAccumulations, ProvenChanges, ProvenPreparation
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
@@ -37,7 +38,7 @@ from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
 from dualform.recording.unclaimed_parameters import UnclaimedParameters
 from dualform.recording.user_warnings import WarnOnce, warn_user
-from dualform.recording.watch import Watched, covered, held, report_joined, uncovered
+from dualform.recording.watch import Watched, What, covered, held, report_joined, uncovered
 from dualform.recording.world import World
 from dualform.torch_modes import keeping_grad_mode, without_gradients
 
@@ -72,6 +73,8 @@ class StepRecorder:
         strict: bool,
         on_failure: OnFailure,
         check: CheckOrNone,
+        known: KnownFactors | None = None,
+        needed: Mapping[str, What] | None = None,
     ) -> None:
         """Prepare a recording; nothing is attached before `start`.
 
@@ -85,6 +88,9 @@ class StepRecorder:
             strict: whether to raise, instead of warning, where parameters join an optimizer that are not recorded.
             on_failure: whether to raise failures, or to stop recording and let training go on.
             check: which steps are checked in full.
+            known: of a training whose every step the sink proves to be one of an earlier recording, the factors that
+                this one found; nothing is checked again then.
+            needed: the layers whose rows the sink needs, and which; None for all.
         """
         self.state: Literal["new", "recording", "closed", "forked"] = "new"
         self.steps = 0  # recorded so far, those of a resumed run included
@@ -104,15 +110,19 @@ class StepRecorder:
         self._looked: dict[int, Mapping[str, nn.Parameter]] = {}  # optimizer -> its parameters when they were looked at
         exact = {name for layer in layers if not layer.keys_only for name, _ in layer.parameters.values()}
         measured = {name for layer in layers if layer.shares_only for name, _ in layer.parameters.values()}
-        self._changes = Changes(model, layers, self._parameters, exact)
+        self._proven = known is not None
+        changes = Changes if known is None else ProvenChanges
+        self._changes = changes(model, layers, self._parameters, exact)
         self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
         self._unclaimed: UnclaimedParameters | None = None
         self._on_cpu = True  # whether all parameters are in the CPU's memory
         self._on_gpu = False  # whether all of them are on one GPU
         self._step_now = StepInProgress()
         gradient_check, schedule = GradientCheck(), CheckSchedule(check, torch.initial_seed())
-        self._accumulations = Accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
-        self._preparation = StepPreparation(
+        accumulations = Accumulations if known is None else ProvenAccumulations
+        self._accumulations = accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
+        preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
+        self._preparation = preparation(
             exact,
             measured,
             alignment,
@@ -122,7 +132,7 @@ class StepRecorder:
             batch_axis=alignment.batch_axis,
             on_failure=on_failure,
         )
-        self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model)
+        self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed)
         self._handles: list[HookHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
@@ -361,10 +371,11 @@ class StepRecorder:
         """Say whether the numbers of a step may be read at the next step, so that nobody waits for the GPU now.
 
         The sink has to know of such steps. Where several optimizers or processes share a step, or a gradient scaler
-        decides whether there is one, its numbers are needed at once.
+        decides whether there is one, its numbers are needed at once. A proven step reads none.
         """
         return (
             self._on_gpu
+            and not self._proven
             and len(self._owned) == 1
             and self._world.size == 1
             and getattr(optimizer, "grad_scale", None) is None

@@ -14,11 +14,15 @@ from dualform.engine.fold import RunningFolds
 from dualform.engine.jobs import Executor, Fold, Job, Pass, Sweep
 from dualform.engine.local import LocalExecutor, block_patterns
 from dualform.engine.plain import RunningPass
+from dualform.engine.racing import RacingBest
 from dualform.engine.reading import PatternRange, kept_by_part
+from dualform.engine.reducers import Best
 from dualform.engine.source import PatternPart, PatternSource
 from dualform.errors import ReplayError
 from dualform.recording.estimate import size_text
+from dualform.recording.watch import What
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
+from dualform.replaying.joined_best import JoinedBest
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
 
 SWEPT_BYTES = 2 << 30
@@ -109,13 +113,21 @@ def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
     """Run passes and folds while the training goes by their patterns."""
     folds = [job for job in jobs if isinstance(job, Fold)]
     folding = RunningFolds(source, folds) if folds else None
-    passing = [_PassingBy(source, job) for job in jobs if isinstance(job, Pass)]
-    layers = frozenset[str]().union(*(_unstored_layers(source, job) for job in jobs))
+    passing = _passes(source, [job for job in jobs if isinstance(job, Pass)])
+    layers: dict[str, What] = {}
+    for job in jobs:
+        values = isinstance(job, Fold) or job.needs_values
+        for name in _unstored_layers(source, job):
+            layers[name] = "keys+values" if values else layers.get(name, "keys")
     steps = max([0 if folding is None else folding.steps, *(one.steps for one in passing)])
+
+    races = dict.fromkeys(one.race for one in passing if isinstance(one, _JoinedPass))
 
     def take(part: ReplayedPart, window: range) -> None:
         for one in passing:
             one.take(part, window)
+        for race in races:
+            race.settle_if_many()
         if folding is not None:
             for step in window:
                 if step < folding.steps:
@@ -152,8 +164,73 @@ class _PassingBy:
         start, stop = np.searchsorted(rows, [first, first + len(keys)]).tolist()
         for at in range(start, stop, self._size):
             mine = rows[at : min(stop, at + self._size)]
-            self._running.take(PatternRange(part, mine, kept_before + at, before))
+            self._take_range(PatternRange(part, mine, kept_before + at, before))
+
+    def _take_range(self, wanted: PatternRange) -> None:
+        """Take a range of patterns that are here."""
+        self._running.take(wanted)
 
     def result(self) -> Any:
         """Return the answer."""
         return self._running.result()
+
+
+class _RacingPass(_PassingBy):
+    """A pass for the best patterns on a CPU: only measures that beat the worst of them are looked at."""
+
+    def __init__(self, source: ReplayedPatterns, job: Pass[Any]) -> None:
+        super().__init__(source, job)
+        self._race = RacingBest(job.reducer, job.new_state())  # type: ignore[arg-type]
+
+    def _take_range(self, wanted: PatternRange) -> None:
+        self._race.take(self._race.prepare(*self._running.measure(wanted)))
+
+    def result(self) -> Any:
+        """Return the answer."""
+        return self._race.result()
+
+
+class _JoinedPass(_PassingBy):
+    """A pass for the best patterns on a GPU: those of several passes are found together.
+
+    Attributes:
+        race: finds the best of all of them.
+    """
+
+    def __init__(self, source: ReplayedPatterns, job: Pass[Any], race: JoinedBest, place: int) -> None:
+        super().__init__(source, job)
+        self.race = race
+        self._place = place
+
+    def _take_range(self, wanted: PatternRange) -> None:
+        block, measures, _ = self._running.measure(wanted)
+        self.race.add(self._place, block, measures)
+
+    def result(self) -> Any:
+        """Return the answer."""
+        return self.race.result(self._place)
+
+
+def _passes(source: ReplayedPatterns, jobs: Sequence[Pass[Any]]) -> list[_PassingBy]:
+    """Return passes at work; those for the best patterns on a GPU together, where they ask for as many."""
+    together: dict[tuple[Any, ...], list[int]] = {}
+    for place, job in enumerate(jobs):
+        if _asks_for_best(job) and job.like.device.type != "cpu":
+            assert job.queries is not None, "the best are the best for a query"
+            together.setdefault((job.reducer, len(job.queries), job.like.dtype, job.like.device), []).append(place)
+    joined: dict[int, _JoinedPass] = {}
+    for places in together.values():
+        first = jobs[places[0]]
+        assert first.queries is not None
+        race = JoinedBest(first.reducer, len(places), len(first.queries), first.like)  # type: ignore[arg-type]
+        joined |= {place: _JoinedPass(source, jobs[place], race, at) for at, place in enumerate(places)}
+    return [
+        joined[place] if place in joined else (_RacingPass if _asks_for_best(job) else _PassingBy)(source, job)
+        for place, job in enumerate(jobs)
+    ]
+
+
+def _asks_for_best(job: Pass[Any]) -> bool:
+    """Say whether a pass is one for the best of all patterns, not by group, of one row of measures for each query."""
+    plain = isinstance(job.reducer, Best) and job.reducer.groups == 1 and job.groups is None
+    return plain and job.queries is not None and job.rows is None and job.like.is_floating_point()

@@ -29,6 +29,7 @@ from dualform.progress import bar
 from dualform.recording.recorder import Recorder
 from dualform.recording.sinks import Sink
 from dualform.recording.user_warnings import warn_user
+from dualform.recording.watch import What
 from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnded, ReplaySink
 from dualform.replaying.training import OneRecording, Train
 from dualform.store.reader import Run, Shard
@@ -266,7 +267,8 @@ class ReplayedPatterns(PatternSource):
         """Keep all patterns of some layers in memory, by one replay; nothing else is held afterwards."""
         self.release()
         wanted = frozenset(layers)
-        self.replay(wanted, lambda part, steps: None, steps=self.steps, hold=True)
+        needed: dict[str, What] = dict.fromkeys(wanted, "keys+values")
+        self.replay(needed, lambda part, steps: None, steps=self.steps, hold=True)
         self.held = wanted
 
     def release(self) -> None:
@@ -277,7 +279,7 @@ class ReplayedPatterns(PatternSource):
 
     def replay(
         self,
-        layers: Collection[str],
+        layers: Mapping[str, What],
         take: Callable[[ReplayedPart, range], None],
         *,
         steps: int,
@@ -286,7 +288,7 @@ class ReplayedPatterns(PatternSource):
         """Run the training again, and show its patterns as it goes by them.
 
         Args:
-            layers: the layers whose patterns are wanted.
+            layers: the layers whose patterns are wanted, each with the rows that are needed of it.
             take: is called with a part and some of its steps, in their order, while their patterns are there.
             steps: how many steps are wanted; the training is ended behind them.
             hold: keep the patterns when `take` has seen them.
@@ -413,6 +415,8 @@ def run_again(train: Train, sink: Sink) -> Any:
 
     def make(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> Recorder:
         chosen = {name: value for name, value in options.items() if name in RECORDER_OPTIONS}
+        if isinstance(sink, ReplaySink):
+            chosen |= {"known": sink.known_factors, "needed": sink.needed}
         return Recorder(model, optimizer, sink, check="never", **chosen)
 
     opened = OneRecording(make)
