@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
     from dualform.replaying.replay_training import replay
+    from dualform.replaying.restartable import Restartable
     from dualform.replaying.training import record_training
     from dualform.store.record_to_folder import record
 
@@ -29,6 +30,7 @@ _HOME = {
     "Memory": "dualform.attend.memory",
     "Patterns": "dualform.recording.keep",
     "Recorder": "dualform.recording.recorder",
+    "Restartable": "dualform.replaying.restartable",
     "Shares": "dualform.recording.keep",
     "Spotlight": "dualform.attend.spotlight",
     "Steps": "dualform.recording.keep",
@@ -52,6 +54,7 @@ __all__ = [
     "Memory",
     "Patterns",
     "Recorder",
+    "Restartable",
     "Shares",
     "Spotlight",
     "Steps",

@@ -10,7 +10,7 @@ from dualform.experiments.checkpoint_page import checkpoints_section, summarise_
 from dualform.experiments.checkpoint_study import OTHERS, REORDERED, SAME, WRONG, CheckpointStudy, reproduce_checkpoints
 from dualform.experiments.reproduction import ReproductionOptions, reproduce_studies
 
-TINY = CheckpointStudy(data="digits", widths=(2, 4), checkpoints=2, steps=3, batch=16)
+TINY = CheckpointStudy(data="digits", widths=(2,), checkpoints=2, steps=3, batch=16)
 
 
 def test_findings_say_what_is_explained_and_become_tables(tmp_path: Path) -> None:
@@ -21,7 +21,8 @@ def test_findings_say_what_is_explained_and_become_tables(tmp_path: Path) -> Non
     assert shares[WRONG] < shares[REORDERED]
     assert shares[OTHERS] < shares[REORDERED]
     assert found["verified"]
-    assert found["variants"][SAME]["agreement"] == pytest.approx(1.0)
+    assert found["variants"][SAME]["agreement"] == {"label": pytest.approx(1.0), "sample": pytest.approx(1.0)}
+    assert found["variants"][WRONG]["agreement"]["sample"] < found["variants"][REORDERED]["agreement"]["sample"] < 1
     assert found["at_checkpoints"][SAME][-1] < 1 - 1e-3
     assert [path.name for path in tmp_path.iterdir()] == ["findings.json"]
     assert reproduce_checkpoints(TINY, tmp_path, seed=0, keep=False) == found

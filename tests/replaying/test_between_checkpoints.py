@@ -294,6 +294,19 @@ def test_what_makes_no_sense_is_refused() -> None:
         )
 
 
+def test_the_column_of_the_interval_is_taken() -> None:
+    with pytest.raises(ReplayError, match="Give yours another name"):
+        dualform.from_checkpoints(
+            lambda: make("mlp"),
+            train("mlp", "SGD")[:2],
+            [[data("mlp", 0)]],
+            loss,
+            OPTIMIZERS["SGD"],
+            MemoryBlobs(),
+            columns=lambda one: {"interval": 3},
+        )
+
+
 def test_nothing_can_be_recorded_behind_checkpoints() -> None:
     states = train("mlp", "SGD")
     _, blobs = ask("mlp", "SGD", states[::6], in_order(6))

@@ -46,7 +46,10 @@ def _variant_lines(findings: Sequence[Row]) -> Grid:
                 _percent([one["all"][-1] for one in mine]),
                 f"{100 * low:.0f} to {100 * high:.0f} %",
                 f"{max(one['rest'] for one in mine):.2g}",
-                mean_and_deviation([one["agreement"] for one in mine], scale=1, digits=2),
+                *(
+                    mean_and_deviation([one["agreement"][by] for one in mine], scale=1, digits=2)
+                    for by in ("label", "sample")
+                ),
             )
         )
     verdict = (
@@ -56,10 +59,12 @@ def _variant_lines(findings: Sequence[Row]) -> Grid:
     )
     note = (
         f"{verdict} The rest is ‖what no pattern explains‖ / ‖change‖ of the whole training; above 1 nothing is "
-        f"explained. Agreement is the correlation, over {TESTED} test images, of the last layer's totals of "
-        "contributions by class with those of the recorded memory."
+        f"explained. The last columns are correlations with the recorded memory: of what each class, and each sample "
+        f"that both memories have, adds in the last layer to the logit of the predicted class, the mean over {TESTED} "
+        "test images. Other samples of the same kind lead nearly as far: an explained share says that such steps lead "
+        "from one checkpoint to the next, and not that the training saw these samples."
     )
-    columns = ("data between checkpoints", "explains", "of single intervals", "rest", "agreement")
+    columns = ("data between checkpoints", "explains", "of single intervals", "rest", "classes", "samples")
     return Grid("How much is explained?", columns, tuple(rows), note)
 
 

@@ -27,8 +27,8 @@ from dualform.show.predictions import predict_units
 from dualform.show.terminal_tables import plain
 
 FACTORY = "dualform.experiments.models:residual"
-TESTED = 200
-"""Number of test images whose totals of contributions by class are compared with those of the recorded memory."""
+TESTED = 24
+"""Number of test images whose contributions are compared with those of the recorded memory."""
 SAME, REORDERED, OTHERS, WRONG = (
     "the same batches",
     "the same samples in another order",
@@ -36,6 +36,7 @@ SAME, REORDERED, OTHERS, WRONG = (
     "the same samples with wrong labels",
 )
 State = Mapping[str, Tensor]
+Contributions = dict[Any, Tensor]  # of each group, to each input (Q,)
 Batch = tuple[Tensor, Tensor, Tensor]  # images (B, 1, H, W), labels (B,), numbers of the samples (B,)
 
 
@@ -192,6 +193,23 @@ def shares_of(explanation: Explanation) -> Row:
     return {"layers": layers, "all": [one.explained() for one in every], "rest": explanation.whole.unexplained()}
 
 
+def contributions_by(memory: Memory, model: nn.Module, inputs: Tensor, by: str) -> Contributions:
+    """Return what each group of patterns adds, in the last layer, to the logit of each input's predicted class."""
+    device = next(model.parameters()).device
+    layer = memory.attend(model, inputs.to(device), layers=["head"])["head"]
+    totals = layer.totals(by=by, of="contribution")  # (Q, G, classes)
+    units = layer.output().argmax(dim=1).cpu()
+    mine = totals.values.cpu().double()[torch.arange(len(units)), :, units]  # (Q, G)
+    return dict(zip(totals.groups, mine.T, strict=True))
+
+
+def agreement(first: Contributions, second: Contributions) -> float:
+    """Return the correlation of two memories' contributions over the groups that both have, the mean over inputs."""
+    shared = [group for group in first if group in second]
+    pairs = zip(*(torch.stack([one[group] for group in shared], dim=1) for one in (first, second)), strict=True)
+    return float(torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in pairs]).mean())
+
+
 def _memory_of(
     study: CheckpointStudy,
     images: StudyImages,
@@ -248,18 +266,17 @@ def reproduce_checkpoints(
         WRONG: (order, wrong),
     }
     findings: Row = {"study": plain(study), "seed": seed, "variants": {}}
-    recorded: Tensor | None = None
+    recorded: dict[str, Contributions] = {}
     for name, (chosen, labels) in variants.items():
         place = folder / ("run" if name == REORDERED else f"run-{len(findings['variants'])}")
         make_memory = partial(_memory_of, study, images, states, chosen, labels, make, place, arguments)
         memory = clock("memories", make_memory)
         assert memory.explanation is not None, "the run was made from checkpoints"
-        spotlight = memory.attend(model, images.test[:TESTED].to(device), layers=["head"])["head"]
-        totals = spotlight.totals(by="label", of="contribution").values.cpu().double()
-        recorded = totals if recorded is None else recorded
+        found_here = {by: contributions_by(memory, model, images.test[:TESTED], by) for by in ("label", "sample")}
+        recorded = recorded or found_here
         findings["variants"][name] = {
             **shares_of(memory.explanation),
-            "agreement": float(torch.corrcoef(torch.stack([recorded.flatten(), totals.flatten()]))[0, 1]),
+            "agreement": {by: agreement(recorded[by], found_here[by]) for by in recorded},
         }
         if name == SAME:
             verification = clock("verify", partial(memory.verify, model))

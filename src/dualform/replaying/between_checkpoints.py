@@ -87,7 +87,7 @@ def record_between_checkpoints(
             count = 0
             for batch, is_last in _with_last(batches(interval) if callable(batches) else batches[interval]):
                 _set_rates(optimizers, rates, interval, recorder.step)
-                recorder.annotate(**{INTERVAL: interval}, **({} if columns is None else columns(batch)))
+                recorder.annotate(**_columns_of(batch, columns, interval))
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 _backward(loss, model, batch)
@@ -103,6 +103,17 @@ def record_between_checkpoints(
                 )
             rests.publish()
             advance(1)
+
+
+def _columns_of(batch: Any, columns: Callable[[Any], Mapping[str, Any]] | None, interval: int) -> dict[str, Any]:
+    """Return the columns of a batch, with that of its interval."""
+    found = {} if columns is None else columns(batch)
+    if INTERVAL in found:
+        raise ReplayError(
+            f"columns(batch) returned a column {INTERVAL!r}, which says between which checkpoints a pattern comes "
+            "from. Give yours another name."
+        )
+    return {INTERVAL: interval, **found}
 
 
 def _check_lengths(checkpoints: Sequence[Checkpoint], batches: Batches, rates: Rates | None) -> None:

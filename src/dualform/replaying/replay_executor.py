@@ -18,12 +18,14 @@ from dualform.engine.racing import RacingBest
 from dualform.engine.reading import PatternRange, kept_by_part
 from dualform.engine.reducers import Best
 from dualform.engine.source import PatternPart, PatternSource
+from dualform.engine.sweep import run_sweep
 from dualform.errors import ReplayError
 from dualform.recording.estimate import size_text
 from dualform.recording.watch import What
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.joined_best import JoinedBest
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
+from dualform.replaying.unfinished_passes import UnfinishedPasses
 
 SWEPT_BYTES = 2 << 30
 """Size of a layer's patterns up to which they are held for a question that goes backwards in time."""
@@ -85,12 +87,17 @@ class ReplayExecutor:
         for job in jobs:
             layers = _unstored_layers(source, job)
             size = sum(map(source.pattern_bytes, layers))
+            if size > SWEPT_BYTES and source.is_restartable:
+                with source.paging(layers):
+                    results.append(run_sweep(source, job))
+                continue
             if size > SWEPT_BYTES:
                 raise ReplayError(
                     f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
                     f"optimizer without coefficients. A replay only goes forwards, and the layer's patterns take "
                     f"{size_text(size)}, more than the {size_text(SWEPT_BYTES)} that are held for it. Store them: "
-                    "dualform.replay(train, path, keep=Patterns(layers=[...]))."
+                    "dualform.replay(train, path, keep=Patterns(layers=[...])); or give the training as a "
+                    "dualform.Restartable, which can start anywhere."
                 )
             source.hold(layers)
             results += self._stored.run(source, [job])
@@ -133,7 +140,19 @@ def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
                 if step < folding.steps:
                     folding.take(step)
 
-    source.replay(layers, take, steps=steps)
+    unfinished = UnfinishedPasses(source, [] if folds else [job for job in jobs if isinstance(job, Pass)])
+    first = 0
+    if (found := unfinished.find()) is not None:
+        first, states = found
+        for one, state in zip(passing, states, strict=True):
+            one.go_on(state)
+    source.replay(
+        layers,
+        take,
+        steps=steps,
+        first=first,
+        at_point=lambda step: unfinished.keep(step, [one.state() for one in passing]),
+    )
     passed, folded = iter(passing), iter([] if folding is None else folding.results())
     return [next(folded) if isinstance(job, Fold) else next(passed).result() for job in jobs]
 
@@ -170,6 +189,14 @@ class _PassingBy:
         """Take a range of patterns that are here."""
         self._running.take(wanted)
 
+    def state(self) -> Any:
+        """Return the state of all patterns so far; None where it cannot be gone on with."""
+        return self._running.state()
+
+    def go_on(self, state: Any) -> None:
+        """Begin with the state of earlier patterns."""
+        self._running.go_on(state)
+
     def result(self) -> Any:
         """Return the answer."""
         return self._running.result()
@@ -184,6 +211,14 @@ class _RacingPass(_PassingBy):
 
     def _take_range(self, wanted: PatternRange) -> None:
         self._race.take(self._race.prepare(*self._running.measure(wanted)))
+
+    def state(self) -> Any:
+        """Return the state of all patterns so far."""
+        return self._race.state()
+
+    def go_on(self, state: Any) -> None:
+        """Begin with the state of earlier patterns."""
+        self._race = RacingBest(self._job.reducer, state)  # type: ignore[arg-type]
 
     def result(self) -> Any:
         """Return the answer."""
@@ -205,6 +240,9 @@ class _JoinedPass(_PassingBy):
     def _take_range(self, wanted: PatternRange) -> None:
         block, measures, _ = self._running.measure(wanted)
         self.race.add(self._place, block, measures)
+
+    def state(self) -> None:
+        """Return nothing: the race of all passes is not kept."""
 
     def result(self) -> Any:
         """Return the answer."""
