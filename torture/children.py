@@ -63,13 +63,14 @@ def record(
         if log is not None:
             dualform.store.writer.PUBLISH_SECONDS = PUBLISH_SECONDS
         tell(BEGINS)
-        recorder = dualform.record(model, optimizers, path, resume=True, **training.options)
+        resume = training.keep != dualform.Steps()  # a run of steps is recorded in one go
+        recorder = dualform.record(model, optimizers, path, resume=resume, **training.options)
+        if at.recorder is not None:
+            recorder.load_state_dict(at.recorder)
         with recorder:
             tell(OPENED)
             assert recorder.step == first, f"resumed at step {recorder.step}, not {first}"
-            for step in range(first, training.steps):
-                recorder.annotate(**training.columns(step))
-                training.take(model, optimizers, step)
+            for _ in training.record(recorder, model, optimizers, first):
                 if log is not None:
                     with log.open("a") as file:
                         file.write(f"{time.monotonic()}\n")

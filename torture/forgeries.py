@@ -31,7 +31,7 @@ from dualform.errors import DualformError
 from torture.forging import Case, corruptions, fields, forgeries
 from torture.good_runs import GoodRun, make_good_runs
 from torture.outcome import Outcome
-from torture.questions import QUESTIONS, comparable, open_run, same
+from torture.questions import QUESTIONS, REFUSED, answers, comparable, open_run, same
 
 FULL, SHORT = 10_000, 100
 SECONDS = 2.0  # of processor time that a question may take
@@ -59,9 +59,12 @@ UNKNOWABLE: dict[str, tuple[str, str]] = {
     ),
     r".*: (created|versions|factory|factory_arguments|optimizers)\b.*": ("descriptions", "words of the run on itself"),
     r".*: layers/[^/]*/(kind|optional)\b.*": ("descriptions", "the name of a layer's kind; whether it may be unused"),
+    r"(shares|groupings): layers/[^/]*/dtype\b.*": ("descriptions", "the dtype in which a layer's sums are given"),
     r".*: layers/[^/]* twice": ("descriptions", "a layer that was never used adds nothing"),
     r".*: (rows|batch_axis)\b.*": ("addresses", "how rows were matched with annotations"),
     r".*: columns\b.*": ("annotations", "a column that no shard has reads as null, as one that came later does"),
+    r".*: shares/groupings/.*": ("annotations", "what a group of shares is called by"),
+    r".*: shares/\d+\.safetensors (keys|counts|lowest)\b.*": ("keys without value", "sums of keys are in no weight"),
     r".*: shards/\d+\.safetensors .*/keys\b.*": ("keys without value", "the key of a value of zero is in no sum"),
     r".*: shards/\d+\.safetensors flipped .*": ("keys without value", "the same, or a bit below verify's bound"),
     r"keys: (shards|initial|final|steps).*": ("keys only", "nothing is rebuilt from keys alone, and verify says so"),
@@ -86,7 +89,7 @@ class Verdict:
 def _ask(folder: Path, run: GoodRun, good: Mapping[str, Any], case: Case, skip: frozenset[str]) -> Verdict:
     """Ask a forged run every question, and judge the answers by those of the good run."""
     verdict = Verdict("")
-    answers: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     before = _memory(reset=True)
     for name in ("open", *QUESTIONS):
         if name in skip:
@@ -94,11 +97,12 @@ def _ask(folder: Path, run: GoodRun, good: Mapping[str, Any], case: Case, skip: 
         began = time.process_time()
         try:
             if name == "open":
-                memory = open_run(folder)
+                memory = open_run(folder, run)
             else:
-                answers[name] = comparable(QUESTIONS[name](memory, run))
+                found[name] = comparable(QUESTIONS[name](memory, run))
         except DualformError as error:
-            verdict.refused.append(name)
+            if name == "open" or good[name] != REFUSED:
+                verdict.refused.append(name)
             if problem := _message_problem(str(error)):
                 verdict.failure = verdict.failure or f"{name}: {problem}"
         except BaseException as error:  # whatever it is, it is not an error of our own
@@ -114,20 +118,20 @@ def _ask(folder: Path, run: GoodRun, good: Mapping[str, Any], case: Case, skip: 
     verdict.largest = _memory(reset=False) - before
     if verdict.largest > BYTES:
         verdict.failure = verdict.failure or f"took {verdict.largest >> 20} MB"
-    return _judged(verdict, answers, good, case, run.name)
+    return _judged(verdict, found, good, case, run.name)
 
 
-def _judged(verdict: Verdict, answers: Mapping[str, Any], good: Mapping[str, Any], case: Case, run: str) -> Verdict:
+def _judged(verdict: Verdict, found: Mapping[str, Any], good: Mapping[str, Any], case: Case, run: str) -> Verdict:
     if verdict.failure:
         verdict.outcome = verdict.outcome or "too slow, too large or unclear"
         return verdict
     rounding = ROUNDING.get(run, ROUNDING[""])
-    wrong = [n for n, answer in answers.items() if n != "verify" and not same(answer, good[n], rounding)]
+    wrong = [n for n, answer in found.items() if n != "verify" and not same(answer, good[n], rounding)]
     if not wrong:
         verdict.outcome = "refused by our own error" if verdict.refused else "answers as before"
-        if answers.get("verify", "True") != "True":
+        if found.get("verify", "True") != "True":
             verdict.outcome = "answers as before, verify fails"
-    elif "verify" in verdict.refused or answers.get("verify") == "False":
+    elif "verify" in verdict.refused or found.get("verify") == "False":
         verdict.outcome = "another answer, and verify fails"
     elif subject := _unknowable(f"{run}: {case.what}"):
         verdict.outcome = f"another answer that verify cannot know of: {subject}"
@@ -189,8 +193,7 @@ def _serve(orders: int, results: int, folder: Path, runs: list[GoodRun], cases: 
     good: list[dict[str, Any]] = []
     for run in runs:
         _copy(run.path, folder)
-        memory = open_run(folder)
-        good.append({name: comparable(ask(memory, run)) for name, ask in QUESTIONS.items()})
+        good.append(answers(open_run(folder, run), run))
     for number in iter(lambda: os.read(orders, 4), b""):
         i = struct.unpack("<I", number)[0]
         case = cases[i]

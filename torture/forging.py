@@ -366,6 +366,8 @@ def _values(kind: Any) -> tuple[Any, ...]:
         return (-1.0, 0.0, 1.0, 1e308, float("nan"), float("inf"), 1e-320)
     if pa.types.is_boolean(kind):
         return (True, False)
+    if pa.types.is_list(kind) and pa.types.is_integer(kind.value_type):
+        return ([], [0], [None], [1] * 5, [2**62], [-1] * 100_000)
     if pa.types.is_list(kind):
         return ([], [1.0] * 5, [0.0], [float("nan")], [None], [2.0], [1.0] * 100_000)
     return (
@@ -421,10 +423,9 @@ def _retyped(name: str, kind: Any) -> Change:
     def change(file: Path) -> None:
         table = pq.read_table(file)
         try:
-            column = table[name].cast(kind)
-        except pa.ArrowException:
-            column = pa.nulls(table.num_rows, kind)
-        _set(file, table, name, column)
+            _set(file, table, name, table[name].cast(kind))
+        except pa.ArrowException:  # no such value of that type, or none that parquet can write
+            _set(file, table, name, pa.nulls(table.num_rows, kind))
 
     return change
 

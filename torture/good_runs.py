@@ -1,5 +1,6 @@
 """Small good runs for the campaign of forgeries, each with a model that it can be asked with."""
 
+import functools
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class GoodRun:
     path: Path
     model: nn.Module
     queries: Mapping[str, Tensor]  # layer -> (2, d_in), what it is asked with
+    by: tuple[str, ...] = ("label", "step")  # what totals are asked by
+    train: Callable[[Any], nn.Module] | None = None  # of a run of steps: the training, to be run again
 
 
 class _Mixed(nn.Module):
@@ -78,21 +81,30 @@ def _record(
     **options: Any,
 ) -> GoodRun:
     """Record a run of a few steps, two shards at least, with samples and labels."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer = optimize(model)
-    inputs = torch.randn(12, width)
+    inputs = torch.randn(12, width, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(12) % 3
-    with dualform.record(model, optimizer, path, shard_bytes=shard_bytes, **options) as recorder:
-        for step in range(steps):
-            rows = (torch.arange(6) + 6 * (step % 2)) % 12
-            columns: dict[str, Any] = {"sample": rows, "label": labels[rows], "task": "early" if step < 2 else "late"}
-            if text:
-                columns |= {"place": rows, "token": rows % WORDS, "weight": rows * 0.5}
-            recorder.annotate(**columns)
-            optimizer.zero_grad()
-            functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
-            optimizer.step()
+
+    def train(recording: Callable[..., Any]) -> nn.Module:
+        torch.manual_seed(0)
+        model = make()
+        optimizer = optimize(model)
+        with recording(model, optimizer) as recorder:
+            for step in range(steps):
+                rows = (torch.arange(6) + 6 * (step % 2)) % 12
+                columns: dict[str, Any] = {
+                    "sample": rows,
+                    "label": labels[rows],
+                    "task": "early" if step < 2 else "late",
+                }
+                if text:
+                    columns |= {"place": rows, "token": rows % WORDS, "weight": rows * 0.5}
+                recorder.annotate(**columns)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+                optimizer.step()
+        return model
+
+    model = train(functools.partial(dualform.record, path=path, shard_bytes=shard_bytes, **options))
     memory = dualform.open(path)
     if attached:
         memory.add_tests(inputs[:3], labels[:3], images=torch.zeros(3, 4, 4, dtype=torch.uint8))
@@ -108,7 +120,9 @@ def _record(
         for name, entry in memory.layers.items()
     }
     shutil.rmtree(path / "cache", ignore_errors=True)
-    return GoodRun(path.name, path, model, queries)
+    keep = options.get("keep")
+    by = ("label",) if isinstance(keep, dualform.Shares) else ("label", "step")
+    return GoodRun(path.name, path, model, queries, by, train if keep == dualform.Steps() else None)
 
 
 def make_good_runs(folder: Path, *, few: bool) -> list[GoodRun]:
@@ -120,9 +134,15 @@ def make_good_runs(folder: Path, *, few: bool) -> list[GoodRun]:
     ]
     if few:
         return found
+    by_label = dualform.Shares(by="label", at=[2])
+    several = dualform.Shares(by=[["label"], [dualform.bins("step", 2)]], groups=3, rest=True)
     return [
         *found,
         _record(folder / "warm", _plain, _warm_adam, width=5),
         _record(folder / "float16", _plain, _sgd, width=5, dtype="float16"),
+        _record(folder / "int8", _plain, _sgd, width=5, dtype="int8"),
         _record(folder / "keys", _plain, _adam, width=5, layers={"*": "keys"}),
+        _record(folder / "shares", _plain, _adam, width=5, attached=True, keep=by_label),
+        _record(folder / "groupings", _Mixed, _sgd, width=WIDE, shard_bytes=2500, keep=several),
+        _record(folder / "steps", _plain, _adam, width=5, keep=dualform.Steps()),
     ]

@@ -5,6 +5,7 @@ comes to its end. After every kill the folder is opened and everything in it com
 recorded; after the last one it must hold all steps, each once, and nothing else.
 """
 
+import dataclasses
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
@@ -30,7 +31,7 @@ from dualform.store.reader import Run
 from torture import children
 from torture.children import BEGINS, CLOSING, ENDED, OPENED, WRITING
 from torture.outcome import Outcome
-from torture.trainings import TRAININGS, Checkpoint, Training, answers, assert_same, examine
+from torture.trainings import TRAININGS, Checkpoint, Training, answers, assert_same, examine, kept_shares
 
 FULL, SHORT = 1000, 12  # kills
 HANG_SECONDS = 120.0  # after which a process that was not killed counts as hung
@@ -38,6 +39,7 @@ LATE_SECONDS = 2.0  # that publishing a slow training's shard may take on a busy
 CHAIN = 5  # kills of one recording, at most
 PARTS = {"recording": 0.70, "attaching": 0.14, "caches": 0.12, "time": 0.04}  # of the kills
 CHAINED = [name for name in TRAININGS if name != "published by time"]
+CACHED = [name for name in CHAINED if not isinstance(TRAININGS[name].keep, dualform.Shares)]  # shares are sums already
 PHASES = {  # mark after which the kill comes -> part of the kills of recordings
     BEGINS: 0.25,
     OPENED: 0.5,
@@ -214,21 +216,32 @@ class _Campaign:
         """Record, kill, examine, resume, kill ... and at last let the recording come to its end."""
         training = TRAININGS[self.chance.choice(CHAINED)]
         checkpoints = self.checkpoints[training.name]
-        step = 0
+        step, at = 0, checkpoints[0]
         for _ in range(self.chance.randint(1, CHAIN)):
             mark = self.chance.choices(list(PHASES), list(PHASES.values()))[0]
             delay = self.chance.random() * 1.1 * self.seconds[training.name, mark]
-            arguments = (training.name, path, step, checkpoints[step], None)
+            arguments = (training.name, path, step, at, None)
             last, killed, _, _ = self._kill(children.record, arguments, mark, delay)
             if killed:
                 self.outcome.counts[FELL[last]] += 1
-            published = self._examine(training, path)
-            # The user's checkpoint is that of the last published step, or of some step before it.
-            step = published if self.chance.random() < 0.5 else self.chance.randint(0, published)
-        self._kill(children.record, (training.name, path, step, checkpoints[step], None), None, 0.0)
+            step, at = self._checkpoint(training, path, self._examine(training, path))
+        self._kill(children.record, (training.name, path, step, at, None), None, 0.0)
         self._examine(training, path, ended=True)
         assert_same(answers(training, path), answers(training, self.folder / f"whole {training.name}"))
         self.outcome.counts["runs brought to their end"] += 1
+
+    def _checkpoint(self, training: Training, path: Path, published: int) -> tuple[int, Checkpoint]:
+        """Choose what the user goes on from: a checkpoint of the last published step, or of some step before it."""
+        checkpoints = self.checkpoints[training.name]
+        if training.keep == dualform.Steps():  # what was published could be asked; the whole is recorded anew
+            shutil.rmtree(path, ignore_errors=True)
+            return 0, checkpoints[0]
+        if isinstance(training.keep, dualform.Shares) and published and self.chance.random() < 0.3:
+            kept = kept_shares(dualform.open(path)).state
+            if kept is not None:  # a checkpoint without the recorder's state, of the step that the run itself keeps
+                return kept, dataclasses.replace(checkpoints[kept], recorder=None)
+        step = published if self.chance.random() < 0.5 else self.chance.randint(0, published)
+        return step, checkpoints[step]
 
     def _examine(self, training: Training, path: Path, *, ended: bool = False) -> int:
         """Open and check what a killed process left; return the number of published steps."""
@@ -275,7 +288,7 @@ class _Campaign:
 
     def _caches(self, path: Path) -> None:
         """Kill processes that write sums into a run's cache; what is there afterwards gives the same answers."""
-        training = TRAININGS[self.chance.choice(CHAINED)]
+        training = TRAININGS[self.chance.choice(CACHED)]
         whole = self.folder / f"whole {training.name}"
         expected = answers(training, whole)
         shutil.copytree(whole, path)

@@ -10,13 +10,15 @@ from torch import Tensor
 
 import dualform
 from dualform.attend.memory import Memory
-from dualform.errors import KeysOnlyError
+from dualform.errors import KeysOnlyError, SharesOnlyError
+from dualform.replaying.replayed_patterns import ReplayedPatterns
 from dualform.show.report.build import build_report
 from dualform.show.session import Session
 from dualform.store.reader import Run
 from torture.good_runs import GoodRun
 
 Question = Callable[[Memory, GoodRun], Any]
+REFUSED = "refused, because the run keeps shares alone"
 
 
 def _info(memory: Memory, run: GoodRun) -> Any:
@@ -32,7 +34,7 @@ def _verify(memory: Memory, run: GoodRun) -> Any:
 
 def _attention(memory: Memory, run: GoodRun) -> Any:
     spotlight = memory.attend(queries=run.queries)
-    return {name: layer.totals(by=["label", "step"]) for name, layer in spotlight.layers.items()}
+    return {name: layer.totals(by=list(run.by)) for name, layer in spotlight.layers.items()}
 
 
 def _magnitude(memory: Memory, run: GoodRun) -> Any:
@@ -59,7 +61,7 @@ def _top(memory: Memory, run: GoodRun) -> Any:
 def _where(memory: Memory, run: GoodRun) -> Any:
     try:
         kept = memory.where(label=1).unwarned().shares()
-        left = memory.without("label = 1 and step >= 1").unwarned().weights()
+        left = memory.without("label = 1 and step >= 1" if "step" in run.by else "label = 1").unwarned().weights()
     except KeysOnlyError:
         return "keys only"
     return kept, left
@@ -71,8 +73,9 @@ def _patterns(memory: Memory, run: GoodRun) -> Any:
 
 def _kept(memory: Memory, run: GoodRun) -> Any:
     """Ask for everything that is kept beside the patterns."""
-    assert isinstance(memory._run, Run)
-    files = memory._run.manifest.files
+    stored = memory._run.run if isinstance(memory._run, ReplayedPatterns) else memory._run
+    assert isinstance(stored, Run)
+    files = stored.manifest.files
     found: list[Any] = [memory.media.labels, memory.media.scale, memory.media.image(0)]
     if "media/tests.safetensors" in files:
         found += [*memory.tests(), memory.test_images()]
@@ -135,6 +138,17 @@ def same(one: Any, other: Any, rounding: float) -> bool:
     return type(one) is type(other) and not isinstance(one, np.ndarray) and bool(one == other)
 
 
-def open_run(path: Any) -> Memory:
-    """Open a run."""
-    return dualform.open(path)
+def open_run(path: Any, run: GoodRun) -> Memory:
+    """Open a good run, or a forged copy of it in another folder."""
+    return dualform.open(path) if run.train is None else dualform.open(path, train=run.train)
+
+
+def answers(memory: Memory, run: GoodRun) -> dict[str, Any]:
+    """Ask a good run every question; return the answers made comparable, or `REFUSED` where it lacks what is asked."""
+    found = {}
+    for name, ask in QUESTIONS.items():
+        try:
+            found[name] = comparable(ask(memory, run))
+        except SharesOnlyError:
+            found[name] = REFUSED
+    return found

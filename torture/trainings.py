@@ -6,8 +6,9 @@ recording left can be compared with a training that nobody recorded.
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import dualform
+from dualform.attend.memory import Memory
+from dualform.recording.recorder import Recorder
+from dualform.store.folder_blobs import FolderBlobs
+from dualform.store.manifest import SharesEntry
 from dualform.store.reader import Run
 
 ROWS = 6
@@ -28,10 +33,19 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model and its optimizers after a step."""
+    """What is there after a step: a model and its optimizers, and more where the recording keeps shares.
+
+    Attributes:
+        parameters: of the model.
+        optimizers: their states.
+        recorder: the state of a recorder of shares, without which it can go on only from what it has published.
+        shares: (G, ...) of each parameter by label, in the order of the labels, as a memory of patterns has them.
+    """
 
     parameters: Tensors
     optimizers: Sequence[dict[str, Any]]
+    recorder: dict[str, Any] | None = None
+    shares: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,11 +57,41 @@ class Training:
     width: int = 5  # of the input
     steps: int = 12
     options: Mapping[str, Any] = field(default_factory=dict)  # of dualform.record
+    flush_every: int = 0  # steps, where the user publishes in between
 
     @property
     def exact(self) -> bool:
         """Whether values are recorded, so that weights can be rebuilt."""
         return "layers" not in self.options
+
+    @property
+    def keep(self) -> Any:
+        """What is kept: `Patterns()`, `Shares(...)` or `Steps()`."""
+        return self.options.get("keep", dualform.Patterns())
+
+    def open(self, path: Path) -> Memory:
+        """Open a run of this training; one of steps is asked by training again."""
+        return dualform.open(path, train=self.train) if self.keep == dualform.Steps() else dualform.open(path)
+
+    def train(self, recording: Any) -> nn.Module:
+        """Train from the start to the end, as `dualform.record_training` has it."""
+        model = self.network()
+        optimizers = self.optimizers(model)
+        with recording(model, optimizers) as recorder:
+            for _ in self.record(recorder, model, optimizers, 0):
+                pass
+        return model
+
+    def record(
+        self, recorder: Recorder, model: nn.Module, optimizers: Sequence[Optimizer], first: int
+    ) -> Iterator[int]:
+        """Take all steps from the `first` on, annotated; yield each when it is taken."""
+        for step in range(first, self.steps):
+            recorder.annotate(**self.columns(step))
+            self.take(model, optimizers, step)
+            if self.flush_every and step % self.flush_every == self.flush_every - 1:
+                recorder.flush()
+            yield step
 
     def network(self) -> nn.Sequential:
         """Return the untrained network."""
@@ -90,14 +134,32 @@ class Training:
         return model, optimizers
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Train without recording; return the start and what each step left."""
+        """Train without recording; return the start and what each step left.
+
+        What a recording of shares has after each step is taken from two more trainings, which are recorded.
+        """
         model = self.network()
         optimizers = self.optimizers(model)
         found = [checkpoint(model, optimizers)]
         for step in range(self.steps):
             self.take(model, optimizers, step)
             found.append(checkpoint(model, optimizers))
-        return found
+        if not isinstance(self.keep, dualform.Shares):
+            return found
+        with tempfile.TemporaryDirectory() as folder:
+            states = self._recorder_states(Path(folder) / "shares", self.keep)
+            self._recorder_states(Path(folder) / "patterns", dualform.Patterns())
+            patterns = dualform.open(Path(folder) / "patterns")
+            shares = [shares_by_label(patterns.at(step=step)) for step in range(1, self.steps + 1)]
+        more = zip(found[1:], states, shares, strict=True)
+        return [found[0], *(replace(one, recorder=state, shares=parts) for one, state, parts in more)]
+
+    def _recorder_states(self, path: Path, keep: Any) -> list[dict[str, Any]]:
+        """Record the training; return the recorder's state after each step."""
+        model = self.network()
+        optimizers = self.optimizers(model)
+        with dualform.record(model, optimizers, path, keep=keep) as recorder:
+            return [recorder.state_dict() for _ in self.record(recorder, model, optimizers, 0)]
 
 
 def checkpoint(model: nn.Module, optimizers: Sequence[Optimizer]) -> Checkpoint:
@@ -115,6 +177,7 @@ def _several(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.AdamW(last.parameters(), lr=0.01)]
 
 
+_SHARES = dualform.Shares(by="label", at=[4, 8])
 TRAININGS = {
     training.name: training
     for training in (
@@ -122,6 +185,9 @@ TRAININGS = {
         Training("several optimizers", _several, options={"shard_bytes": 900}),
         Training("keys only", _momentum, options={"shard_bytes": 400, "layers": {"*": "keys"}}),
         Training("pools", _momentum, width=40, options={"shard_bytes": 2500}),
+        Training("shares", _momentum, options={"shard_bytes": 900, "keep": _SHARES}, flush_every=3),
+        Training("shares under Adam", _several, options={"shard_bytes": 900, "keep": _SHARES}, flush_every=5),
+        Training("steps", _several, options={"shard_bytes": 300, "keep": dualform.Steps()}),
         Training("published by time", _momentum, steps=100, options={"shard_bytes": 1 << 30}),
     )
 }
@@ -136,20 +202,16 @@ def examine(training: Training, path: Path, checkpoints: Sequence[Checkpoint], *
         checkpoints: of a training without recording.
         ended: whether the recording came to its end, after which nothing unlisted may be left in the folder.
     """
-    memory = dualform.open(path)
+    memory = training.open(path)
     steps = memory.step
-    verification = memory.verify(checkpoints[steps].parameters)
-    if not verification.passed:
-        raise AssertionError(f"verify failed at step {steps}:\n{verification}")
-    for layer in memory.layers:
-        table = memory.patterns(layer)
-        wanted = [step for step in range(steps) for _ in range(ROWS)]
-        if table["step"].to_pylist() != wanted:
-            raise AssertionError(f"layer {layer!r} has other patterns than {ROWS} in each of {steps} steps")
-        for column in ("sample", "label") if steps else ():
-            expected = [value for step in range(steps) for value in training.columns(step)[column].tolist()]
-            if table[column].to_pylist() != expected:
-                raise AssertionError(f"layer {layer!r} has other values of {column!r} than the training gave")
+    if isinstance(training.keep, dualform.Shares):
+        _examine_shares(memory, checkpoints, ended=ended)
+    else:
+        verification = memory.verify(checkpoints[steps].parameters)
+        if not verification.passed:
+            raise AssertionError(f"verify failed at step {steps}:\n{verification}")
+        for layer in memory.layers:
+            _examine_patterns(training, memory, layer, steps)
     facts = memory.steps()
     pairs = list(zip(facts["step"].to_pylist(), facts["parameter"].to_pylist(), strict=True)) if steps else []
     names = list(checkpoints[0].parameters)
@@ -160,17 +222,59 @@ def examine(training: Training, path: Path, checkpoints: Sequence[Checkpoint], *
             raise AssertionError(f"the run ended with {steps} of {training.steps} steps")
         left = {found.relative_to(path).as_posix() for found in path.rglob("*") if found.is_file()}
         sums = {name for name in left if CACHED.fullmatch(name)}  # of questions asked meanwhile
-        assert isinstance(memory._run, Run)
-        if unlisted := left - sums - {"manifest.json", *memory._run.files()}:
+        if unlisted := left - sums - {"manifest.json", *Run(FolderBlobs(path)).files()}:
             raise AssertionError(f"files that the manifest does not list are left: {sorted(unlisted)}")
     return steps
+
+
+def _examine_patterns(training: Training, memory: Memory, layer: str, steps: int) -> None:
+    """Check that a layer has the patterns of its published steps, each once, with their annotations."""
+    table = memory.patterns(layer)
+    wanted = [step for step in range(steps) for _ in range(ROWS)]
+    if table["step"].to_pylist() != wanted:
+        raise AssertionError(f"layer {layer!r} has other patterns than {ROWS} in each of {steps} steps")
+    for column in ("sample", "label") if steps else ():
+        expected = [value for step in range(steps) for value in training.columns(step)[column].tolist()]
+        if table[column].to_pylist() != expected:
+            raise AssertionError(f"layer {layer!r} has other values of {column!r} than the training gave")
+
+
+def _examine_shares(memory: Memory, checkpoints: Sequence[Checkpoint], *, ended: bool) -> None:
+    """Check the shares after every step that the run keeps them of: they sum to the weights, group by group as ever."""
+    kept = kept_shares(memory)
+    if ended and kept.horizons != (4, 8, len(checkpoints) - 1):
+        raise AssertionError(f"the run ended with shares after the steps {kept.horizons}")
+    for step in kept.horizons:
+        at = memory.at(step=step)
+        verification = at.verify(checkpoints[step].parameters)
+        if not verification.passed:
+            raise AssertionError(f"verify failed at step {step}:\n{verification}")
+        assert_same(shares_by_label(at), checkpoints[step].shares)
+    if any(step > memory.step for step in kept.horizons):
+        raise AssertionError(f"shares after the steps {kept.horizons} of a run of {memory.step}")
+
+
+def shares_by_label(memory: Memory) -> Tensors:
+    """Return the shares of each parameter (G, ...), in the order of their labels."""
+    found = {}
+    for name, parts in memory.shares(by="label").items():
+        order = sorted(range(len(parts.labels)), key=parts.labels.__getitem__)
+        found[name] = parts.shares[order]
+    return found
+
+
+def kept_shares(memory: Memory) -> SharesEntry:
+    """Return what the manifest of a run says of its shares."""
+    assert isinstance(memory._run, Run)
+    assert memory._run.manifest.shares is not None
+    return memory._run.manifest.shares
 
 
 def answers(training: Training, path: Path) -> dict[str, Tensor]:
     """Ask the questions whose sums are cached; return the answers by name."""
     model = training.network()
     inputs = torch.stack([training.sample(number) for number in range(3)])
-    spotlight = dualform.open(path).attend(model, inputs, other_model=True)
+    spotlight = training.open(path).attend(model, inputs, other_model=True)
     found = {}
     for layer in ("0", "2"):
         found[f"{layer} attention"] = spotlight[layer].totals(by="label").values

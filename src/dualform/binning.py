@@ -24,7 +24,7 @@ class Bins:
 By = str | Bins | Sequence[str | Bins]
 
 
-def bins(column: str, *, width: float) -> Bins:
+def bins(column: str, width: float) -> Bins:
     """Group a number column by bins of one width, for example `totals(by=bins("step", width=500))`."""
     if not width > 0:
         raise SelectionError(f"The width of bins is {width}; expected a positive number.")

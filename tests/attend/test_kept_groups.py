@@ -17,8 +17,9 @@ from dualform.engine.local import LocalExecutor
 from dualform.engine.plain import PlainExecutor
 from dualform.engine.reducers import KeySums
 from dualform.engine.shares import SharesOf
-from dualform.errors import DualformError, SharesOnlyError
+from dualform.errors import DualformError, SelectionError, SharesOnlyError
 from dualform.recording.keep import Shares
+from dualform.store.memory_blobs import MemoryBlobs
 from helpers.paired import Pair
 from helpers.shares_only import DictionaryShares, SharesOnly, planted, shares_only
 from helpers.small import batch, network, sgd
@@ -300,3 +301,16 @@ def test_executors_refuse_a_layer_without_patterns(kept: Memory, executor: Execu
             executor.run(source, [job])
     with pytest.raises(SharesOnlyError, match="Layer '0' keeps shares"):
         WholeView(source, source.steps).count("0")
+
+
+def test_a_column_that_was_never_given_is_refused_by_name() -> None:
+    blobs = MemoryBlobs()
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, blobs, keep=dualform.Shares(by="source")):
+        model(torch.ones(5, 4)).square().mean().backward()
+        optimizer.step()
+    memory = dualform.open(blobs)
+    assert memory.verify(model).passed
+    with pytest.raises(SelectionError, match="source"):
+        memory.attend(model, torch.ones(2, 4))[""].totals(by="step")

@@ -1,5 +1,7 @@
 """Templates escape every value that is not markup of their own, and name what is missing."""
 
+import math
+import re
 from typing import Any
 
 import jinja2
@@ -70,6 +72,12 @@ def test_charts_draw_what_they_are_given():
     assert '<text x="61" y="32" text-anchor="end" class="b">many ◆</text>' in found
     assert lines([], title="nothing") is None
     assert picture(None, "nothing") == ""
+
+
+def test_numbers_that_are_not_finite_are_said_and_not_drawn():
+    found = bars([Bar("one", 1.0), Bar("lost", math.nan), Bar("beyond", math.inf)], title="totals")
+    assert ">not a number</text>" in found
+    assert not re.search(r'"-?(nan|inf)"', found)
 
 
 def test_every_template_is_a_file_of_the_package():

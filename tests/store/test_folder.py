@@ -15,7 +15,7 @@ import dualform
 from dualform.errors import StoreError
 from dualform.store.folder import own_files, remove_folder
 from dualform.store.folder_blobs import FolderBlobs
-from dualform.store.format import LOCK
+from dualform.store.format import LOCK, shard_files, shares_file, shares_state_file
 from dualform.store.manifest import Manifest
 from helpers.small import batch, network, recorded, sgd, state, train
 
@@ -50,7 +50,7 @@ def test_leftovers_of_a_killed_attachment_are_removed_by_the_next(run: Path) -> 
     assert len(names) == 2
 
 
-@pytest.mark.parametrize("folder", ["cache", "steps", "media", "shards"])
+@pytest.mark.parametrize("folder", ["cache", "steps", "media", "shards", "shares"])
 def test_nothing_behind_a_link_is_deleted(run: Path, tmp_path: Path, folder: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -97,6 +97,43 @@ def test_nothing_is_written_through_a_linked_folder(run: Path, tmp_path: Path) -
     with pytest.raises(StoreError, match="is a link"):
         dualform.open(run).add_media(labels=["cat"])
     assert list(outside.iterdir()) == []
+
+
+def test_shares_are_not_written_through_a_linked_folder(run: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    model = network()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run, keep=dualform.Shares(by="label")) as recorder:
+        train(model, optimizer, range(2), recorder)
+        (run / "shares").symlink_to(outside)
+        with pytest.raises(StoreError, match="is a link"):
+            recorder.flush()
+        (run / "shares").unlink()
+    assert list(outside.iterdir()) == []
+
+
+def test_leftovers_of_killed_shares_are_removed_when_the_recording_goes_on(run: Path) -> None:
+    model = network()
+    optimizer = sgd(model)
+    for steps in (range(2), range(2, 3)):
+        with dualform.record(model, optimizer, run, resume=True, keep=dualform.Shares(by="label")) as recorder:
+            train(model, optimizer, steps, recorder)
+        (run / "shares" / ".partial-0123456789abcdef0123456789abcdef").write_bytes(b"half")
+        (run / "shares" / "000000009.safetensors").write_bytes(b"never listed")
+    with dualform.record(model, optimizer, run, resume=True, keep=dualform.Shares(by="label")) as recorder:
+        train(model, optimizer, range(3, 4), recorder)
+    assert {path.name for path in (run / "shares").iterdir()} == {
+        "000000004.safetensors",
+        "state-000000004.safetensors",
+    }
+
+
+@pytest.mark.parametrize("name", [*shard_files(7).values(), shares_file(7), shares_state_file(7)])
+def test_every_name_of_the_format_is_known_as_ours(run: Path, name: str) -> None:
+    (run / name).parent.mkdir(parents=True)
+    (run / name).write_bytes(b"")
+    assert FolderBlobs(run).list() == [name]
 
 
 def test_a_linked_lock_is_not_followed(run: Path, tmp_path: Path) -> None:

@@ -241,6 +241,28 @@ def test_shares_in_host_memory_are_the_same() -> None:
     torch.testing.assert_close(shares_of(recorded(device="cpu")[0]), shares_of(recorded()[0]), rtol=0, atol=0)
 
 
+FILE = "shares/000000003.safetensors"
+
+
+def replace_in_file(blobs: MemoryBlobs, name: str, tensor: torch.Tensor) -> None:
+    """Put another tensor into the file of shares after step 3, as a forger would."""
+    run = Run(blobs)
+    entry = publish_tensors(blobs, FILE, {**TensorFile(run.blob(FILE)).tensors(), name: tensor})
+    dataclasses.replace(run.manifest, files={**run.manifest.files, FILE: entry}).publish(blobs, was=run.manifest_tag)
+
+
+@pytest.mark.parametrize("grouping", [0, 1])
+def test_a_share_that_was_changed_fails_verify_in_any_grouping(grouping: int) -> None:
+    blobs = MemoryBlobs()
+    model, optimizer = make()
+    with dualform.record(model, optimizer, blobs, keep=dualform.Shares(by=[["label"], ["step_half"]])) as recorder:
+        train(model, optimizer, recorder, range(3))
+    assert dualform.open(blobs).verify(model).passed
+    name = f"share.{grouping}.0.0.1"
+    replace_in_file(blobs, name, TensorFile(Run(blobs).blob(FILE)).tensors()[name] * 1.5)
+    assert not dualform.open(blobs).verify(model).passed
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "words"),
     [
@@ -256,12 +278,7 @@ def test_shares_in_host_memory_are_the_same() -> None:
 )
 def test_forged_files_of_shares_are_refused(name: str, tensor: torch.Tensor, words: str) -> None:
     blobs, _ = recorded(3)
-    run = Run(blobs)
-    tensors = TensorFile(run.blob("shares/000000003.safetensors")).tensors()
-    entry = publish_tensors(blobs, "shares/000000003.safetensors", {**tensors, name: tensor})
-    files = {**run.manifest.files, "shares/000000003.safetensors": entry}
-
-    dataclasses.replace(run.manifest, files=files).publish(blobs, was=run.manifest_tag)
+    replace_in_file(blobs, name, tensor)
     kept = Run(blobs).kept_shares
     assert kept is not None
     with pytest.raises(CorruptError, match=words):

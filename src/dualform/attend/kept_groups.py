@@ -310,6 +310,8 @@ def _parse_part(run: PatternSource, text: str) -> str | Bins:
     if text in _names(run):
         return text
     column, _, width = text.rpartition(":")
+    if column not in _names(run):
+        raise SelectionError(f"The shares are kept by {text!r}, and the run has no such column.")
     return Bins(column, float(width))
 
 

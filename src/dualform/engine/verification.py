@@ -544,33 +544,41 @@ def compare_shares(run: PatternSource, live: Mapping[str, Tensor], *, horizon: i
 
     What no pattern explains and what rounding did are two terms of the kept sum. Each may be as large as the error of
     a pattern memory may be: a parameter that is not float32 or float64, which no pattern memory takes, has the bound
-    of one that is float32.
+    of one that is float32. Every grouping has to sum to the parameter: the one that is furthest from it counts.
     """
-    checks = {}
-    for name in run.shared_parameters():
-        kept = run.require_shares()
-        found = kept.shares(name, kept.groupings[0], horizon=horizon)
-        now = live[name].detach().cpu().double()
-        change = float((now - run.initial[name].double()).norm())
-        dtype = run.description.parameters[name].dtype
-        exact = dtype if dtype in ("float32", "float64") else "float32"
-        eps = torch.finfo(getattr(torch, exact)).eps / 2
-        bound = REBUILD_TOLERANCE[exact] * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm())
-        unexplained, rounding = found.unexplained.cpu().double(), found.rounding.cpu().double()
-        whole = found.start.cpu().double() + found.shares.cpu().double().sum(dim=0) + unexplained + rounding
-        noise = 0.0 if run.is_replayed(name) else coefficient_noise(run, name, horizon)
-        chance = 4 * kept.expected_noise(name, horizon=horizon) if rounds_coarsely(run, name) else 0.0
-        coarse = MAX_ROUNDING * change + chance if rounds_coarsely(run, name) else 0.0
-        fine = bound + 4 * noise + FINE_PART_OF_COARSE * chance
-        rest = RestCheck(
-            unexplained=float(unexplained.norm()),
-            rounding=float(rounding.norm()),
-            size=float((unexplained + rounding).norm()),
-            unexplained_bound=fine + _share_excuse(unexplained, kept.gradient_spread(name, horizon=horizon), fine),
-            rounding_bound=bound + coarse,
+    return {
+        name: max(
+            (_compare_grouping(run, name, by, live[name], horizon) for by in run.require_shares().groupings),
+            key=lambda check: (not check.passed, check.error),
         )
-        checks[name] = ParameterCheck(name, float((whole - now).norm()), change, bound, noise=noise, rest=rest)
-    return checks
+        for name in run.shared_parameters()
+    }
+
+
+def _compare_grouping(run: PatternSource, name: str, by: tuple[str, ...], live: Tensor, horizon: int) -> ParameterCheck:
+    """Compare one parameter with the sum of its shares by one grouping."""
+    kept = run.require_shares()
+    found = kept.shares(name, by, horizon=horizon)
+    now = live.detach().cpu().double()
+    change = float((now - run.initial[name].double()).norm())
+    dtype = run.description.parameters[name].dtype
+    exact = dtype if dtype in ("float32", "float64") else "float32"
+    eps = torch.finfo(getattr(torch, exact)).eps / 2
+    bound = REBUILD_TOLERANCE[exact] * change + 4 * eps * math.sqrt(max(horizon, 1)) * float(now.norm())
+    unexplained, rounding = found.unexplained.cpu().double(), found.rounding.cpu().double()
+    whole = found.start.cpu().double() + found.shares.cpu().double().sum(dim=0) + unexplained + rounding
+    noise = 0.0 if run.is_replayed(name) else coefficient_noise(run, name, horizon)
+    chance = 4 * kept.expected_noise(name, horizon=horizon) if rounds_coarsely(run, name) else 0.0
+    coarse = MAX_ROUNDING * change + chance if rounds_coarsely(run, name) else 0.0
+    fine = bound + 4 * noise + FINE_PART_OF_COARSE * chance
+    rest = RestCheck(
+        unexplained=float(unexplained.norm()),
+        rounding=float(rounding.norm()),
+        size=float((unexplained + rounding).norm()),
+        unexplained_bound=fine + _share_excuse(unexplained, kept.gradient_spread(name, horizon=horizon), fine),
+        rounding_bound=bound + coarse,
+    )
+    return ParameterCheck(name, float((whole - now).norm()), change, bound, noise=noise, rest=rest)
 
 
 def _share_excuse(unexplained: Tensor, spread: Tensor | None, bound: float) -> float:

@@ -218,6 +218,7 @@ def _expected(name: str, run: "Run", kept: SharesEntry) -> Expected | None:
             grouping < len(kept.groupings)
             and group < len(kept.groupings[grouping].labels)
             and layer < len(layers)
+            and layers[layer].store != "keys"
             and use < len(layers[layer].uses)
         ):
             entry = run.manifest.parameters[layers[layer].uses[use].parameter]

@@ -32,9 +32,11 @@ class Bar:
 def figures(value: float) -> str:
     """Return a number with four significant digits, as people read it.
 
-    >>> figures(12345.6), figures(-0.0001234), figures(11510744.0), figures(1e-7)
-    ('12,350', '−0.0001234', '11.51 M', '1e-07')
+    >>> figures(12345.6), figures(-0.0001234), figures(11510744.0), figures(1e-7), figures(math.nan)
+    ('12,350', '−0.0001234', '11.51 M', '1e-07', 'not a number')
     """
+    if math.isnan(value):
+        return "not a number"
     size = abs(value)
     sign = "−" if value < 0 else ""
     for least, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
@@ -50,14 +52,14 @@ def figures(value: float) -> str:
 def bars(rows: Sequence[Bar], *, title: str, width: int = 220) -> "Markup":
     """Draw signed horizontal bars; the side of the axis says the sign."""
     label, number = 66, 56
-    extent = max((abs(row.value) for row in rows), default=0.0)
+    extent = max((abs(row.value) for row in rows if math.isfinite(row.value)), default=0.0)
     signed = any(row.value < 0 for row in rows)
     space = width - label - number
     zero = label + space / 2 if signed else label
     unit = (space / 2 if signed else space) / extent if extent else 0.0
     drawn = []
     for i, row in enumerate(rows):
-        length = abs(row.value) * unit
+        length = abs(row.value) * unit if math.isfinite(row.value) else 0.0
         drawn.append(
             {
                 "name": _short(f"{row.label} {row.mark}".strip(), 11),
