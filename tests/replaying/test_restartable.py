@@ -1,6 +1,7 @@
 """A training in pieces starts anywhere: single contributions without all patterns at once, and after a kill."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from dualform.recording.keep import Patterns
 from dualform.replaying import replay_executor
 from dualform.replaying.replay_executor import ReplayExecutor
 from dualform.replaying.replayed_patterns import ReplayedPatterns
-from dualform.replaying.restart_points import FOLDER, RestartPoints
+from dualform.replaying.restart_points import RestartPoints
 from dualform.replaying.restartable import Restartable, put_back, take_point
 from dualform.replaying.training import record_training
+from dualform.store.format import RESTART
 from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
 from helpers.trainings import MODELS, OPTIMIZERS, batch
@@ -80,7 +82,7 @@ def ask(train: Restartable, blobs: MemoryBlobs) -> Memory:
 
 
 def points(blobs: MemoryBlobs) -> list[int]:
-    return [int(name.removeprefix(FOLDER)[:9]) for name in sorted(blobs.list(FOLDER))]
+    return [int(name.removeprefix(RESTART)[:9]) for name in sorted(blobs.list(RESTART))]
 
 
 @pytest.fixture
@@ -137,6 +139,28 @@ def test_a_replay_after_a_kill_starts_at_the_last_point() -> None:
     assert seen == [range(9, 10)]
 
 
+def test_points_lie_in_the_run_folder_and_never_behind_a_link(tmp_path: Path) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    train, batches = make_restartable(every=4)
+    record_training(train, run)
+    (run / "restart").symlink_to(outside)
+    for _ in range(2):
+        batches.asked.clear()
+        ReplayedPatterns(Run(run), train).replay({"1": "keys"}, lambda part, steps: None, steps=10, first=8)
+        assert batches.asked == list(range(10))
+    assert list(outside.iterdir()) == []
+    (run / "restart").unlink()
+    for expected in (list(range(10)), [8, 9]):
+        batches.asked.clear()
+        ReplayedPatterns(Run(run), train).replay({"1": "keys"}, lambda part, steps: None, steps=10, first=8)
+        assert batches.asked == expected
+    assert sorted(path.name for path in (run / "restart").iterdir()) == [
+        "000000004.safetensors",
+        "000000008.safetensors",
+    ]
+
+
 def test_a_point_that_is_not_of_this_training_is_found_out() -> None:
     blobs = MemoryBlobs()
     train, _ = make_restartable(every=5)
@@ -150,12 +174,12 @@ def test_a_point_that_is_not_of_this_training_is_found_out() -> None:
     def replay_with(change: Callable[[dict[str, Any]], None]) -> None:
         changed = dict(RestartPoints(run, 5).before(7)[1] or {})
         change(changed)
-        blobs.remove(blobs.list(FOLDER)[0])
+        blobs.remove(blobs.list(RESTART)[0])
         RestartPoints(run, 5).keep(5, lambda: changed)
         try:
             ReplayedPatterns(run, train).replay({"1": "keys"}, lambda part, steps: None, steps=8, first=6)
         finally:
-            blobs.remove(blobs.list(FOLDER)[0])
+            blobs.remove(blobs.list(RESTART)[0])
             RestartPoints(run, 5).keep(5, lambda: point)
 
     replay_with(lambda changed: None)
@@ -175,7 +199,7 @@ def test_a_broken_or_foreign_point_is_as_good_as_missing() -> None:
     for place in (blobs, others):
         again = make_restartable(every=5, swapped=None if place is blobs else 8)[0]
         ReplayedPatterns(Run(place), again).replay({"1": "keys"}, lambda part, steps: None, steps=6)
-    name = blobs.list(FOLDER)[0]
+    name = blobs.list(RESTART)[0]
     content = others.load(name)[0]
     for wrong in (content, content[: len(content) // 2], b"{}"):
         blobs.remove(name)

@@ -61,8 +61,8 @@ def _variant_lines(findings: Sequence[Row]) -> Grid:
         f"{verdict} The rest is ‖what no pattern explains‖ / ‖change‖ of the whole training; above 1 nothing is "
         f"explained. The last columns are correlations with the recorded memory: of what each class, and each sample "
         f"that both memories have, adds in the last layer to the logit of the predicted class, the mean over {TESTED} "
-        "test images. Other samples of the same kind lead nearly as far: an explained share says that such steps lead "
-        "from one checkpoint to the next, and not that the training saw these samples."
+        "test images. An explained share says that such steps lead from one checkpoint to the next, and not that the "
+        "training saw these very samples: compare the row of other samples."
     )
     columns = ("data between checkpoints", "explains", "of single intervals", "rest", "classes", "samples")
     return Grid("How much is explained?", columns, tuple(rows), note)

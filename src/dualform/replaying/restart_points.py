@@ -15,10 +15,10 @@ from torch import Tensor
 from dualform._version import __version__
 from dualform.errors import CorruptError, StoreError
 from dualform.store.blobs import Blob
+from dualform.store.format import RESTART, restart_file
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile, publish_tensors
 
-FOLDER = "restart/"
 STALE_SECONDS = 3600.0  # after which a point that is not published yet belongs to a replay that is gone
 LAYOUT = "layout"
 """The entry of a file's metadata that says how its tensors make a point, as JSON."""
@@ -58,10 +58,10 @@ class RestartPoints:
         tensors: dict[str, Tensor] = {}
         layout = json.dumps(_taken_apart(take(), tensors))
         with contextlib.suppress(OSError, StoreError):  # a run that cannot be written to can be replayed all the same
-            self._run.blobs.remove_unpublished(FOLDER, older_than_seconds=STALE_SECONDS)
-            if self._run.blobs.size(_name(step)) is not None:
-                self._run.blobs.remove(_name(step))
-            publish_tensors(self._run.blobs, _name(step), tensors, metadata={LAYOUT: layout, **self._stamp()})
+            self._run.blobs.remove_unpublished(RESTART, older_than_seconds=STALE_SECONDS)
+            if self._run.blobs.size(restart_file(step)) is not None:
+                self._run.blobs.remove(restart_file(step))
+            publish_tensors(self._run.blobs, restart_file(step), tensors, metadata={LAYOUT: layout, **self._stamp()})
             self._known[step] = True
 
     def _is_kept(self, step: int) -> bool:
@@ -73,20 +73,16 @@ class RestartPoints:
         return {"run": self._digest, "dualform": __version__}
 
     def _load(self, step: int) -> dict[str, Any] | None:
-        if self._run.blobs.size(_name(step)) is None:
+        if self._run.blobs.size(restart_file(step)) is None:
             return None
         try:
-            file = TensorFile(Blob(self._run.blobs, _name(step)))
+            file = TensorFile(Blob(self._run.blobs, restart_file(step)))
             if any(file.metadata.get(name) != text for name, text in self._stamp().items()):
                 return None
             point = _put_together(json.loads(file.metadata[LAYOUT]), file.tensors())
             return point if isinstance(point, dict) else None
         except (OSError, CorruptError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
-
-
-def _name(step: int) -> str:
-    return f"{FOLDER}{step:09d}.safetensors"
 
 
 def _taken_apart(value: Any, tensors: dict[str, Tensor]) -> Any:
