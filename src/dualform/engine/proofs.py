@@ -5,6 +5,7 @@ random projections, which say how far apart they are where they are not. Of the 
 each. A mark takes no more than one reading of the parameter, on the device where it is.
 """
 
+import functools
 import struct
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,8 +150,13 @@ def _weighted(sums: Tensor) -> Tensor:
 
     Two numbers that change places change their sum.
     """
-    places = torch.arange(sums.shape[1], device=sums.device, dtype=torch.int64)
-    return (sums * (places * 0x9E3779B97F4A7C1 + 1)).sum(dim=1)
+    return (sums * _weights(sums.shape[1], sums.device)).sum(dim=1)
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device, dtype=torch.int64) * 0x9E3779B97F4A7C1 + 1
 
 
 def unpack_mark(packed: Tensor) -> ParameterMark:

@@ -9,7 +9,7 @@ it is found only where ‖G‖ does not explain a difference already.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.gradient_history import NOT_FINITE, Factors
-from dualform.recording.gradient_samples import GradientSample, Look, SamplePlan, plan_sample, take_sample
+from dualform.recording.gradient_samples import (
+    GradientSample,
+    Look,
+    SamplePlan,
+    plan_sample,
+    sample_elements,
+    take_sample,
+)
 from dualform.recording.hooks import Arrival
 from dualform.recording.probes import (
     COARSE_ROUNDING,
@@ -33,6 +40,8 @@ from dualform.recording.probes import (
 )
 from dualform.threads import one_thread
 
+MAX_JOINED_BYTES = 1 << 16
+"""Bytes of a call's keys up to which its patterns are compared together with those of the layer's other calls."""
 UNSEEN = (
     "no recorded pattern explains its gradient: its layer was not seen in the forward pass, which was a functional "
     "call, began before the recording, or was compiled before it (call torch._dynamo.reset())"
@@ -111,7 +120,14 @@ class Resolution(NamedTuple):
 class GradientCheck:
     """Compares gradients with what recorded patterns predict, through a few fixed random columns per parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_elements: Collection[str] = ()) -> None:
+        """Compare the gradients of one recording.
+
+        Args:
+            by_elements: names of dense gradients whose patterns need not explain them, so that some of their elements
+                show enough on a GPU too.
+        """
+        self._by_elements = by_elements
         self._columns: dict[str, Tensor] = {}
         self._sparse: set[str] = set()  # parameters whose gradients are mostly zero
         self._plans: dict[str, SamplePlan | None] = {}
@@ -130,6 +146,8 @@ class GradientCheck:
                 if not plan.least or elements.numpy().nonzero()[0].size >= plan.least:
                     return GradientSample(elements)
         if not is_at_hand(parameter):
+            if name in self._by_elements:
+                return sample_elements(parameter.grad, look=look)
             return take_sample(parameter.grad, self.columns(name, parameter), look=look)
         if projected is None and name in self._sparse:
             projected = True
@@ -222,35 +240,62 @@ class GradientCheck:
                 micro,
                 prediction.columns,
                 prediction.size,
-                0 if arrival.values is None else len(arrival.values),
-                arrival.call.coarse is not None,
+                0 if calls[0].values is None else len(prediction.values),
+                calls[0].call.coarse is not None,
                 prediction,
             )
-            for micro, arrival in arrivals
-            for use, prediction in self._predictions(arrival).items()
+            for micro, calls in _by_layer(arrivals)
+            for use, prediction in self._predictions(calls).items()
             if use.parameter == name
         ]
         return GradientView(seen, parts, norm, parameter.shape[1:].numel(), parameter.dtype)
 
-    def _predictions(self, arrival: Arrival) -> dict[ParameterUse, Prediction]:
-        """Return what a call's patterns predict for its parameters, computed once for all of them."""
-        if arrival.predictions is None:
-            arrival.predictions = {}
-            if arrival.values is not None and arrival.keys is not None:
-                layer = arrival.call.layer
+    def _predictions(self, calls: Sequence[Arrival]) -> dict[ParameterUse, Prediction]:
+        """Return what the patterns of a layer's calls predict for its parameters, computed once for all of them.
+
+        The first of the calls keeps it, for as long as no other call joins them.
+        """
+        first = calls[0]
+        if first.predictions is None or first.predicted_calls != len(calls):
+            first.predictions, first.predicted_calls = {}, len(calls)
+            if first.values is not None and first.keys is not None:
+                layer = first.call.layer
                 watching = {
                     use: ProbeSpec(self.columns(name, parameter), parameter.shape)
                     for use, (name, parameter) in layer.parameters.items()
                 }
                 dtype = next(iter(layer.parameters.values()))[1].dtype
-                values = arrival.values.to(dtype)
-                keys = arrival.keys.to(dtype) if arrival.keys.is_floating_point() else arrival.keys
+                values = _joined([call.values for call in calls]).to(dtype)
+                keys = _joined([call.keys for call in calls])
+                keys = keys.to(dtype) if keys.is_floating_point() else keys
                 # Autograd rounds the whole gradient to what autocast computed in.
-                coarse = 1.0 if arrival.call.coarse is None else COARSE_ROUNDING / torch.finfo(dtype).eps
+                coarse = 1.0 if first.call.coarse is None else COARSE_ROUNDING / torch.finfo(dtype).eps
                 factor = layer.kind.rounding * coarse
-                with one_thread(bytes_read=values.nbytes + arrival.keys.nbytes, device=values.device):
-                    arrival.predictions = predict(watching, values, keys, rounding=factor)
-        return arrival.predictions
+                with one_thread(bytes_read=values.nbytes + keys.nbytes, device=values.device):
+                    first.predictions = predict(watching, values, keys, rounding=factor)
+        return first.predictions
+
+
+def _by_layer(arrivals: Sequence[tuple[int, Arrival]]) -> list[tuple[int, list[Arrival]]]:
+    """Return calls together that one backward brought to one layer, where they are small; each list with its micro."""
+    together: dict[tuple[int, int, torch.dtype | None], list[Arrival]] = {}
+    found = []
+    for micro, arrival in arrivals:
+        small = arrival.keys is not None and arrival.keys.nbytes <= MAX_JOINED_BYTES
+        key = micro, id(arrival.call.layer), arrival.call.coarse
+        if not small or key not in together:
+            found.append((micro, [arrival]))
+            if small:
+                together[key] = found[-1][1]
+        else:
+            together[key].append(arrival)
+    return found
+
+
+def _joined(rows: Sequence[Tensor | None]) -> Tensor:
+    """Return the rows of several calls as one tensor."""
+    given = [one for one in rows if one is not None]
+    return given[0] if len(given) == 1 else torch.cat(given)
 
 
 def explain(view: GradientView, factors: Mapping[int, float], *, find_factor: bool) -> Explanation:

@@ -55,7 +55,8 @@ class Arrival:
     strided: Tensor | None = None  # an only error that does not lie row by row, until its layout is settled
     layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
     accumulated: bool = False
-    predictions: dict[ParameterUse, Prediction] | None = None  # what its patterns predict for each parameter's probe
+    predictions: dict[ParameterUse, Prediction] | None = None  # what patterns predict for each parameter's probe:
+    predicted_calls: int = 0  # those of so many calls of its layer, of which this is the first
     place: int = 0  # which arrival of its backward it is
     backward: int | None = None  # the number of the backward that it was handed to the sink with
 
@@ -308,13 +309,20 @@ class Hooks:
             return
         inputs = inputs_of()
         raw = False
+        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
         if isinstance(inputs, Tensor):
             _check_dense(layer.name, inputs)
             raw = not inputs.requires_grad and layer.composite is None
             inputs = inputs.detach()
-            if not kept or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type)):
+            if not kept:
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
+            elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type):
+                # Autograd keeps what autocast made of the input: the input itself only where it has that dtype.
+                wanted = outputs[0].dtype if inputs.is_floating_point() else inputs.dtype
+                if inputs.dtype != wanted:
+                    inputs = inputs.to(wanted)
+                elif coarse is None:
+                    inputs = inputs.clone()
         if coarse is not None and not isinstance(inputs, Tensor):
             listener.coarse_seen(layer.name)
             return

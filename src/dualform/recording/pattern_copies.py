@@ -71,9 +71,17 @@ def _copy_needed(arrival: "Arrival", pool: BufferPool, what: What | None) -> Non
         arrival.leading = keys.shape[:-1]
         arrival.keys = keys.new_empty(0, layer.d_in)
         return
-    keys, values = _rows(arrival, values=what == "keys+values")
-    arrival.keys = _own(keys, [arrival.call.inputs], pool)
-    arrival.values = None if values is None else _own(values, arrival.errors, pool)
+    keys, values = _rows(arrival, values=what == "keys+values", widened=arrival.call.raw)
+    arrival.keys = _own_needed(keys, [arrival.call.inputs], pool)
+    arrival.values = None if values is None else _own_needed(values, arrival.errors, pool)
+
+
+def _own_needed(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:
+    """Return rows that share no memory with others'; on a GPU by its own allocator, which gives memory at no cost."""
+    if not rows.is_cuda:
+        return _own(rows, others, pool)
+    shared = any(isinstance(other, Tensor) and torch._C._is_alias_of(rows, other) for other in others)  # type: ignore[attr-defined]
+    return rows.clone() if shared or not rows.is_contiguous() else rows
 
 
 def _copy_several(arrivals: list["Arrival"], pool: BufferPool) -> None:
@@ -93,17 +101,18 @@ def _number(arrival: "Arrival") -> int:
     return arrival.call.number
 
 
-def _rows(arrival: "Arrival", *, values: bool = True) -> tuple[Tensor, Tensor | None]:
+def _rows(arrival: "Arrival", *, values: bool = True, widened: bool = True) -> tuple[Tensor, Tensor | None]:
     """Return the keys (T, d_in) and the values (T, d_out) of a call, which may be views of the user's tensors.
 
     Args:
         arrival: the call.
         values: whether values are wanted, where the layer's are kept.
+        widened: whether rows that autocast computed coarsely come in the parameters' dtype, and not in its own.
     """
     call = arrival.call
     layer = call.layer
     dtype = next(iter(layer.parameters.values()))[1].dtype
-    if call.coarse is not None and layer.shares_only:
+    if call.coarse is not None and (layer.shares_only or not widened):
         dtype = call.coarse  # sums of such rows are computed in autocast's own dtype
     keys = layer.kind.keys(layer.module, call.inputs)
     arrival.leading = keys.shape[:-1]

@@ -6,12 +6,15 @@ what the last step left. The factor between a backward's gradient and its step's
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dualform.recording.accumulation import Accumulations
+from dualform.recording.alignment import Alignment
+from dualform.recording.annotations import Binding
 from dualform.recording.changes import Changes
 from dualform.recording.gradient_history import Accumulation, GradientHistory
 from dualform.recording.gradient_samples import GradientSample
@@ -19,12 +22,27 @@ from dualform.recording.hooks import Arrival
 from dualform.recording.optimizers import pending_scale
 from dualform.recording.parameter_facts import look_before_step
 from dualform.recording.recorded_optimizers import RecordedOptimizer
+from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import ParameterFacts, PreparedStep
 from dualform.recording.step_in_progress import StepInProgress
 from dualform.recording.step_preparation import StepPreparation
+from dualform.recording.watch import Watched
 
-KnownFactors = Callable[[int], Mapping[str, Sequence[float]]]
-"""Returns, for the number of a step, each parameter's factors per backward as an earlier recording found them."""
+
+@dataclass(frozen=True, slots=True)
+class KnownSteps:
+    """What an earlier recording found of the steps that are taken again.
+
+    Attributes:
+        factors: returns, for the number of a step, each parameter's factors per backward.
+        rows: the layers that do not have the batch's rows, where all others have them on the batch's own axis; None
+            where the layers' rows have to be tried again.
+    """
+
+    factors: Callable[[int], Mapping[str, Sequence[float]]]
+    rows: Mapping[str, RowCheck] | None
+
+
 _NOT_TAKEN = GradientSample(torch.empty(0))
 
 
@@ -55,7 +73,7 @@ class ProvenAccumulations(Accumulations):
 class ProvenPreparation(StepPreparation):
     """Finds what a step will do from the optimizer's settings and from the factors of the earlier recording."""
 
-    def __init__(self, known: KnownFactors, *arguments: Any, **options: Any) -> None:
+    def __init__(self, known: KnownSteps, *arguments: Any, **options: Any) -> None:
         """Prepare the steps of one recording; see `StepPreparation` for all arguments but `known`."""
         super().__init__(*arguments, **options)
         self._known = known
@@ -64,7 +82,7 @@ class ProvenPreparation(StepPreparation):
         """Return what an optimizer is about to do."""
         skipped = pending_scale(owned.optimizer)[1]
         step.graph_of = None
-        known, micros = self._known(number), len(step.backwards)
+        known, micros = self._known.factors(number), len(step.backwards)
         usual = [1.0] * micros
         facts = []
         for name, (settings, has_gradient, _) in look_before_step(owned).items():
@@ -75,6 +93,21 @@ class ProvenPreparation(StepPreparation):
                 factors = usual  # the step has other calls than the recorded one, which its proof will say
             facts.append(ParameterFacts(name, owned.name, has_gradient and not skipped, settings, factors))
         return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number))
+
+
+class ProvenAlignment(Alignment):
+    """Tells every batch what the earlier recording found of the layers' rows, and tries nothing."""
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Watched], batch_axis: int | None, rows: Mapping[str, RowCheck]
+    ) -> None:
+        super().__init__(model, layers, batch_axis, enabled=False)
+        self._rows = rows
+
+    def before_forward(self, binding: Binding, *_: Any, **__: Any) -> None:
+        """Tell a binding which layers do not have its rows."""
+        if binding.rows >= 2:
+            binding.checks.update(self._rows)
 
 
 class ProvenChanges(Changes):

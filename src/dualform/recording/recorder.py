@@ -19,7 +19,7 @@ from dualform.recording.estimate import Estimate, estimate
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
 from dualform.recording.processes import refuse_several_processes, refuse_wrapped
-from dualform.recording.proven_steps import KnownFactors
+from dualform.recording.proven_steps import KnownSteps, ProvenAlignment
 from dualform.recording.recorded_optimizers import divide_parameters, warm_states
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import RESIDUAL, LayerStart, Sink, Start
@@ -50,7 +50,7 @@ class Recorder:
         stored_loosely: Callable[[str], bool] = lambda layer: False,
         world: World | None = None,
         patterns: Layers | Literal[False] = None,
-        known: KnownFactors | None = None,
+        known: KnownSteps | None = None,
         needed: Mapping[str, What] | None = None,
     ) -> None:
         """Prepare a recording; `dualform.record` says what most of the arguments are.
@@ -69,8 +69,8 @@ class Recorder:
             world: the processes that train together; by default this one alone.
             patterns: the layers whose patterns the sink keeps, nothing for all and False for none. Of the others it
                 keeps sums, and a gradient that patterns do not explain is measured there, and not refused.
-            known: of a training whose every step the sink proves to be one of an earlier recording, the factors of
-                gradients that this one found; nothing is checked again then.
+            known: of a training whose every step the sink proves to be one of an earlier recording, what this one
+                found of the steps; nothing is checked again then.
             needed: the layers whose rows the sink needs, and which; None for all rows of all layers.
         """
         self._model = model
@@ -81,7 +81,10 @@ class Recorder:
         refuse_wrapped(model)
         self._layers = watch(model, layers, optimizers, patterns=patterns)
         refuse_several_processes(self._layers, world)
-        self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
+        if known is None or known.rows is None:
+            self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
+        else:
+            self._alignment = ProvenAlignment(model, self._layers, batch_axis, known.rows)
         self._parameters = covered(self._layers)
         keys_only = all(layer.keys_only for layer in self._layers)
         if any(stored_loosely(layer.name) for layer in self._layers if not layer.keys_only):

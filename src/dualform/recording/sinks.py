@@ -232,6 +232,17 @@ class LateSink(Protocol):
         """Note that a step was made: what belongs to this moment, such as a model's buffers, can be read now only."""
 
 
+@runtime_checkable
+class LateWatchingSink(LateSink, Protocol):
+    """A late sink that needs to look at what a late step is about to overwrite."""
+
+    def before_late_step(self, prepared: PreparedStep) -> None:
+        """Look at the parameters and the optimizer's state that a late step is about to overwrite.
+
+        The step's calls and its factors are not known yet: `prepared` has none.
+        """
+
+
 def sample(parameter: Tensor) -> Tensor:
     """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
     flat = parameter.detach().reshape(-1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import AnnotationError, DualformError, RefusedError, StoreError
+from dualform.identity.parameter_use import takes_ids
 from dualform.recording.accumulation import Accumulations
 from dualform.recording.alignment import Alignment
 from dualform.recording.annotations import Annotator, Binding
@@ -29,11 +30,11 @@ from dualform.recording.late_steps import LateStep
 from dualform.recording.made_steps import MadeSteps
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
-from dualform.recording.proven_steps import KnownFactors, ProvenAccumulations, ProvenChanges, ProvenPreparation
+from dualform.recording.proven_steps import KnownSteps, ProvenAccumulations, ProvenChanges, ProvenPreparation
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import LateSink, ParameterFacts, Sink, Start, StepFacts
+from dualform.recording.sinks import LateSink, LateWatchingSink, ParameterFacts, Sink, Start, StepFacts
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
 from dualform.recording.unclaimed_parameters import UnclaimedParameters
@@ -73,7 +74,7 @@ class StepRecorder:
         strict: bool,
         on_failure: OnFailure,
         check: CheckOrNone,
-        known: KnownFactors | None = None,
+        known: KnownSteps | None = None,
         needed: Mapping[str, What] | None = None,
     ) -> None:
         """Prepare a recording; nothing is attached before `start`.
@@ -88,8 +89,8 @@ class StepRecorder:
             strict: whether to raise, instead of warning, where parameters join an optimizer that are not recorded.
             on_failure: whether to raise failures, or to stop recording and let training go on.
             check: which steps are checked in full.
-            known: of a training whose every step the sink proves to be one of an earlier recording, the factors that
-                this one found; nothing is checked again then.
+            known: of a training whose every step the sink proves to be one of an earlier recording, what this one
+                found of the steps; nothing is checked again then.
             needed: the layers whose rows the sink needs, and which; None for all.
         """
         self.state: Literal["new", "recording", "closed", "forked"] = "new"
@@ -118,7 +119,13 @@ class StepRecorder:
         self._on_cpu = True  # whether all parameters are in the CPU's memory
         self._on_gpu = False  # whether all of them are on one GPU
         self._step_now = StepInProgress()
-        gradient_check, schedule = GradientCheck(), CheckSchedule(check, torch.initial_seed())
+        if exact <= measured:  # what patterns do not explain is measured in every step
+            check = "never"
+        by_ids = {
+            name for layer in layers if takes_ids(list(layer.parameters)) for name, _ in layer.parameters.values()
+        }
+        gradient_check = GradientCheck(by_elements=measured - by_ids)
+        schedule = CheckSchedule(check, torch.initial_seed())
         accumulations = Accumulations if known is None else ProvenAccumulations
         self._accumulations = accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
@@ -239,6 +246,7 @@ class StepRecorder:
         """Return what the sink needs to go on from the last step; a step that some optimizers took part in ends."""
         with self._guarding():
             self._end_step()
+            self._settle()
         return self._sink.state()
 
     def check_columns(self, binding: Binding) -> None:
@@ -349,7 +357,10 @@ class StepRecorder:
                 self._look_for_joined(owned)
                 self._follow_moved()
                 comparisons = self._changes.check_later(owned, self.steps)
-                step.prepared = self._preparation.begin(owned, step, self.steps, comparisons)
+                late = self._preparation.begin(owned, step, self.steps, comparisons)
+                if isinstance(self._sink, LateWatchingSink):
+                    self._sink.before_late_step(self._preparation.foresee(late))
+                step.prepared = late
                 return
             try:
                 self._look_for_joined(owned)

@@ -18,17 +18,18 @@ from dualform.engine.racing import RacingBest
 from dualform.engine.reading import PatternRange, kept_by_part
 from dualform.engine.reducers import Best
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.engine.sweep import run_sweep
+from dualform.engine.sweep import ForwardSweep, run_sweep
 from dualform.errors import ReplayError
 from dualform.recording.estimate import size_text
 from dualform.recording.watch import What
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.joined_best import JoinedBest
+from dualform.replaying.replay_sink import UnsureRowsError
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
 from dualform.replaying.unfinished_passes import UnfinishedPasses
 
-SWEPT_BYTES = 2 << 30
-"""Size of a layer's patterns up to which they are held for a question that goes backwards in time."""
+SWEPT_BYTES = 4 << 30
+"""Size of the parts of all steps' maps that may be kept between the two replays of contributions of single patterns."""
 
 
 class ReplayExecutor:
@@ -48,7 +49,12 @@ class ReplayExecutor:
         cache = source.answers
         names = [None if _unstored_layers(source, job) <= source.held else name_job(job) for job in jobs]
         kept = {name: found for name in names if name is not None and (found := cache.find(("replayed", name)))}
-        results = iter(self._run(source, [job for job, name in zip(jobs, names, strict=True) if name not in kept]))
+        needed = [job for job, name in zip(jobs, names, strict=True) if name not in kept]
+        try:
+            results = iter(self._run(source, needed))
+        except UnsureRowsError:
+            source.tries_rows = True
+            results = iter(self._run(source, needed))
         answers = []
         for job, name in zip(jobs, names, strict=True):
             if name in kept:
@@ -75,34 +81,11 @@ class ReplayExecutor:
         backward = [job for job in going_by if isinstance(job, Sweep)]
         found = iter(self._stored.run(source, at_hand) if at_hand else [])
         passed = iter(_run_forward(source, forward) if forward else [])
-        swept = iter(self._run_backward(source, backward) if backward else [])
+        swept = iter(_run_backward(source, backward) if backward else [])
         return [
             next(found if layers <= source.held else swept if isinstance(job, Sweep) else passed)
             for job, layers in zip(jobs, needed, strict=True)
         ]
-
-    def _run_backward(self, source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
-        """Run sweeps over patterns that are held for them, one layer after the other."""
-        results = []
-        for job in jobs:
-            layers = _unstored_layers(source, job)
-            size = sum(map(source.pattern_bytes, layers))
-            if size > SWEPT_BYTES and source.is_restartable:
-                with source.paging(layers):
-                    results.append(run_sweep(source, job))
-                continue
-            if size > SWEPT_BYTES:
-                raise ReplayError(
-                    f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
-                    f"optimizer without coefficients. A replay only goes forwards, and the layer's patterns take "
-                    f"{size_text(size)}, more than the {size_text(SWEPT_BYTES)} that are held for it. Store them: "
-                    "dualform.replay(train, path, keep=Patterns(layers=[...])); or give the training as a "
-                    "dualform.Restartable, which can start anywhere."
-                )
-            source.hold(layers)
-            results += self._stored.run(source, [job])
-        source.release()
-        return results
 
 
 def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
@@ -114,6 +97,62 @@ def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
     mine = {name for name, entry in source.layers.items() if names & set(entry.parameters.values())}
     mine |= set() if isinstance(job, Fold) else {job.layer}
     return frozenset(name for name in mine if not source.is_stored(name) and source.count(name))
+
+
+def _run_backward(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
+    """Run sweeps of all layers: by two replays, or page by page where too much would be kept between the two."""
+    sweeps = [ForwardSweep(source, job) for job in jobs]
+    large = [sweep.kept_bytes > SWEPT_BYTES for sweep in sweeps]
+    for job, sweep, is_large in zip(jobs, sweeps, large, strict=True):
+        if is_large and not source.is_restartable:
+            raise ReplayError(
+                f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
+                f"optimizer without coefficients. Its {source.steps} steps' maps take {size_text(sweep.kept_bytes)} in "
+                f"the output units that are asked about, more than the {size_text(SWEPT_BYTES)} that are kept for it. "
+                "Ask about fewer units or queries at once; store the layer's patterns: "
+                "dualform.replay(train, path, keep=Patterns(layers=[...])); or give the training as a "
+                "dualform.Restartable, which can start anywhere."
+            )
+    paged = iter([_sweep_paged(source, job) for job, is_large in zip(jobs, large, strict=True) if is_large])
+    small = [place for place, is_large in enumerate(large) if not is_large]
+    kept = iter(_sweep_in_sets(source, [jobs[place] for place in small], [sweeps[place] for place in small]))
+    return [next(paged if is_large else kept) for is_large in large]
+
+
+def _sweep_paged(source: ReplayedPatterns, job: Sweep[Any]) -> Any:
+    """Run a sweep over a training that can start anywhere: patterns are replayed from point to point."""
+    with source.paging(_unstored_layers(source, job)):
+        return run_sweep(source, job)
+
+
+def _sweep_in_sets(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]], sweeps: Sequence[ForwardSweep]) -> list[Any]:
+    """Run sweeps by two replays for each set of them whose parts of the steps' maps may be kept."""
+    results: list[Any] = []
+    together: list[ForwardSweep] = []
+    for place, sweep in enumerate(sweeps):
+        together.append(sweep)
+        follows = sweeps[place + 1].kept_bytes if place + 1 < len(sweeps) else SWEPT_BYTES + 1
+        if sum(one.kept_bytes for one in together) + follows > SWEPT_BYTES:
+            results += _sweep_forward(source, jobs[len(results) : place + 1], together)
+            together = []
+    return results
+
+
+def _sweep_forward(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]], sweeps: Sequence[ForwardSweep]) -> list[Any]:
+    """Run sweeps by two replays."""
+    folds = [sweep.folds() for sweep in sweeps]
+    kept = iter(_run_forward(source, [fold for some in folds for fold in some]))
+    for sweep, some in zip(sweeps, folds, strict=True):
+        sweep.begin([next(kept) for _ in some])
+    layers: dict[str, What] = {job.layer: "keys+values" for job in jobs if not source.is_stored(job.layer)}
+
+    def take(part: ReplayedPart, window: range) -> None:
+        for step in window:
+            for sweep in sweeps:
+                sweep.take(step)
+
+    source.replay(layers, take, steps=min(source.steps, max(job.view.horizon for job in jobs)))
+    return [sweep.result() for sweep in sweeps]
 
 
 def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:

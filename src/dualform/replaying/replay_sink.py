@@ -11,6 +11,7 @@ from dualform.engine.proofs import ParameterMark, ParameterMarker, checksum, mar
 from dualform.errors import ReplayError
 from dualform.recording.annotations import Binding
 from dualform.recording.media import Files
+from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, PreparedStep, Start, StepCall, StepFacts
 from dualform.recording.watch import What
 from dualform.replaying.step_proof import Difference, StepProof
@@ -24,6 +25,10 @@ PROVED_TOGETHER = 16
 
 class ReplayEnded(ReplayError):
     """Ends a training that is run again when all steps that were asked for are there."""
+
+
+class UnsureRowsError(ReplayError):
+    """A step differs in calls or annotations, maybe only because the layers' rows were not tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class ReplaySink:
         drift: how far each parameter was at most from the recorded one, relative to its size; empty where all agree.
         steps: how many steps were taken so far.
         needed: the layers whose patterns are handed on, each with the rows that are needed of it.
+        rows: the layers that are known not to have the batch's rows; None where the layers' rows are tried again.
     """
 
     _failure: Exception | None = None  # the error that ended the replay, which the training may have caught
@@ -67,6 +73,7 @@ class ReplaySink:
         steps: int,
         on_difference: OnDifference,
         first: int = 0,
+        rows: Mapping[str, RowCheck] | None = None,
     ) -> None:
         """Prepare a replay.
 
@@ -77,6 +84,7 @@ class ReplaySink:
             steps: how many steps are wanted; the training is ended behind them.
             on_difference: whether to end a replay that is not the recorded training, or to measure how far it drifts.
             first: the number of the first step that comes; the training starts in the middle where it is not 0.
+            rows: the layers that are known not to have the batch's rows; None where the layers' rows are tried again.
         """
         self.difference: Difference | None = None
         self.drift: dict[str, float] = {}
@@ -85,6 +93,7 @@ class ReplaySink:
         self._proof = StepProof(run)
         self._marker = ParameterMarker()
         self.needed = layers
+        self.rows = rows
         self._take = take
         self._wanted = steps
         self._on_difference = on_difference
@@ -226,6 +235,9 @@ class ReplaySink:
         """End the replay at a difference, or remember it."""
         if found is None:
             return
+        if self.rows is not None and found.what in ("calls", "annotations"):
+            self._failure = UnsureRowsError(str(found))
+            raise self._failure
         self.difference = found if self.difference is None else self.difference
         # Patterns of other calls, or with other annotations, have no place among the recorded ones.
         if self._on_difference == "stop" or found.what in ("calls", "annotations"):

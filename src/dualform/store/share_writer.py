@@ -113,6 +113,15 @@ class ShareWriter:
         self._fold.before_step(prepared)
         self._run.before_step(prepared)
 
+    def before_late_step(self, prepared: PreparedStep) -> None:
+        """Keep what a step is about to overwrite, whose patterns and factors are told later."""
+        self._fold.before_step(prepared, late=True)
+
+    def stepped(self, snapshot: Snapshot) -> None:
+        """Keep the optimizer's state as a late step left it, and note that the step was made."""
+        self._fold.stepped()
+        self._run.stepped(snapshot)
+
     def step(self, facts: StepFacts) -> None:
         """Fold a step, and hand its facts on."""
         for binding in {id(call.binding): call.binding for call in facts.calls}.values():

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from dualform.errors import RefusedError
-from dualform.identity.families.elementwise import ElementwiseBackward, ElementwiseStep
+from dualform.identity.families.elementwise import AskedElements, ElementwiseBackward, ElementwiseStep
 from dualform.identity.families.optimizer_facts import Coefficients, CoefficientsOf, Facts, Series, UpdateRates
 from dualform.identity.families.optimizer_kind import (
+    AskedOutputs,
     OptimizerKind,
     ReplayedStep,
     Setting,
@@ -170,6 +171,10 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
     def backward(self, shape: Sequence[int]) -> ElementwiseBackward:
         """Return where the way back starts."""
         return ElementwiseBackward(shape)
+
+    def backward_of(self, asked: AskedOutputs) -> AskedElements:
+        """Return where the way back starts for some outputs alone."""
+        return AskedElements(asked)
 
 
 register_optimizer(SGDKind())
