@@ -9,7 +9,7 @@ from torch import Tensor
 from dualform.attend.answers import Effects, Vote, add_effects
 from dualform.attend.by_layer import ByLayer
 from dualform.attend.layer import LayerSpotlight
-from dualform.attend.path import Asked, PathContributions, find_path_contributions
+from dualform.attend.path import Asked, PathContributions, PathPer, find_path_contributions
 from dualform.attend.questions import Per, Question, answer_all
 from dualform.binning import Bins, By
 from dualform.drawing import notebook_html
@@ -83,9 +83,15 @@ class Spotlight(ByLayer[LayerSpotlight]):
 
     @in_own_dtype
     def path_contributions(
-        self, by: By, *, against: Any = None, over: Bins | None = None, tolerance: float = 0.02
+        self,
+        by: By | None = None,
+        *,
+        per: PathPer | None = None,
+        against: Any = None,
+        over: Bins | None = None,
+        tolerance: float = 0.02,
     ) -> PathContributions:
-        """Say what each group of training patterns added to a quantity of the whole network's output.
+        """Say what each group of training patterns, or each sample, added to a quantity of the whole network's output.
 
         The parts, the start and the rest add up to the output. They account for this training and predict no other.
         Needs `memory.attend(model, inputs, targets=..., quantity=...)`; ask for a difference, such as
@@ -94,6 +100,8 @@ class Spotlight(ByLayer[LayerSpotlight]):
 
         Args:
             by: a column, `dualform.bins(column, width=...)`, or several of these.
+            per: in place of `by`: "sample" for the parts of single samples, which are found backwards through the steps
+                and cost more, or "layer" for the parts of all training through each layer.
             against: reference inputs (R, ...): every number is then that of the input less their mean.
             over: `dualform.bins("step", width=...)`: also the parts of each bin of steps.
             tolerance: how much parts may change when the path is followed twice as finely, and how large the residual
@@ -109,6 +117,7 @@ class Spotlight(ByLayer[LayerSpotlight]):
             first._table,
             self.asked,
             by,
+            per=per,
             against=against,
             over=over,
             tolerance=tolerance,

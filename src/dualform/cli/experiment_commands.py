@@ -30,7 +30,8 @@ def reproduce_command(
     study: Annotated[
         str,
         typer.Argument(
-            help="single, joint, continual, aesop, wikitext2, text, sources, checkpoints, or all.", show_default=False
+            help="single, joint, continual, aesop, wikitext2, text, sources, path, checkpoints, questions, or all.",
+            show_default=False,
         ),
     ],
     data_set: Annotated[

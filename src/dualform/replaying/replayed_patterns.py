@@ -36,7 +36,8 @@ from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnd
 from dualform.replaying.restart_points import RestartPoints
 from dualform.replaying.restartable import Restartable
 from dualform.replaying.training import OneRecording, Recording, Train
-from dualform.store.reader import Run, Shard
+from dualform.store.reader import Run
+from dualform.store.shard_reading import Shard
 from dualform.torch_modes import call_without_autocast, with_gradients
 
 RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows")
