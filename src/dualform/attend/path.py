@@ -261,6 +261,7 @@ def _check_question(table: Table, by: By | None, per: PathPer | None, over: Bins
         raise SelectionError(f"over is bins of {over.column!r}; expected dualform.bins('step', width=...).")
     if not 0 < tolerance < 1:
         raise QueryError(f"tolerance is {tolerance}; expected a number between 0 and 1, for example 0.02.")
+    run.require_recorded("a path contribution")
     for layer in run.layers:
         run.require_patterns(layer, "a path contribution")
         run.require_values(layer)

@@ -30,7 +30,7 @@ def reproduce_command(
     study: Annotated[
         str,
         typer.Argument(
-            help="single, joint, continual, aesop, wikitext2, text, sources, path, questions, or all.",
+            help="single, joint, continual, aesop, wikitext2, text, sources, path, checkpoints, questions, or all.",
             show_default=False,
         ),
     ],

@@ -9,6 +9,8 @@ from typing import cast, get_args
 from dualform.errors import QueryError
 from dualform.experiments import image_studies as image_studies
 from dualform.experiments import images
+from dualform.experiments.checkpoint_page import checkpoints_section, summarise_checkpoints
+from dualform.experiments.checkpoint_study import CheckpointStudy, reproduce_checkpoints
 from dualform.experiments.findings import Row
 from dualform.experiments.image_page import image_section, shares_section
 from dualform.experiments.language import plans
@@ -29,6 +31,7 @@ SEEDS_KEPT = ("first", "all", "none")
 SHARES = "shares"  # keep these, in place of patterns
 PAGE = Path("docs/results.md")
 TEXT_SOURCES = "sources"
+CHECKPOINTS = "checkpoints"
 PATH = "path"
 QUESTIONS_STUDY = "questions"
 QUESTIONS_PAGE = Path("docs/questions.md")
@@ -155,6 +158,8 @@ def _jobs(options: ReproductionOptions) -> list[StudyJob]:
     which = options.which
     if which == TEXT_SOURCES:
         return [_text_sources_job(options)]
+    if which == CHECKPOINTS:
+        return [_checkpoints_job(options)]
     if which == PATH:
         return [_path_job(options)]
     if which == "all":
@@ -162,7 +167,7 @@ def _jobs(options: ReproductionOptions) -> list[StudyJob]:
     elif which in known:
         wanted = [which]
     else:
-        more = (*known, TEXT_SOURCES, PATH, QUESTIONS_STUDY)
+        more = (*known, TEXT_SOURCES, PATH, CHECKPOINTS, QUESTIONS_STUDY)
         raise QueryError(f"There is no study {which!r}; expected {', '.join(more)} or all.")
     return [
         _image_job(cast("image_studies.ImageStudyName", name), options)
@@ -209,6 +214,18 @@ def _text_sources_job(options: ReproductionOptions) -> StudyJob:
         ),
         summarise=summarise_text_sources,
         section=lambda findings: text_sources_section(findings, command=options.command(TEXT_SOURCES)),
+    )
+
+
+def _checkpoints_job(options: ReproductionOptions) -> StudyJob:
+    study = replace(CheckpointStudy(), data=options.data or CheckpointStudy().data)
+    return StudyJob(
+        name=CHECKPOINTS,
+        run=lambda folder, seed, keep: reproduce_checkpoints(
+            study, folder, seed=seed, device=options.device, keep=keep
+        ),
+        summarise=summarise_checkpoints,
+        section=lambda findings: checkpoints_section(findings, command=options.command(CHECKPOINTS)),
     )
 
 

@@ -21,7 +21,7 @@ from dualform.engine.racing import RacingBest
 from dualform.engine.reading import PatternRange, kept_by_part
 from dualform.engine.reducers import Best
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.engine.sweep import ForwardSweep
+from dualform.engine.sweep import ForwardSweep, run_sweep
 from dualform.errors import DualformError, ReplayError, ReplayNeededError
 from dualform.recording.estimate import size_text
 from dualform.recording.watch import What
@@ -29,6 +29,7 @@ from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.joined_best import JoinedBest
 from dualform.replaying.replay_sink import UnsureRowsError
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
+from dualform.replaying.unfinished_passes import UnfinishedPasses
 
 SWEPT_BYTES = 4 << 30
 """Size of the parts of all steps' maps that may be kept between the two replays of contributions of single patterns."""
@@ -133,19 +134,35 @@ def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
 
 
 def _run_backward(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
-    """Run sweeps of all layers by two replays for each set of them whose parts of the steps' maps may be kept."""
-    results: list[Any] = []
-    together: list[ForwardSweep] = []
+    """Run sweeps of all layers: by two replays, or page by page where too much would be kept between the two."""
     sweeps = [ForwardSweep(source, job) for job in jobs]
-    for job, sweep in zip(jobs, sweeps, strict=True):
-        if sweep.kept_bytes > SWEPT_BYTES:
+    large = [sweep.kept_bytes > SWEPT_BYTES for sweep in sweeps]
+    for job, sweep, is_large in zip(jobs, sweeps, large, strict=True):
+        if is_large and not source.is_restartable:
             raise ReplayError(
                 f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
                 f"optimizer without coefficients. Its {source.steps} steps' maps take {size_text(sweep.kept_bytes)} in "
                 f"the output units that are asked about, more than the {size_text(SWEPT_BYTES)} that are kept for it. "
-                "Ask about fewer units or queries at once, or store the layer's patterns: "
-                "dualform.replay(train, path, keep=Patterns(layers=[...]))."
+                "Ask about fewer units or queries at once; store the layer's patterns: "
+                "dualform.replay(train, path, keep=Patterns(layers=[...])); or give the training as a "
+                "dualform.Restartable, which can start anywhere."
             )
+    paged = iter([_sweep_paged(source, job) for job, is_large in zip(jobs, large, strict=True) if is_large])
+    small = [place for place, is_large in enumerate(large) if not is_large]
+    kept = iter(_sweep_in_sets(source, [jobs[place] for place in small], [sweeps[place] for place in small]))
+    return [next(paged if is_large else kept) for is_large in large]
+
+
+def _sweep_paged(source: ReplayedPatterns, job: Sweep[Any]) -> Any:
+    """Run a sweep over a training that can start anywhere: patterns are replayed from point to point."""
+    with source.paging(_unstored_layers(source, job)):
+        return run_sweep(source, job)
+
+
+def _sweep_in_sets(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]], sweeps: Sequence[ForwardSweep]) -> list[Any]:
+    """Run sweeps by two replays for each set of them whose parts of the steps' maps may be kept."""
+    results: list[Any] = []
+    together: list[ForwardSweep] = []
     for place, sweep in enumerate(sweeps):
         together.append(sweep)
         follows = sweeps[place + 1].kept_bytes if place + 1 < len(sweeps) else SWEPT_BYTES + 1
@@ -196,7 +213,19 @@ def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
                 if step < folding.steps:
                     folding.take(step)
 
-    source.replay(layers, take, steps=steps)
+    unfinished = UnfinishedPasses(source, [] if folds else [job for job in jobs if isinstance(job, Pass)])
+    first = 0
+    if (found := unfinished.find()) is not None:
+        first, states = found
+        for one, state in zip(passing, states, strict=True):
+            one.go_on(state)
+    source.replay(
+        layers,
+        take,
+        steps=steps,
+        first=first,
+        at_point=lambda step: unfinished.keep(step, [one.state() for one in passing]),
+    )
     passed, folded = iter(passing), iter([] if folding is None else folding.results())
     return [next(folded) if isinstance(job, Fold) else next(passed).result() for job in jobs]
 
@@ -233,6 +262,14 @@ class _PassingBy:
         """Take a range of patterns that are here."""
         self._running.take(wanted)
 
+    def state(self) -> Any:
+        """Return the state of all patterns so far; None where it cannot be gone on with."""
+        return self._running.state()
+
+    def go_on(self, state: Any) -> None:
+        """Begin with the state of earlier patterns."""
+        self._running.go_on(state)
+
     def result(self) -> Any:
         """Return the answer."""
         return self._running.result()
@@ -247,6 +284,14 @@ class _RacingPass(_PassingBy):
 
     def _take_range(self, wanted: PatternRange) -> None:
         self._race.take(self._race.prepare(*self._running.measure(wanted)))
+
+    def state(self) -> Any:
+        """Return the state of all patterns so far."""
+        return self._race.state()
+
+    def go_on(self, state: Any) -> None:
+        """Begin with the state of earlier patterns."""
+        self._race = RacingBest(self._job.reducer, state)  # type: ignore[arg-type]
 
     def result(self) -> Any:
         """Return the answer."""
@@ -268,6 +313,9 @@ class _JoinedPass(_PassingBy):
     def _take_range(self, wanted: PatternRange) -> None:
         block, measures, _ = self._running.measure(wanted)
         self.race.add(self._place, block, measures)
+
+    def state(self) -> None:
+        """Return nothing: the race of all passes is not kept."""
 
     def result(self) -> Any:
         """Return the answer."""
