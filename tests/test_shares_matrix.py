@@ -60,7 +60,7 @@ def tolerance(optimizer: str, dtype: torch.dtype, *, own_order: bool) -> float:
     """
     found = WITHIN[dtype] * (10 if optimizer == "Muon" else 1)
     if optimizer == "SGD":
-        return 0.1 * found if dtype == torch.float32 else found
+        return found
     if dtype == torch.float32:
         return 100 * found
     return 10 * found if own_order else found
