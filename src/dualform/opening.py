@@ -17,7 +17,7 @@ from dualform.replaying.replay_sink import OnDifference
 from dualform.replaying.replayed_patterns import ReplayedPatterns
 from dualform.replaying.training import Train as Train
 from dualform.store.blobs import Blob
-from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED
+from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED, rank_folder
 from dualform.store.manifest import Manifest
 from dualform.store.places import Place, as_blobs
 from dualform.store.reader import Run
@@ -148,7 +148,11 @@ def make_executor(name: str) -> Executor:
 
 def published_stamp(path: Place) -> Hashable | None:
     """Return a value that changes whenever more of a run is published, fast to come by; None where there is no run."""
-    return as_blobs(path).stamp(MANIFEST)
+    blobs = as_blobs(path)
+    found = [blobs.stamp(MANIFEST)]
+    while found[-1] is not None:  # the manifests of several processes, each of which publishes for itself
+        found.append(blobs.stamp(f"{rank_folder(len(found))}/{MANIFEST}"))
+    return tuple(found[:-1]) or None
 
 
 def check_end_state(path: Place) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dualform
 from dualform.errors import CorruptError, FormatError
+from dualform.opening import published_stamp
 from dualform.store.format import MANIFEST, rank_folder, shares_file
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
@@ -119,7 +120,9 @@ def test_a_run_as_far_as_all_processes_have_published_it(copied: Path) -> None:
     other = copied / rank_folder(1)
     manifest = Manifest.read(other)
     cut = dataclasses.replace(manifest, shards=manifest.shards[:-1], closed=False)
+    before = published_stamp(copied)
     (other / MANIFEST).write_text(cut.to_json())
+    assert published_stamp(copied) != before
     run = Run(copied)
     assert (run.steps, run.published.steps, run.description.closed) == (8, STEPS, False)
     assert run.final is None

@@ -4,7 +4,6 @@ What processes tell each other here is small and in the CPU's memory, so it goes
 gloo, whatever the training uses: it never comes between the collectives of the training.
 """
 
-import contextlib
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,8 +21,8 @@ CLOSING_SECONDS = 60.0
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 """Global ranks -> the default group of the time, and the group of these ranks over gloo; kept for later recordings."""
-_met: dict[tuple[int, ...], int] = {}
-"""Global ranks -> how many times this process has waited for all of them."""
+_made: dict[tuple[int, ...], int] = {}
+"""Global ranks -> how many worlds of them this process has made."""
 
 
 class ProcessGroup:
@@ -60,32 +59,28 @@ class ProcessGroup:
         return found
 
     def barrier(self) -> None:
-        """Return when every process has come here, or when some have not for a minute."""
-        with contextlib.suppress(RuntimeError):  # a process has ended, and perhaps the store of all with it
-            _meet(self._ranks, CLOSING_SECONDS)
-
-
-def _meet(ranks: tuple[int, ...], seconds: float) -> list[int]:
-    """Wait until every process has come here as often as this one; return the processes that have not in that time."""
-    store = dist.distributed_c10d._get_default_store()
-    number = _met[ranks] = _met.get(ranks, 0) + 1
-    keys = {rank: f"dualform/{','.join(map(str, ranks))}/{number}/{rank}" for rank in ranks}
-    store.set(keys[dist.get_rank()], "here")
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=seconds))
-    except RuntimeError:
-        return [rank for rank, key in keys.items() if not store.check([key])]
-    return []
+        """Return when every process has come here, when one has ended, or when some have not come for a minute."""
+        try:
+            dist.all_reduce(torch.zeros(1), group=self._group, async_op=True).wait(timedelta(seconds=CLOSING_SECONDS))
+        except RuntimeError:
+            _groups.pop(self._ranks, None)  # in which an exchange is left open
 
 
 def _await_all(ranks: tuple[int, ...]) -> None:
-    """Wait until every process has come here, or refuse: a process would wait for ever later."""
-    if missing := _meet(ranks, ARRIVAL_SECONDS):
+    """Wait until every process has come here as often as this one, or refuse: a process would wait for ever later."""
+    store = dist.distributed_c10d._get_default_store()
+    number = _made[ranks] = _made.get(ranks, 0) + 1
+    keys = {rank: f"dualform/{','.join(map(str, ranks))}/{number}/{rank}" for rank in ranks}
+    store.set(keys[dist.get_rank()], "here")
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=ARRIVAL_SECONDS))
+    except RuntimeError as error:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
         raise RefusedError(
             f"Process {dist.get_rank()} records, and processes {missing} did not begin to within {ARRIVAL_SECONDS:.0f} "
             "s. Each of the processes that train together has its own patterns: call dualform.record in all of them, "
             "with the same folder."
-        )
+        ) from error
 
 
 def _gloo_group(ranks: tuple[int, ...]) -> Any:
