@@ -117,7 +117,7 @@ def _measured(findings: Row, training: float) -> Grid:
         rows.append((name, f"{answer['seconds']:.2f}", f"{answer['seconds'] / training:.1f}", *found))
     columns = ("question", "seconds", "trainings", *(f"LDS, {config}" for config in scores))
     note = (
-        "Seconds for this one image by all classes, the first time it is asked, beside the plain training of "
+        "Seconds (the processor's) for this one image by all classes, beside the plain training of "
         f"{training:.1f} s. LDS is the linear datamodeling score: the rank correlation of what sums of samples' "
         "numbers predict with what retraining on halves of the data gave (1 is perfect); of attention its absolute "
         "value in all layers, of contributions those to the margin along fixed gradients. A mask was not scored by it."
