@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.identity.families.optimizer_kind import (
+    AskedOutputs,
+    AskedRecursion,
     BackwardRecursion,
     DoubtfulStep,
     Move,
@@ -229,6 +231,57 @@ class ElementwiseBackward(BackwardRecursion[ElementwiseStep]):
         return ElementwiseMultiplier(linear.sign * moved)
 
 
+@dataclass(frozen=True, slots=True)
+class AskedElementsMultiplier(Multiplier):
+    """Some elements of A_s: those that act on the outputs that are asked about.
+
+    Attributes:
+        elements: (n,)
+        places: (n,) where they are in A_s, counted over all of its axes.
+        shape: that of A_s.
+    """
+
+    elements: Tensor
+    places: Tensor
+    shape: tuple[int, ...]
+
+    def to(self, like: Tensor) -> "AskedElementsMultiplier":
+        """Return it on the device and in the dtype of a tensor."""
+        return AskedElementsMultiplier(self.elements.to(like), self.places.to(like.device), self.shape)
+
+    def contribute(
+        self, parameter_map: ParameterMap, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor
+    ) -> Tensor:
+        """Return what `ElementwiseMultiplier` does, with zeros in place of all elements that do not act here."""
+        matrix = self.elements.new_zeros(self.shape)
+        matrix.view(-1)[self.places] = self.elements
+        return ElementwiseMultiplier(matrix).contribute(parameter_map, queries, keys, values, units)
+
+
+class AskedElements(AskedRecursion[ElementwiseStep]):
+    """The way back of this family for some outputs: every element goes its own way, so that the others are left out."""
+
+    def __init__(self, asked: AskedOutputs) -> None:
+        read = asked.parameter_map.asked_elements(asked.queries, asked.units, asked.shape)
+        self._shape = asked.shape
+        self._places = read.reshape(-1).nonzero()[:, 0]
+        self._backward = ElementwiseBackward((len(self._places),))
+        self.bytes_per_step = 8 * 2 * len(self._places)  # P, and one of β and Q
+
+    def keep(self, linear: ElementwiseStep) -> ElementwiseStep:
+        """Return a step with the asked elements of its matrices."""
+
+        def mine(factor: Tensor | float) -> Tensor | float:
+            return factor.reshape(-1)[self._places] if isinstance(factor, Tensor) else factor
+
+        beta, on_average, on_gradient = map(mine, (linear.beta, linear.on_average, linear.on_gradient))
+        return dataclasses.replace(linear, beta=beta, on_average=on_average, on_gradient=on_gradient)
+
+    def step(self, kept: ElementwiseStep) -> AskedElementsMultiplier:
+        """Go back over one step, and return the asked elements of its A_s."""
+        return AskedElementsMultiplier(self._backward.step(kept).matrix, self._places, self._shape)
+
+
 class ElementwiseSpread(Spread[ElementwiseStep]):
     """What doubt about gradients does in this family, where a step divides a gradient by its own size.
 
@@ -314,6 +367,7 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
     """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
 
     family = "elementwise: one matrix per step"
+    is_elementwise = True
 
     def __init__(
         self,
@@ -402,6 +456,10 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
     def backward(self, shape: Sequence[int]) -> ElementwiseBackward:
         """Return where the way back starts."""
         return ElementwiseBackward(shape)
+
+    def backward_of(self, asked: AskedOutputs) -> AskedElements:
+        """Return where the way back starts for some outputs alone."""
+        return AskedElements(asked)
 
     def spread(self, shape: Sequence[int]) -> ElementwiseSpread:
         """Return that there is no doubt yet."""

@@ -195,6 +195,43 @@ class BackwardRecursion(ABC, Generic[M]):
 
 
 @dataclass(frozen=True, slots=True)
+class AskedOutputs:
+    """The outputs that a question for contributions of single patterns is about, as one use of a parameter makes them.
+
+    Attributes:
+        parameter_map: how the parameter is made of patterns.
+        queries: (Q, d_in), in the CPU's memory.
+        units: (Q,) the output unit of each query, in the CPU's memory.
+        d_out: the number of output units.
+        shape: the parameter's shape.
+    """
+
+    parameter_map: ParameterMap
+    queries: Tensor
+    units: Tensor
+    d_out: int
+    shape: tuple[int, ...]
+
+
+class AskedRecursion(ABC, Generic[M]):
+    """A backward recursion for some outputs alone: of each step it needs only what acts on these outputs.
+
+    Going forwards, `keep` takes that of each step; then `step` goes back over what was kept, the last step first.
+    """
+
+    bytes_per_step: int
+    """Size of what is kept of a step, at most."""
+
+    @abstractmethod
+    def keep(self, linear: M) -> M:
+        """Return what acts on the asked outputs of a step, as a smaller map."""
+
+    @abstractmethod
+    def step(self, kept: M) -> Multiplier:
+        """Go back over one step, and return its multiplier for the asked outputs."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayedStep:
     """One step that torch's own optimizer has taken, in a replay or while training.
 
@@ -274,6 +311,9 @@ class OptimizerKind(ABC, Generic[M]):
     has_coefficients: ClassVar[bool] = False
     """Whether the steps' maps follow from settings alone, so that a pattern has a coefficient."""
 
+    is_elementwise: ClassVar[bool] = False
+    """Whether its steps multiply a gradient element by element, by numbers or matrices."""
+
     overwrites_state: tuple[str, ...] = ()
     """State entries that a step overwrites and `read` needs as they were before it."""
 
@@ -347,6 +387,15 @@ class OptimizerKind(ABC, Generic[M]):
     def read(self, taken: ReplayedStep) -> M:
         """Return a step as a linear map."""
 
+    def read_settings(self, settings: Settings, dtype: torch.dtype) -> M:
+        """Return a step as a linear map from its settings alone, if the optimizer has coefficients.
+
+        Args:
+            settings: the optimizer's settings in the step.
+            dtype: the dtype of the parameter, to which the step rounds its settings.
+        """
+        raise _no_coefficients(self.name)
+
     def read_together(self, taken: Sequence[ReplayedStep]) -> list[M]:
         """Return the steps of several parameters as linear maps, the same that `read` gives of each."""
         return [self.read(one) for one in taken]
@@ -362,6 +411,10 @@ class OptimizerKind(ABC, Generic[M]):
     @abstractmethod
     def backward(self, shape: Sequence[int]) -> BackwardRecursion[M]:
         """Return where the way back starts for a parameter of this shape."""
+
+    @abstractmethod
+    def backward_of(self, asked: AskedOutputs) -> AskedRecursion[M]:
+        """Return where the way back starts for some outputs alone."""
 
     def spread(self, shape: Sequence[int]) -> Spread[M] | None:
         """Return where doubt about gradients starts from, or None if the optimizer's steps do not amplify it."""
