@@ -95,6 +95,32 @@ def test_another_question_is_computed(
     assert len(computed) == 1
 
 
+def test_layers_are_not_taken_for_groups(recorded: tuple[Path, nn.Module, Tensor], computed: list[Any]) -> None:
+    folder, model, inputs = recorded
+    spotlight = dualform.open(folder).attend(model, inputs[:1], quantity=dualform.contrast(1, 0))
+    found = spotlight.path_contributions(per="layer")
+    assert found.by == ("layer",)
+    assert spotlight.path_contributions(by="label").by == ("label",)
+    assert spotlight.path_contributions(per="layer").by == ("layer",)
+    assert len(computed) <= 2
+
+
+def test_a_model_that_is_printed_alike_and_computes_otherwise_is_asked_anew(
+    recorded: tuple[Path, nn.Module, Tensor], computed: list[Any]
+) -> None:
+    folder, model, inputs = recorded
+
+    class Sequential(nn.Sequential):
+        def forward(self, rows: Tensor) -> Tensor:
+            hidden: Tensor = super().forward(rows)
+            return hidden * 2
+
+    for asked in (model, Sequential(*model.children())):
+        spotlight = dualform.open(folder).attend(asked, inputs[:1], quantity=dualform.contrast(0, 2))
+        spotlight.path_contributions(by="label")
+    assert len(computed) == 2
+
+
 def test_a_function_of_the_users_is_computed_each_time(
     recorded: tuple[Path, nn.Module, Tensor], computed: list[Any]
 ) -> None:

@@ -38,9 +38,21 @@ def name_path(asked: Asked, horizon: int, covered: Mapping[str, Any], **options:
     digest = xxhash.xxh3_128()
     own_answer = asked.targets is None and isinstance(asked.quantity, str)  # then the model's weights say the targets
     others = {name: tensor for name, tensor in _state(asked.model) if own_answer or name not in covered}
-    for piece in _pieces((asked.batches, asked.targets, others, options)):
+    for piece in _pieces((asked.batches, asked.targets, others, options, _forward_code(asked.model))):
         digest.update(piece)
     return "path", quantity, horizon, repr(asked.model), digest.hexdigest()
+
+
+def _forward_code(model: nn.Module) -> list[str]:
+    """Return what tells a model from another that is printed alike: its classes and their forward functions."""
+    found = []
+    for module in model.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        found.append(f"{type(module).__module__}.{type(module).__qualname__}")
+        if code is not None:
+            constants = [one for one in code.co_consts if not hasattr(one, "co_code")]
+            found.append(f"{code.co_code.hex()} {code.co_names} {constants}")
+    return found
 
 
 def find_kept(cache: AnswerCache | None, name: tuple[Any, ...] | None) -> PathContributions | None:
