@@ -66,7 +66,9 @@ def test_the_next_process_finds_the_same_answer(recorded: tuple[Path, nn.Module,
         torch.testing.assert_close(again.by_step, found.by_step, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("other", ["inputs", "quantity", "by", "against", "over", "tolerance", "horizon", "buffers"])
+@pytest.mark.parametrize(
+    "other", ["inputs", "quantity", "by", "against", "over", "tolerance", "per", "horizon", "buffers"]
+)
 def test_another_question_is_computed(
     recorded: tuple[Path, nn.Module, Tensor], computed: list[Any], other: str
 ) -> None:
@@ -83,6 +85,8 @@ def test_another_question_is_computed(
         quantity = dualform.contrast(1, 2)
     elif other == "horizon":
         memory = memory.at(step=3)
+    elif other == "per":
+        question = {"per": "layer", "against": inputs[6:8]}
     elif other == "buffers":
         changed = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6, affine=False), nn.Linear(6, 3))
     else:

@@ -110,7 +110,7 @@ class Spotlight(ByLayer[LayerSpotlight]):
             tolerance: how much parts may change when the path is followed twice as finely, and how large the residual
                 may be, both relative. What was reached is in the answer.
         """
-        first, name = self._path_question(by, per, against, over, tolerance)
+        first, name = self._path_question(by=by, per=per, against=against, over=over, tolerance=tolerance)
         if (kept := find_kept(self.cache, name)) is not None:
             return kept
         assert self.asked is not None, "checked above"
@@ -128,16 +128,20 @@ class Spotlight(ByLayer[LayerSpotlight]):
 
     @in_own_dtype
     def kept_path_contributions(
-        self, by: By, *, against: Any = None, over: Bins | None = None, tolerance: float = 0.02
+        self,
+        by: By | None = None,
+        *,
+        per: PathPer | None = None,
+        against: Any = None,
+        over: Bins | None = None,
+        tolerance: float = 0.02,
     ) -> PathContributions | None:
         """Return the path contributions to the same question if it was asked before and its answer is kept."""
-        _, name = self._path_question(by, None, against, over, tolerance)
+        _, name = self._path_question(by=by, per=per, against=against, over=over, tolerance=tolerance)
         return find_kept(self.cache, name)
 
-    def _path_question(
-        self, by: By | None, per: PathPer | None, against: Any, over: Bins | None, tolerance: float
-    ) -> tuple[LayerSpotlight, tuple[Any, ...] | None]:
-        """Return a layer's spotlight, which has the view, and the name of a question about the path."""
+    def _path_question(self, **options: Any) -> tuple[LayerSpotlight, tuple[Any, ...] | None]:
+        """Return a layer's spotlight, which has the view, and the name of a question with these options."""
         if self.asked is None:
             raise QueryError(
                 "Path contributions are those to a quantity of the output: ask "
@@ -148,7 +152,6 @@ class Spotlight(ByLayer[LayerSpotlight]):
         named = None
         if not table.conditions:  # a mask is refused
             covered = table.run.description.parameters
-            options = {"by": by, "per": per, "against": against, "over": over, "tolerance": tolerance}
             named = name_path(self.asked, table.horizon, covered, known_state=self.known_state(), **options)
         return first, named
 

@@ -94,7 +94,7 @@ export function create(app) {
     const peak = last.together.reduce((most, value, b) => (Math.abs(value) > Math.abs(last.together[most]) ? b : most), 0);
     return [
       figure(drawing, `How “${last.question}” came about, by ${now.by}`,
-        `Most of it came at steps ${count(last.steps[peak])} to ${count(last.steps[peak + 1] - 1)}.`,
+        `The largest change came at steps ${count(last.steps[peak])} to ${count(last.steps[peak + 1] - 1)}.`,
         () => ({ head: ["group", ...last.steps.slice(0, -1).map((step) => `from ${step}`)], rows: series.map((one) => [one.label, ...one.values]) })),
       form.element];
   }
