@@ -86,6 +86,7 @@ def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
         keys = keys if keys.dtype is dtype else keys.to(dtype)
     keys = as_rows(keys, layer.d_in)
     if layer.keys_only:
+        layer.kind.release(call.inputs)
         return keys, None
     values = layer.kind.errors(layer.module, call.inputs, arrival.errors)
     values = as_rows(values, layer.d_out)
