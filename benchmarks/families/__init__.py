@@ -2,5 +2,5 @@
 
 ORDER = (
     *("recording", "programs", "disk", "peers", "attention", "totals", "topk", "table1", "sums"),
-    *("size", "int8", "memory", "growth", "startup", "blocks", "gpt2", "recurrent", "shares"),
+    *("size", "int8", "memory", "growth", "startup", "blocks", "gpt2", "recurrent", "shares", "replay"),
 )

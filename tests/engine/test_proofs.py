@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dualform.engine import proofs
 from dualform.engine.proofs import ParameterMark, ParameterMarker, unpack_mark
 
 
@@ -40,3 +41,22 @@ def test_marking_leaves_the_global_generator_alone() -> None:
 
 def test_a_parameter_without_elements_has_a_mark() -> None:
     assert mark(torch.empty(0, 3)).projections == (0.0,) * 4
+
+
+def test_parameters_that_are_marked_together_get_the_marks_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (5, 7), "b": (7,), "c": (5, 7), "d": (7,), "e": (5, 7), "f": (0, 3), "g": (2, 3, 4)}
+    parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    # The CPU stands for a GPU: its checksums are sums there, and parameters of one shape are marked by one kernel.
+    monkeypatch.setattr(proofs, "checksum", lambda matrix: proofs.sum_checksums(matrix[None])[0])
+    alone = ParameterMarker().measure(parameters)
+    found: dict[str, Tensor] = {}
+    marker = ParameterMarker()
+    for some in (["a", "c", "e"], ["b", "d"]):
+        found |= marker._measured({name: parameters[name] for name in some})
+    for name, mark in found.items():
+        assert unpack_mark(mark).checksum == unpack_mark(alone[name]).checksum
+        torch.testing.assert_close(mark[1:], alone[name][1:], rtol=1e-5, atol=1e-5)
+    parameters["c"][2, 3] = torch.nextafter(parameters["c"][2, 3], torch.tensor(9.0))
+    again = marker._measured({name: parameters[name] for name in ("a", "c", "e")})
+    assert [unpack_mark(again[n]).checksum == unpack_mark(found[n]).checksum for n in "ace"] == [True, False, True]

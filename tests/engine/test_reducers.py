@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dualform.engine.block import Block
 from dualform.engine.reducers import (
+    FLOAT32_SUM_KEYS,
     Best,
     BestMembers,
     Everything,
@@ -22,6 +23,7 @@ from dualform.engine.reducers import (
     KeySums,
     Outputs,
     Reducer,
+    sum_chunks_by_group,
 )
 from dualform.identity.parameter_use import ParameterUse
 from dualform.identity.products import attend, scale
@@ -196,3 +198,11 @@ def test_best_members_are_ranked_and_those_of_no_group_left_out() -> None:
     found, numbers = reducer.result(state)
     assert found.tolist() == [[[3.0, 2.0, -torch.inf], [-5.0, -torch.inf, -torch.inf]]]
     assert numbers.tolist() == [[[11, 10, -1], [13, -1, -1]]]
+
+
+def test_keys_that_are_summed_in_one_product_have_the_sums_of_single_chunks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(3 * FLOAT32_SUM_KEYS, 5, generator=generator)
+    groups_of = torch.randint(4, (len(keys),), generator=generator)
+    expected = torch.zeros(4, 5, dtype=torch.float64).index_add_(0, groups_of, keys.double())
+    torch.testing.assert_close(sum_chunks_by_group(keys, groups_of, 4), expected, rtol=1e-5, atol=1e-4)

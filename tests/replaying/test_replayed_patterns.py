@@ -101,12 +101,13 @@ def test_layers_that_are_stored_need_no_replay() -> None:
     assert source.replays == 1
 
 
-def test_contributions_that_go_backwards_are_refused_by_name_where_patterns_are_too_many(
+def test_contributions_of_single_patterns_in_all_layers_take_two_replays_or_are_refused_by_name(
     source: ReplayedPatterns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = going_by(source).attend(queries={"3": torch.rand(2, 6)})["3"]
-    layer.top(2, of="contribution", unit=1)
-    assert source.replays == 1
+    spotlight = going_by(source).attend(queries={"1": torch.randn(2, 16), "3": torch.rand(2, 6)})
+    spotlight.compute(dualform.Top(2, of="contribution", unit=1))
+    assert source.replays == 2
+    layer = spotlight["3"]
     monkeypatch.setattr(replay_executor, "SWEPT_BYTES", 0)
     with pytest.raises(ReplayError, match=r"layer '3' go backwards.*keep=Patterns"):
         layer.top(3, of="contribution", unit=1)
@@ -131,7 +132,7 @@ def test_a_failing_question_is_not_taken_for_a_failing_training(source: Replayed
         raise ZeroDivisionError("of the question")
 
     with pytest.raises(ZeroDivisionError, match="of the question"):
-        source.replay(["1"], fail, steps=source.steps)
+        source.replay({"1": "keys"}, fail, steps=source.steps)
 
 
 def test_a_training_that_catches_every_error_does_not_hide_a_difference(recorded: Blobs) -> None:

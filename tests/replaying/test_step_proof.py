@@ -91,7 +91,7 @@ def test_a_run_without_marks_cannot_be_proved() -> None:
     blobs = MemoryBlobs()
     record_training(make_training(), blobs, keep=Patterns())
     run = Run(blobs)
-    sink = ReplaySink(run, (), lambda step, calls: None, steps=run.steps, on_difference="stop")
+    sink = ReplaySink(run, {}, lambda step, calls: None, steps=run.steps, on_difference="stop")
     with pytest.raises(ReplayError, match=r"keeps no checksum of its steps"):
         run_again(make_training(), sink)
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dualform.engine.block import Block
 from dualform.engine.fold import run_folds
 from dualform.engine.jobs import Fold, Job, Pass, Sweep
 from dualform.engine.reading import BlockReader, PatternRange, pattern_ranges
@@ -54,15 +56,21 @@ class RunningPass:
     def take(self, wanted: PatternRange) -> None:
         """Read a range of patterns, measure it, and add it to the state of its part."""
         assert wanted.part is not None, "these ranges lie in parts"
+        job = self._job
+        block, measured, groups_of = self.measure(wanted)
+        if self._part != wanted.part.index:
+            self._merge()
+            self._part, self._state = wanted.part.index, job.new_state()
+        self._state = job.reducer.add(self._state, block, measured, groups_of)
+
+    def measure(self, wanted: PatternRange) -> tuple[Block, Tensor, Tensor]:
+        """Read a range of patterns; return them, their measures and their groups."""
         job, device = self._job, self._job.like.device
         block = self._reader.read(wanted)
         nothing = torch.empty(0, device=device)
         measured = nothing if job.measure is None or job.queries is None else job.measure(job.queries, block)
         groups_of = one_group(len(wanted), device) if job.groups is None else job.groups.of(wanted, device)
-        if self._part != wanted.part.index:
-            self._merge()
-            self._part, self._state = wanted.part.index, job.new_state()
-        self._state = job.reducer.add(self._state, block, measured, groups_of)
+        return block, measured, groups_of
 
     def result(self) -> Any:
         """Return the answer."""

@@ -37,6 +37,11 @@ def one_group(count: int, device: torch.device) -> Tensor:
     return _zero(device).expand(count)
 
 
+def is_one_group(groups_of: Tensor) -> bool:
+    """Say whether groups are those of `one_group`, without a look at a number, which a GPU would be waited for."""
+    return groups_of.stride() == (0,) and groups_of.data_ptr() == _zero(groups_of.device).data_ptr()
+
+
 @functools.cache
 def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
@@ -221,9 +226,27 @@ class KeySums(Sums):
         """Sum a block's keys by group, a few at a time: a float32 sum of few is as exact as its terms."""
         if self.groups > FEW_GROUPS:
             return state.index_add_(0, groups_of, block.keys.double())
-        for keys, of in zip(block.keys.split(FLOAT32_SUM_KEYS), groups_of.split(FLOAT32_SUM_KEYS), strict=True):
-            state += member_matrix(of, self.groups, keys.dtype).T @ keys
+        keys = block.keys
+        if keys.device.type != "cpu":  # the same sums by few kernels
+            whole = len(keys) // FLOAT32_SUM_KEYS * FLOAT32_SUM_KEYS
+            if whole > FLOAT32_SUM_KEYS:
+                state += sum_chunks_by_group(keys[:whole], groups_of[:whole], self.groups)
+                keys, groups_of = keys[whole:], groups_of[whole:]
+        for some, of in zip(keys.split(FLOAT32_SUM_KEYS), groups_of.split(FLOAT32_SUM_KEYS), strict=True):
+            if len(some):
+                state += member_matrix(of, self.groups, some.dtype).T @ some
         return state
+
+
+def sum_chunks_by_group(keys: Tensor, groups_of: Tensor, groups: int) -> Tensor:
+    """Return the sum of keys (n, d_in) per group, (G, d_in) in float64; n is a multiple of `FLOAT32_SUM_KEYS`.
+
+    The keys of a chunk are summed in their own dtype, and the chunks in float64.
+    """
+    chunks = keys.unflatten(0, (-1, FLOAT32_SUM_KEYS))  # (c, m, d_in)
+    numbers = torch.arange(groups, device=keys.device)
+    members = (groups_of.unflatten(0, (-1, 1, FLOAT32_SUM_KEYS)) == numbers[None, :, None]).to(keys.dtype)  # (c, G, m)
+    return torch.bmm(members, chunks).double().sum(dim=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,8 +411,8 @@ def joined(results: Sequence[Any]) -> Any:
 
 def each_group(groups_of: Tensor) -> "list[tuple[int, Tensor | slice]]":
     """Return each group that patterns (n,) are in, with its members' places."""
-    if groups_of.stride() == (0,) and len(groups_of):  # one group, expanded
-        return [(int(groups_of[0]), slice(None))]
+    if is_one_group(groups_of):
+        return [(0, slice(None))]
     groups, counts = groups_of.unique(return_counts=True)
     if len(groups) == 1:
         return [(int(groups[0]), slice(None))]

@@ -6,7 +6,7 @@ different optimizer families.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from dualform.engine.block import Block
-from dualform.engine.jobs import Sweep
+from dualform.engine.jobs import Fold, Sweep
 from dualform.engine.measures import PatternMeasure
-from dualform.engine.parameter_steps import ParameterSteps
+from dualform.engine.parameter_steps import Following, GroupsByPart, ParameterSteps, RetakenStep, optimizer_of
 from dualform.engine.reading import PatternRange, kept_by_part, read_rows
 from dualform.engine.reducers import one_group
 from dualform.engine.shares import replayed_parameters
 from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import StepReader
 from dualform.identity.families.elementwise import ElementwiseMultiplier
-from dualform.identity.families.optimizer_kind import Multiplier, StepMap
+from dualform.identity.families.optimizer_kind import AskedOutputs, AskedRecursion, Multiplier, StepMap
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.identity.parameter_use import ParameterUse
 
@@ -79,22 +79,36 @@ def _contribution(step: _Step, job: Sweep[Any]) -> Tensor:
 
 
 def _steps(source: PatternSource, job: Sweep[Any]) -> Iterator[_Step]:
-    like, horizon, layer = job.like, job.view.horizon, job.layer
-    entry = source.require_values(layer)
-    scalar = {
-        use: source.coefficients(use.parameter, horizon)[0].step
-        for use in entry.uses
-        if not source.is_replayed(use.parameter)
-    }
-    factors = {use: source.facts(use.parameter)[1] for use in entry.uses}
-    places = _step_places(source, job)
-    for step, found in multipliers(source, layer, horizon=horizon):
-        if step not in places:
-            continue
-        wanted, micros = places[step]
+    reader = _SweptSteps(source, job)
+    for step, found in multipliers(source, job.layer, horizon=job.view.horizon):
+        if (swept := reader.read(step, found)) is not None:
+            yield swept
+
+
+class _SweptSteps:
+    """Reads the kept patterns of any step of a sweep."""
+
+    def __init__(self, source: PatternSource, job: Sweep[Any]) -> None:
+        entry = source.require_values(job.layer)
+        self._source = source
+        self._job = job
+        self._scalar = {
+            use: source.coefficients(use.parameter, job.view.horizon)[0].step
+            for use in entry.uses
+            if not source.is_replayed(use.parameter)
+        }
+        self._factors = {use: source.facts(use.parameter)[1] for use in entry.uses}
+        self._places = _step_places(source, job)
+
+    def read(self, step: int, found: Mapping[ParameterUse, Multiplier]) -> _Step | None:
+        """Return a step's kept patterns, given what multiplies their gradients; None where none is kept."""
+        if step not in self._places:
+            return None
+        like, layer = self._job.like, self._job.layer
+        wanted, micros = self._places[step]
         by_use = {use: multiplier.to(like) for use, multiplier in found.items()}
-        for use, coefficients in scalar.items():
-            shape = source.description.parameters[use.parameter].shape
+        for use, coefficients in self._scalar.items():
+            shape = self._source.description.parameters[use.parameter].shape
             matrix = torch.full(shape, float(coefficients[step]), dtype=torch.float64)
             by_use[use] = ElementwiseMultiplier(matrix).to(like)
         assert wanted.part is not None, "a step lies in a part"
@@ -103,12 +117,86 @@ def _steps(source: PatternSource, job: Sweep[Any]) -> Iterator[_Step]:
             keys=read_rows(wanted.part.rows(layer, "keys"), wanted.rows, like.dtype, like.device),
             values=read_rows(wanted.part.rows(layer, "values"), wanted.rows, like.dtype, like.device),
         )
-        yield _Step(
-            wanted,
-            block,
-            by_use,
-            {use: torch.from_numpy(each[step, micros]).to(like) for use, each in factors.items()},
-        )
+        factors = {use: torch.from_numpy(each[step, micros]).to(like) for use, each in self._factors.items()}
+        return _Step(wanted, block, by_use, factors)
+
+
+class ForwardSweep:
+    """A sweep that goes forwards twice, for patterns that cannot be seen from the last step to the first.
+
+    The first time, `folds` keep of each step's map only what acts on the asked outputs; `begin` then runs the recursion
+    backwards over that. The second time, `take` measures each step's patterns by the multipliers that were found.
+    """
+
+    def __init__(self, source: PatternSource, job: Sweep[Any]) -> None:
+        assert job.queries is not None, "a contribution is one to a query"
+        assert isinstance(job.measure, PatternMeasure), "a sweep measures contributions"
+        assert job.measure.units is not None, "to one output unit"
+        entry = source.require_values(job.layer)
+        queries, units = job.queries.cpu(), job.measure.units.cpu()
+        self._job = job
+        self._horizon = min(job.view.horizon, source.steps)
+        self._recursions: dict[ParameterUse, AskedRecursion[Any]] = {
+            use: optimizer_of(source, use.parameter).backward_of(
+                AskedOutputs(use.parameter_map, queries, units, entry.d_out, tuple(source.initial[use.parameter].shape))
+            )
+            for use in entry.uses
+            if source.is_replayed(use.parameter)
+        }
+        self._multipliers: dict[int, dict[ParameterUse, Multiplier]] = {}
+        self._reader = _SweptSteps(source, job)
+        self._state = job.new_state()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Size of what is kept of all steps between the two times, at most."""
+        return self._horizon * sum(recursion.bytes_per_step for recursion in self._recursions.values())
+
+    def folds(self) -> list[Fold[list[tuple[int, StepMap]]]]:
+        """Return the jobs of the first time, one for each use of a parameter."""
+        return [
+            Fold((use.parameter,), self._horizon, _KeepAsked(recursion)) for use, recursion in self._recursions.items()
+        ]
+
+    def begin(self, kept: Sequence[Mapping[str, list[tuple[int, StepMap]]]]) -> None:
+        """Take the results of `folds`, and find what multiplies the gradients of each step."""
+        for (use, recursion), by_name in zip(self._recursions.items(), kept, strict=True):
+            maps = by_name[use.parameter]
+            while maps:
+                step, linear = maps.pop()
+                self._multipliers.setdefault(step, {})[use] = recursion.step(linear)
+
+    def take(self, step: int) -> None:
+        """Measure the patterns of a step; the steps come in their order."""
+        if step < self._horizon and (swept := self._reader.read(step, self._multipliers.pop(step, {}))) is not None:
+            measures, groups_of = _contribution(swept, self._job), _groups_of(swept, self._job)
+            self._state = self._job.reducer.add(self._state, swept.block, measures, groups_of)
+
+    def result(self) -> Any:
+        """Return the answer."""
+        return self._job.reducer.result(self._state)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeepAsked:
+    """Keeps of each step's map what acts on the asked outputs, with the number of the step."""
+
+    recursion: AskedRecursion[Any]
+
+    def start(self, replay: OptimizerReplay, groups: GroupsByPart | None) -> "_KeepingAsked":
+        return _KeepingAsked(self.recursion)
+
+
+class _KeepingAsked(Following[list[tuple[int, StepMap]]]):
+    def __init__(self, recursion: AskedRecursion[Any]) -> None:
+        self._recursion = recursion
+        self._kept: list[tuple[int, StepMap]] = []
+
+    def after_step(self, taken: RetakenStep) -> None:
+        self._kept.append((taken.step, self._recursion.keep(taken.linear)))
+
+    def result(self) -> list[tuple[int, StepMap]]:
+        return self._kept
 
 
 def _step_places(source: PatternSource, job: Sweep[Any]) -> dict[int, tuple[PatternRange, npt.NDArray[np.int64]]]:

@@ -103,6 +103,60 @@ class ParameterMap(ABC):
             found.append((self.apply(moved, keys) * values).sum(dim=1))
         return torch.stack(found) if found else values.new_zeros(0, len(values))
 
+    def asked_elements(self, queries: Tensor, units: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return which elements of a matrix in the parameter's shape `unit_factors` reads, as a mask of that shape.
+
+        Args:
+            queries: (Q, d_in)
+            units: (Q,) the output unit of each query.
+            shape: the parameter's shape.
+        """
+        # Where all else is 1, every element that is read has a positive derivative.
+        with torch.inference_mode(False), torch.enable_grad():
+            matrix = torch.ones(*shape, dtype=torch.float64, device="cpu", requires_grad=True)
+            rows = queries.detach().cpu().clone()
+            asked = rows if self.takes_ids else torch.ones_like(rows, dtype=torch.float64)
+            keys = asked if self.takes_ids else asked[:1]
+            read = self.unit_factors(asked, keys, units.cpu().clone(), matrix)
+            (slope,) = torch.autograd.grad(read.sum(), matrix)
+        return slope != 0
+
+    def rank_one(self, queries: Tensor, units: Tensor, d_out: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return vectors l (Q, rows) and r (Q, cols) such that the output of each query is ⟨parameter, l rᵀ⟩.
+
+        Args:
+            queries: (Q, d_in), in the CPU's memory.
+            units: (Q,) the output unit of each query.
+            d_out: the number of output units.
+            shape: the parameter's shape, (rows, cols).
+        """
+        left, right = (torch.zeros(len(queries), size, dtype=torch.float64, device="cpu") for size in shape)
+        for i, unit in enumerate(units.tolist()):
+            one = torch.zeros(1, d_out, dtype=torch.float64, device="cpu")
+            one[0, unit] = 1
+            query = queries[i : i + 1] if self.takes_ids else queries[i : i + 1].double()
+            matrix = self.gradient(one, query, shape)
+            row = matrix[int(matrix.abs().amax(dim=1).argmax())]
+            column = int(row.abs().argmax())
+            if float(row[column]):
+                left[i], right[i] = matrix[:, column] / row[column], row
+        return left, right
+
+    def rank_one_contributions(self, left: Tensor, right: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return ⟨G, l rᵀ⟩ for each pattern's gradient G, (Q, T); see `rank_one`.
+
+        Args:
+            left: (Q, rows)
+            right: (Q, cols)
+            keys: (T, d_in)
+            values: (T, d_out)
+        """
+        found = [
+            (self.apply(row[:, None] * column, keys) * values).sum(dim=1)
+            for row, column in zip(left, right, strict=True)
+        ]
+        return torch.stack(found) if found else values.new_zeros(0, len(values))
+
 
 class OuterMap(ParameterMap):
     """A matrix (d_out, d_in): value ⊗ key. Linear layers, and convolutions over unfolded patches."""
@@ -134,6 +188,10 @@ class OuterMap(ParameterMap):
             return ((queries @ side) @ keys.T) * values[:, units].T
         return (queries @ keys.T) * (side[units] @ values.T)
 
+    def rank_one_contributions(self, left: Tensor, right: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return (l · e) (r · x)."""
+        return (left @ values.T) * (right @ keys.T)
+
 
 class TransposedMap(ParameterMap):
     """A matrix stored the other way round, (d_in, d_out): key ⊗ value."""
@@ -159,6 +217,10 @@ class TransposedMap(ParameterMap):
         if shape[0] > shape[1]:
             return (queries @ keys.T) * (side[units] @ values.T)
         return ((queries @ side) @ keys.T) * values[:, units].T
+
+    def rank_one_contributions(self, left: Tensor, right: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return (l · x) (r · e)."""
+        return (left @ keys.T) * (right @ values.T)
 
 
 class GroupedMap(ParameterMap):

@@ -7,7 +7,7 @@ What then becomes of the accumulated patterns is the recorder's business.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -26,7 +26,7 @@ from dualform.recording.layouts import describe_layout, settle
 from dualform.recording.module_hooks import HookHandle, hook_accumulation, hook_before_forward, hook_forward
 from dualform.recording.pattern_copies import copy_patterns
 from dualform.recording.probes import Prediction
-from dualform.recording.watch import Watched, covered, plain_name
+from dualform.recording.watch import Watched, What, covered, plain_name
 from dualform.torch_modes import set_grad_enabled
 
 
@@ -136,6 +136,8 @@ class Hooks:
     listener: Callable[[], Listener | None]  # a weak reference
     pool: BufferPool
     model: nn.Module | None = None  # the whole one, whose forwards are counted
+    needed: Mapping[str, What] | None = None  # the rows that are copied, as `copy_patterns` takes it
+    wants_values: Callable[[str], bool] = lambda layer: True  # whether the values of a layer are wanted at this moment
     enabled: bool = False
     calls: int = 0
     any_strided: bool = False  # whether the layout of any error was to be found so far
@@ -180,7 +182,7 @@ class Hooks:
             mine = [] if arrived is None else arrived.of(users)
             new = [arrival for arrival in mine if not arrival.accumulated]
             if new:
-                copy_patterns(new, self.pool)
+                copy_patterns(new, self.pool, self.wants_values, self.needed)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -308,13 +310,20 @@ class Hooks:
             return
         inputs = inputs_of()
         raw = False
+        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
         if isinstance(inputs, Tensor):
             _check_dense(layer.name, inputs)
             raw = not inputs.requires_grad and layer.composite is None
             inputs = inputs.detach()
-            if not kept or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type)):
+            if not kept:
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
+            elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type):
+                # Autograd keeps what autocast made of the input: the input itself only where it has that dtype.
+                wanted = outputs[0].dtype if inputs.is_floating_point() else inputs.dtype
+                if inputs.dtype != wanted:
+                    inputs = inputs.to(wanted)
+                elif coarse is None:
+                    inputs = inputs.clone()
         if coarse is not None and not isinstance(inputs, Tensor):
             listener.coarse_seen(layer.name)
             return

@@ -5,13 +5,14 @@ each by itself takes longer than training on it; their rows are put together int
 call has its part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dualform.recording.buffer_pool import BufferPool, as_rows, lending
+from dualform.recording.watch import What
 from dualform.threads import one_thread
 from dualform.torch_modes import without_gradients
 
@@ -25,16 +26,30 @@ SEQUENTIAL_ELEMENTS = 1 << 15
 
 
 @without_gradients
-def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool) -> None:
+def copy_patterns(
+    arrivals: Sequence["Arrival"],
+    pool: BufferPool,
+    wants_values: Callable[[str], bool],
+    needed: Mapping[str, What] | None = None,
+) -> None:
     """Copy the keys and values of calls that one backward has just accumulated; values only where they are kept.
 
     Args:
         arrivals: calls of the layers that use one parameter, none of them copied yet.
         pool: gives the memory for large copies.
+        wants_values: says whether anybody wants the values of a layer now. To find those of a recurrent layer takes
+            longer than its backward.
+        needed: layers whose rows the sink needs, and which; None for all rows of all layers. Of other layers it gets
+            no rows, but for keys that owe nothing to the parameters.
     """
+    if needed is not None:
+        with lending(pool):
+            for arrival in arrivals:
+                _copy_needed(arrival, pool, needed.get(arrival.call.layer.name))
+        return
     if len(arrivals) == 1:
         with lending(pool):
-            _copy_one(arrivals[0], pool)
+            _copy_one(arrivals[0], pool, wants_values)
         return
     by_layer: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
@@ -42,22 +57,54 @@ def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool) -> None:
     with lending(pool):
         for mine in by_layer.values():
             if len(mine) == 1:
-                _copy_one(mine[0], pool)
+                _copy_one(mine[0], pool, wants_values)
             else:
-                _copy_several(mine, pool)
+                _copy_several(mine, pool, wants_values)
 
 
-def _copy_one(arrival: "Arrival", pool: BufferPool) -> None:
-    keys, values = _rows(arrival)
+@without_gradients
+def find_late_values(arrival: "Arrival") -> Tensor | None:
+    """Return the values (T, d_out) of a call whose values nobody wanted when it was accumulated, before its step.
+
+    None where the layer's keys alone are recorded.
+    """
+    return _rows(arrival)[1]
+
+
+def _copy_one(arrival: "Arrival", pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
+    keys, values = _rows(arrival, values=wants_values(arrival.call.layer.name))
     arrival.keys = _own(keys, [arrival.call.inputs], pool)
     arrival.values = None if values is None else _own(values, arrival.errors, pool)
     arrival.accumulated = True
 
 
-def _copy_several(arrivals: list["Arrival"], pool: BufferPool) -> None:
+def _copy_needed(arrival: "Arrival", pool: BufferPool, what: What | None) -> None:
+    """Copy the rows of a call that a sink needs."""
+    layer = arrival.call.layer
+    arrival.accumulated = True
+    if what is None and not arrival.call.raw:
+        keys = layer.kind.keys(layer.module, arrival.call.inputs)
+        arrival.leading = keys.shape[:-1]
+        arrival.keys = keys.new_empty(0, layer.d_in)
+        layer.kind.release(arrival.call.inputs)
+        return
+    keys, values = _rows(arrival, values=what == "keys+values", widened=arrival.call.raw)
+    arrival.keys = _own_needed(keys, [arrival.call.inputs], pool)
+    arrival.values = None if values is None else _own_needed(values, arrival.errors, pool)
+
+
+def _own_needed(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:
+    """Return rows that share no memory with others'; on a GPU by its own allocator, which gives memory at no cost."""
+    if not rows.is_cuda:
+        return _own(rows, others, pool)
+    shared = any(isinstance(other, Tensor) and torch._C._is_alias_of(rows, other) for other in others)  # type: ignore[attr-defined]
+    return rows.clone() if shared or not rows.is_contiguous() else rows
+
+
+def _copy_several(arrivals: list["Arrival"], pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
     """Copy the calls of one layer: together where they are small, in the order of their forwards."""
     arrivals.sort(key=_number)
-    rows = [_rows(arrival) for arrival in arrivals]
+    rows = [_rows(arrival, values=wants_values(arrival.call.layer.name)) for arrival in arrivals]
     keys = _joined([keys for keys, _ in rows])
     values = _joined([values for _, values in rows if values is not None])
     for i, (arrival, (key, value)) in enumerate(zip(arrivals, rows, strict=True)):
@@ -71,12 +118,18 @@ def _number(arrival: "Arrival") -> int:
     return arrival.call.number
 
 
-def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
-    """Return the keys (T, d_in) and the values (T, d_out) of a call, which may be views of the user's tensors."""
+def _rows(arrival: "Arrival", *, values: bool = True, widened: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Return the keys (T, d_in) and the values (T, d_out) of a call, which may be views of the user's tensors.
+
+    Args:
+        arrival: the call.
+        values: whether values are wanted, where the layer's are kept.
+        widened: whether rows that autocast computed coarsely come in the parameters' dtype, and not in its own.
+    """
     call = arrival.call
     layer = call.layer
     dtype = next(iter(layer.parameters.values()))[1].dtype
-    if call.coarse is not None and layer.shares_only:
+    if call.coarse is not None and (layer.shares_only or not widened):
         dtype = call.coarse  # sums of such rows are computed in autocast's own dtype
     keys = layer.kind.keys(layer.module, call.inputs)
     arrival.leading = keys.shape[:-1]
@@ -85,12 +138,11 @@ def _rows(arrival: "Arrival") -> tuple[Tensor, Tensor | None]:
             keys = keys.to(call.coarse)  # as the layer saw them
         keys = keys if keys.dtype is dtype else keys.to(dtype)
     keys = as_rows(keys, layer.d_in)
-    if layer.keys_only:
+    if layer.keys_only or not values:
         layer.kind.release(call.inputs)
         return keys, None
-    values = layer.kind.errors(layer.module, call.inputs, arrival.errors)
-    values = as_rows(values, layer.d_out)
-    return keys, values if values.dtype is dtype else values.to(dtype)
+    errors = as_rows(layer.kind.errors(layer.module, call.inputs, arrival.errors), layer.d_out)
+    return keys, errors if errors.dtype is dtype else errors.to(dtype)
 
 
 def _joined(rows: Sequence[Tensor]) -> Sequence[Tensor] | None:

@@ -4,25 +4,34 @@ Patterns that are few are held in memory after a replay, and asked there by the 
 that is stored. Otherwise each pass and fold takes its patterns while the training goes by them, and nothing is held.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dualform.engine.consent import asks_before_replays
 from dualform.engine.fold import RunningFolds
 from dualform.engine.jobs import Executor, Fold, Job, Pass, Sweep
+from dualform.engine.joint_rounds import joint_rounds
 from dualform.engine.local import LocalExecutor, block_patterns
 from dualform.engine.plain import RunningPass
+from dualform.engine.racing import RacingBest
 from dualform.engine.reading import PatternRange, kept_by_part
+from dualform.engine.reducers import Best
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.errors import ReplayError
+from dualform.engine.sweep import ForwardSweep
+from dualform.errors import DualformError, ReplayError, ReplayNeededError
 from dualform.recording.estimate import size_text
+from dualform.recording.watch import What
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
+from dualform.replaying.joined_best import JoinedBest
+from dualform.replaying.replay_sink import UnsureRowsError
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
 
-SWEPT_BYTES = 2 << 30
-"""Size of a layer's patterns up to which they are held for a question that goes backwards in time."""
+SWEPT_BYTES = 4 << 30
+"""Size of the parts of all steps' maps that may be kept between the two replays of contributions of single patterns."""
 
 
 class ReplayExecutor:
@@ -34,15 +43,28 @@ class ReplayExecutor:
 
     def __init__(self, stored: Executor | None = None) -> None:
         self._stored: Executor = LocalExecutor() if stored is None else stored
+        self._lock = threading.RLock()  # one question at a time: a replay sets torch's generators, and patterns go
 
     def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job; those that need a replay share one, and are kept beside the run."""
         if not isinstance(source, ReplayedPatterns):
             return self._stored.run(source, jobs)
+        rounds = joint_rounds()
+        if rounds is not None:
+            return rounds.run(lambda together: self._answer(source, together), jobs)
+        return self._answer(source, jobs)
+
+    def _answer(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job, from the run's cache where it is kept there."""
         cache = source.answers
         names = [None if _unstored_layers(source, job) <= source.held else name_job(job) for job in jobs]
         kept = {name: found for name in names if name is not None and (found := cache.find(("replayed", name)))}
-        results = iter(self._run(source, [job for job, name in zip(jobs, names, strict=True) if name not in kept]))
+        needed = [job for job, name in zip(jobs, names, strict=True) if name not in kept]
+        try:
+            results = iter(self._run(source, needed))
+        except UnsureRowsError:
+            source.tries_rows = True
+            results = iter(self._run(source, needed))
         answers = []
         for job, name in zip(jobs, names, strict=True):
             if name in kept:
@@ -56,6 +78,13 @@ class ReplayExecutor:
 
     def _run(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job, by one replay at most where none goes backwards."""
+        _ask_first(source, jobs)
+        with self._lock:
+            _ask_first(source, jobs)  # what is held may have changed meanwhile
+            return self._run_alone(source, jobs)
+
+    def _run_alone(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job while no other thread asks."""
         needed = [_unstored_layers(source, job) for job in jobs]
         every = frozenset[str]().union(*needed)
         if not every <= source.held:
@@ -69,29 +98,27 @@ class ReplayExecutor:
         backward = [job for job in going_by if isinstance(job, Sweep)]
         found = iter(self._stored.run(source, at_hand) if at_hand else [])
         passed = iter(_run_forward(source, forward) if forward else [])
-        swept = iter(self._run_backward(source, backward) if backward else [])
+        swept = iter(_run_backward(source, backward) if backward else [])
         return [
             next(found if layers <= source.held else swept if isinstance(job, Sweep) else passed)
             for job, layers in zip(jobs, needed, strict=True)
         ]
 
-    def _run_backward(self, source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
-        """Run sweeps over patterns that are held for them, one layer after the other."""
-        results = []
-        for job in jobs:
-            layers = _unstored_layers(source, job)
-            size = sum(map(source.pattern_bytes, layers))
-            if size > SWEPT_BYTES:
-                raise ReplayError(
-                    f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
-                    f"optimizer without coefficients. A replay only goes forwards, and the layer's patterns take "
-                    f"{size_text(size)}, more than the {size_text(SWEPT_BYTES)} that are held for it. Store them: "
-                    "dualform.replay(train, path, keep=Patterns(layers=[...]))."
-                )
-            source.hold(layers)
-            results += self._stored.run(source, [job])
-        source.release()
-        return results
+
+def _ask_first(source: ReplayedPatterns, jobs: Sequence[Job]) -> None:
+    """Refuse jobs that need a replay, where replays are asked for first and the training may be called at all."""
+    if not asks_before_replays() or all(_unstored_layers(source, job) <= source.held for job in jobs):
+        return
+    try:
+        source.require_train()
+    except DualformError as error:
+        raise ReplayError(f"The run keeps the steps of its training and no patterns. {error}") from error
+    seconds = source.recorded_seconds
+    raise ReplayNeededError(
+        f"The run keeps the steps of its training and no patterns: the training has to be run again for this, which "
+        f"takes about {max(seconds, 1):.0f} s.",
+        seconds,
+    )
 
 
 def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
@@ -105,17 +132,65 @@ def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
     return frozenset(name for name in mine if not source.is_stored(name) and source.count(name))
 
 
+def _run_backward(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
+    """Run sweeps of all layers by two replays for each set of them whose parts of the steps' maps may be kept."""
+    results: list[Any] = []
+    together: list[ForwardSweep] = []
+    sweeps = [ForwardSweep(source, job) for job in jobs]
+    for job, sweep in zip(jobs, sweeps, strict=True):
+        if sweep.kept_bytes > SWEPT_BYTES:
+            raise ReplayError(
+                f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
+                f"optimizer without coefficients. Its {source.steps} steps' maps take {size_text(sweep.kept_bytes)} in "
+                f"the output units that are asked about, more than the {size_text(SWEPT_BYTES)} that are kept for it. "
+                "Ask about fewer units or queries at once, or store the layer's patterns: "
+                "dualform.replay(train, path, keep=Patterns(layers=[...]))."
+            )
+    for place, sweep in enumerate(sweeps):
+        together.append(sweep)
+        follows = sweeps[place + 1].kept_bytes if place + 1 < len(sweeps) else SWEPT_BYTES + 1
+        if sum(one.kept_bytes for one in together) + follows > SWEPT_BYTES:
+            results += _sweep_forward(source, jobs[len(results) : place + 1], together)
+            together = []
+    return results
+
+
+def _sweep_forward(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]], sweeps: Sequence[ForwardSweep]) -> list[Any]:
+    """Run sweeps by two replays."""
+    folds = [sweep.folds() for sweep in sweeps]
+    kept = iter(_run_forward(source, [fold for some in folds for fold in some]))
+    for sweep, some in zip(sweeps, folds, strict=True):
+        sweep.begin([next(kept) for _ in some])
+    layers: dict[str, What] = {job.layer: "keys+values" for job in jobs if not source.is_stored(job.layer)}
+
+    def take(part: ReplayedPart, window: range) -> None:
+        for step in window:
+            for sweep in sweeps:
+                sweep.take(step)
+
+    source.replay(layers, take, steps=min(source.steps, max(job.view.horizon for job in jobs)))
+    return [sweep.result() for sweep in sweeps]
+
+
 def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
     """Run passes and folds while the training goes by their patterns."""
     folds = [job for job in jobs if isinstance(job, Fold)]
     folding = RunningFolds(source, folds) if folds else None
-    passing = [_PassingBy(source, job) for job in jobs if isinstance(job, Pass)]
-    layers = frozenset[str]().union(*(_unstored_layers(source, job) for job in jobs))
+    passing = _passes(source, [job for job in jobs if isinstance(job, Pass)])
+    layers: dict[str, What] = {}
+    for job in jobs:
+        values = isinstance(job, Fold) or job.needs_values
+        for name in _unstored_layers(source, job):
+            layers[name] = "keys+values" if values else layers.get(name, "keys")
     steps = max([0 if folding is None else folding.steps, *(one.steps for one in passing)])
+
+    races = dict.fromkeys(one.race for one in passing if isinstance(one, _JoinedPass))
 
     def take(part: ReplayedPart, window: range) -> None:
         for one in passing:
             one.take(part, window)
+        for race in races:
+            race.settle_if_many()
         if folding is not None:
             for step in window:
                 if step < folding.steps:
@@ -152,8 +227,73 @@ class _PassingBy:
         start, stop = np.searchsorted(rows, [first, first + len(keys)]).tolist()
         for at in range(start, stop, self._size):
             mine = rows[at : min(stop, at + self._size)]
-            self._running.take(PatternRange(part, mine, kept_before + at, before))
+            self._take_range(PatternRange(part, mine, kept_before + at, before))
+
+    def _take_range(self, wanted: PatternRange) -> None:
+        """Take a range of patterns that are here."""
+        self._running.take(wanted)
 
     def result(self) -> Any:
         """Return the answer."""
         return self._running.result()
+
+
+class _RacingPass(_PassingBy):
+    """A pass for the best patterns on a CPU: only measures that beat the worst of them are looked at."""
+
+    def __init__(self, source: ReplayedPatterns, job: Pass[Any]) -> None:
+        super().__init__(source, job)
+        self._race = RacingBest(job.reducer, job.new_state())  # type: ignore[arg-type]
+
+    def _take_range(self, wanted: PatternRange) -> None:
+        self._race.take(self._race.prepare(*self._running.measure(wanted)))
+
+    def result(self) -> Any:
+        """Return the answer."""
+        return self._race.result()
+
+
+class _JoinedPass(_PassingBy):
+    """A pass for the best patterns on a GPU: those of several passes are found together.
+
+    Attributes:
+        race: finds the best of all of them.
+    """
+
+    def __init__(self, source: ReplayedPatterns, job: Pass[Any], race: JoinedBest, place: int) -> None:
+        super().__init__(source, job)
+        self.race = race
+        self._place = place
+
+    def _take_range(self, wanted: PatternRange) -> None:
+        block, measures, _ = self._running.measure(wanted)
+        self.race.add(self._place, block, measures)
+
+    def result(self) -> Any:
+        """Return the answer."""
+        return self.race.result(self._place)
+
+
+def _passes(source: ReplayedPatterns, jobs: Sequence[Pass[Any]]) -> list[_PassingBy]:
+    """Return passes at work; those for the best patterns on a GPU together, where they ask for as many."""
+    together: dict[tuple[Any, ...], list[int]] = {}
+    for place, job in enumerate(jobs):
+        if _asks_for_best(job) and job.like.device.type != "cpu":
+            assert job.queries is not None, "the best are the best for a query"
+            together.setdefault((job.reducer, len(job.queries), job.like.dtype, job.like.device), []).append(place)
+    joined: dict[int, _JoinedPass] = {}
+    for places in together.values():
+        first = jobs[places[0]]
+        assert first.queries is not None
+        race = JoinedBest(first.reducer, len(places), len(first.queries), first.like)  # type: ignore[arg-type]
+        joined |= {place: _JoinedPass(source, jobs[place], race, at) for at, place in enumerate(places)}
+    return [
+        joined[place] if place in joined else (_RacingPass if _asks_for_best(job) else _PassingBy)(source, job)
+        for place, job in enumerate(jobs)
+    ]
+
+
+def _asks_for_best(job: Pass[Any]) -> bool:
+    """Say whether a pass is one for the best of all patterns, not by group, of one row of measures for each query."""
+    plain = isinstance(job.reducer, Best) and job.reducer.groups == 1 and job.groups is None
+    return plain and job.queries is not None and job.rows is None and job.like.is_floating_point()

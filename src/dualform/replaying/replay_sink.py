@@ -1,17 +1,19 @@
 """The sink of a replay: proves each step of a training that is run again, and hands its patterns on."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dualform.engine.proofs import ParameterMarker, checksum, unpack_mark
+from dualform.engine.proofs import ParameterMark, ParameterMarker, checksum, mark_checksum, unpack_mark
 from dualform.errors import ReplayError
 from dualform.recording.annotations import Binding
 from dualform.recording.media import Files
+from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, PreparedStep, Start, StepCall, StepFacts
+from dualform.recording.watch import What
 from dualform.replaying.step_proof import Difference, StepProof
 from dualform.store.reader import Run
 
@@ -22,6 +24,10 @@ PROVED_TOGETHER = 16
 
 class ReplayEnded(ReplayError):
     """Ends a training that is run again when all steps that were asked for are there."""
+
+
+class UnsureRowsError(ReplayError):
+    """A step differs in calls or annotations, maybe only because the layers' rows were not tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class ReplaySink:
         difference: the first difference from the recorded training; None where there is none so far.
         drift: how far each parameter was at most from the recorded one, relative to its size; empty where all agree.
         steps: how many steps were taken so far.
+        needed: the layers whose patterns are handed on, each with the rows that are needed of it.
+        rows: the layers that are known not to have the batch's rows; None where the layers' rows are tried again.
     """
 
     _failure: Exception | None = None  # the error that ended the replay, which the training may have caught
@@ -58,20 +66,22 @@ class ReplaySink:
     def __init__(
         self,
         run: Run,
-        layers: Collection[str],
+        layers: Mapping[str, What],
         take: Callable[[int, Sequence[ReplayedCall]], None],
         *,
         steps: int,
         on_difference: OnDifference,
+        rows: Mapping[str, RowCheck] | None = None,
     ) -> None:
         """Prepare a replay.
 
         Args:
             run: the recorded run.
-            layers: the layers whose patterns are handed on.
+            layers: the layers whose patterns are handed on, each with the rows that are needed of it.
             take: takes the number of a step and its patterns, in the order of its calls.
             steps: how many steps are wanted; the training is ended behind them.
             on_difference: whether to end a replay that is not the recorded training, or to measure how far it drifts.
+            rows: the layers that are known not to have the batch's rows; None where the layers' rows are tried again.
         """
         self.difference: Difference | None = None
         self.drift: dict[str, float] = {}
@@ -79,7 +89,8 @@ class ReplaySink:
         self._run = run
         self._proof = StepProof(run)
         self._marker = ParameterMarker()
-        self._layers = frozenset(layers)
+        self.needed = layers
+        self.rows = rows
         self._take = take
         self._wanted = steps
         self._on_difference = on_difference
@@ -105,7 +116,7 @@ class ReplaySink:
         """Keep a call's patterns until their step, if its layer is wanted."""
         if record.raw:
             self._inputs[record.number] = checksum(record.keys)
-        if record.layer not in self._layers:
+        if record.layer not in self.needed:
             record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
         self._records[record.number] = record
 
@@ -122,15 +133,17 @@ class ReplaySink:
         records = [self._records[call.number] for call in facts.calls]
         placed = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
         inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
-        marks = self._marker.measure(facts.parameters)
-        self._unproved.append(_Unproved(facts.step, placed, inputs, facts.facts, marks))
-        on_cpu = all(mark.device.type == "cpu" for mark in marks.values())
-        if on_cpu or len(self._unproved) >= PROVED_TOGETHER:
-            self._prove()
+        if all(parameter.is_cpu for parameter in facts.parameters.values()):
+            self._prove_now(facts, placed, [int(one) for one in inputs])
+        else:
+            marks = self._marker.measure(facts.parameters)
+            self._unproved.append(_Unproved(facts.step, placed, inputs, facts.facts, marks))
+            if len(self._unproved) >= PROVED_TOGETHER:
+                self._prove()
         wanted = [
             ReplayedCall(record.layer, call.keys_of(record), record.values)
             for call, record in zip(facts.calls, records, strict=True)
-            if record.layer in self._layers
+            if record.layer in self.needed
         ]
         try:
             self._take(facts.step, wanted)
@@ -187,6 +200,20 @@ class ReplaySink:
             assert found is not None, "no replay is asked for more steps than were recorded"
             raise ReplayError(str(found))
 
+    def known_factors(self, step: int) -> Mapping[str, Sequence[float]]:
+        """Return the factors of gradients in a recorded step, by parameter."""
+        return self._proof.known_factors(step)
+
+    def _prove_now(self, facts: StepFacts, placed: Sequence[tuple[str, StepCall]], inputs: Sequence[int]) -> None:
+        """Compare a step whose parameters are in the CPU's memory; how far off one is, is found where it differs."""
+        parameters = facts.parameters
+        checksums = {name: mark_checksum(parameter) for name, parameter in parameters.items()}
+
+        def mark_of(name: str) -> ParameterMark:
+            return unpack_mark(self._marker.measure({name: parameters[name]})[name])
+
+        self._meet(self._proof.check_step(facts.step, placed, inputs, facts.facts, checksums, mark_of))
+
     def _prove(self) -> None:
         """Compare the marks of the steps that came since the last time."""
         unproved, self._unproved = self._unproved, []
@@ -194,12 +221,16 @@ class ReplaySink:
         for one in unproved:
             inputs = [int(next(here)) for _ in one.inputs]
             marks = {name: unpack_mark(next(here)) for name in one.marks}
-            self._meet(self._proof.check_step(one.step, one.calls, inputs, one.facts, marks))
+            checksums = {name: mark.checksum for name, mark in marks.items()}
+            self._meet(self._proof.check_step(one.step, one.calls, inputs, one.facts, checksums, marks.__getitem__))
 
     def _meet(self, found: Difference | None) -> None:
         """End the replay at a difference, or remember it."""
         if found is None:
             return
+        if self.rows is not None and found.what in ("calls", "annotations"):
+            self._failure = UnsureRowsError(str(found))
+            raise self._failure
         self.difference = found if self.difference is None else self.difference
         # Patterns of other calls, or with other annotations, have no place among the recorded ones.
         if self._on_difference == "stop" or found.what in ("calls", "annotations"):

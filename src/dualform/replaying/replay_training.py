@@ -142,7 +142,7 @@ def _store(train: Train, run: Run, keeps: Sequence[Keep], to: str | os.PathLike[
         training=find_name(train) or (None if training is None else training.function),
     )
     with bar("replaying", total=run.steps) as advance:
-        proof = ReplaySink(run, (), lambda step, calls: advance(1), steps=run.steps, on_difference="stop")
+        proof = ReplaySink(run, {}, lambda step, calls: advance(1), steps=run.steps, on_difference="stop")
         result = run_again(train, _ProvedSink(proof, writer))
     proof.finish()
     return result

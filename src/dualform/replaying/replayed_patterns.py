@@ -26,12 +26,16 @@ from dualform.identity.families import Facts
 from dualform.identity.parameter_use import takes_ids
 from dualform.named_code import RememberedFunction
 from dualform.progress import bar
+from dualform.recording.proven_steps import KnownSteps
 from dualform.recording.recorder import Recorder
+from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import Sink
 from dualform.recording.user_warnings import warn_user
+from dualform.recording.watch import What
 from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnded, ReplaySink
 from dualform.replaying.training import OneRecording, Train
-from dualform.store.reader import Run, Shard
+from dualform.store.reader import Run
+from dualform.store.shard_reading import Shard
 from dualform.torch_modes import call_without_autocast, with_gradients
 
 RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows")
@@ -40,6 +44,10 @@ HELD_BYTES = 256 << 20
 """Size of the patterns of a question's layers up to which they stay in memory after a replay, for the next question."""
 WINDOW_BYTES = 16 << 20
 """Size of keys and values of replayed steps that are looked at together: many small steps cost more one by one."""
+
+
+GPU_WINDOW_BYTES = 8 << 30
+"""The same on a GPU, at most; and at most an eighth of its free memory. Its kernels cost more to start than to run."""
 
 
 class ReplayWarning(UserWarning):
@@ -141,6 +149,8 @@ class ReplayedPatterns(PatternSource):
         run: the run, as it is stored.
         replays: how many times the training was run again so far.
         held: the layers whose patterns are held in memory.
+        tries_rows: whether a replay tries the layers' rows as the recording did, because what the recording says of
+            them at its end does not tell where they were in each step.
     """
 
     def __init__(
@@ -166,6 +176,7 @@ class ReplayedPatterns(PatternSource):
         self.run = run
         self.replays = 0
         self.held: frozenset[str] = frozenset()
+        self.tries_rows = known_rows(run.description) is None
         self._train = train
         self._trust = trust
         self._on_difference = on_difference
@@ -266,7 +277,8 @@ class ReplayedPatterns(PatternSource):
         """Keep all patterns of some layers in memory, by one replay; nothing else is held afterwards."""
         self.release()
         wanted = frozenset(layers)
-        self.replay(wanted, lambda part, steps: None, steps=self.steps, hold=True)
+        needed: dict[str, What] = dict.fromkeys(wanted, "keys+values")
+        self.replay(needed, lambda part, steps: None, steps=self.steps, hold=True)
         self.held = wanted
 
     def release(self) -> None:
@@ -277,7 +289,7 @@ class ReplayedPatterns(PatternSource):
 
     def replay(
         self,
-        layers: Collection[str],
+        layers: Mapping[str, What],
         take: Callable[[ReplayedPart, range], None],
         *,
         steps: int,
@@ -286,7 +298,7 @@ class ReplayedPatterns(PatternSource):
         """Run the training again, and show its patterns as it goes by them.
 
         Args:
-            layers: the layers whose patterns are wanted.
+            layers: the layers whose patterns are wanted, each with the rows that are needed of it.
             take: is called with a part and some of its steps, in their order, while their patterns are there.
             steps: how many steps are wanted; the training is ended behind them.
             hold: keep the patterns when `take` has seen them.
@@ -303,7 +315,8 @@ class ReplayedPatterns(PatternSource):
                     call_without_autocast(["cpu", "cuda"], lambda: windows.add(step, calls))
                 advance(1)
 
-            sink = ReplaySink(self.run, layers, add, steps=steps, on_difference=self._on_difference)
+            rows = None if self.tries_rows else known_rows(self.description)
+            sink = ReplaySink(self.run, layers, add, steps=steps, on_difference=self._on_difference, rows=rows)
             self.replays += 1
             run_again(train, sink)
             windows.flush()
@@ -350,7 +363,7 @@ class _Windows:
     def __init__(
         self,
         source: ReplayedPatterns,
-        layers: Collection[str],
+        layers: Mapping[str, What],
         take: Callable[[ReplayedPart, range], None],
         *,
         hold: bool,
@@ -358,14 +371,17 @@ class _Windows:
         self._source = source
         self._take = take
         self._hold = hold
+        self._needed = layers
         self._parts = iter(source.parts())
         self._part: ReplayedPart | None = None
         self._first = 0  # the first step of the window
         self._next = 0  # the step behind its last
         self._bytes = 0
+        self._most_bytes: int | None = None  # of a window; found at its first pattern
         self._layers = {layer: (source.row_dtype(layer, "keys"), source.row_dtype(layer, "values")) for layer in layers}
         self._calls: dict[str, list[ReplayedCall]] = {layer: [] for layer in layers}
         self._before: dict[str, int] = {}  # patterns of the part that earlier windows had
+        self._buffers: dict[tuple[str, str], Tensor] = {}  # memory of the last window, by layer and rows
 
     def add(self, step: int, calls: Sequence[ReplayedCall]) -> None:
         """Take the patterns of a step."""
@@ -376,8 +392,11 @@ class _Windows:
         for call in calls:
             self._calls[call.layer].append(call)
             self._bytes += call.keys.nbytes + (0 if call.values is None else call.values.nbytes)
+        if calls and self._most_bytes is None:
+            self._most_bytes = _window_bytes(calls[0].keys.device)
         self._next = step + 1
-        if self._next == self._part.stop or (self._bytes >= WINDOW_BYTES and not self._hold):
+        full = self._most_bytes is not None and self._bytes >= self._most_bytes
+        if self._next == self._part.stop or (full and not self._hold):
             self.flush()
 
     def flush(self) -> None:
@@ -388,9 +407,10 @@ class _Windows:
         for layer, (keys, values) in self._layers.items():
             calls = self._calls[layer]
             if calls:
-                every = _joined([call.keys for call in calls], keys)
+                every = self._joined(layer, "keys", [call.keys for call in calls], keys)
                 errors = [call.values for call in calls if call.values is not None]
-                part.windows[layer] = (self._before[layer], every, _joined(errors, values) if errors else None)
+                brought = self._joined(layer, "values", errors, values) if errors else None
+                part.windows[layer] = (self._before[layer], every, brought)
                 self._before[layer] += len(every)
             self._calls[layer] = []
         self._first, self._bytes = self._next, 0
@@ -398,10 +418,44 @@ class _Windows:
         if not self._hold:
             part.windows = {}
 
+    def _joined(self, layer: str, what: str, rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the rows of several calls, one behind the other, as they would be stored.
 
-def _joined(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the rows of several calls, one behind the other, as they would be stored."""
-    return (rows[0] if len(rows) == 1 else torch.cat(list(rows))).to(dtype)
+        Keys alone, which only passes ask for, are put where those of the last window were in the CPU's memory, unless
+        these are held: memory that is new to a process costs more than copying into it.
+        """
+        if all(one.is_cuda for one in rows) and not self._hold:
+            return rows[0] if len(rows) == 1 else torch.cat(list(rows))  # widened where they are read, layer by layer
+        lasting = self._hold or self._needed[layer] != "keys"
+        if len(rows) == 1 or lasting or not all(one.is_cpu and one.dtype is dtype for one in rows):
+            return (rows[0] if len(rows) == 1 else torch.cat(list(rows))).to(dtype)
+        count, width = sum(map(len, rows)), rows[0].shape[1]
+        buffer = self._buffers.get((layer, what))
+        if buffer is None or len(buffer) < count:
+            buffer = self._buffers[layer, what] = torch.empty(count, width, dtype=dtype, device="cpu")
+        return torch.cat(list(rows), out=buffer[:count])
+
+
+def known_rows(description: RunDescription) -> Mapping[str, RowCheck] | None:
+    """Return what a replay need not try again of the layers' rows: which layers have none. None where it has to.
+
+    The recording has tried the other layers too, and their rows were those of the batch, on its own axis.
+    """
+    plain = f"rows are axis {description.batch_axis} of "
+    found = {}
+    for name, entry in description.rows.items():
+        if entry.outcome == "not aligned":
+            found[name] = RowCheck("not aligned", entry.reason)
+        elif entry.outcome != "proved" or not entry.reason.startswith(plain) or "flattened" in entry.reason:
+            return None
+    return found
+
+
+def _window_bytes(device: torch.device) -> int:
+    """Return the size of the patterns that are looked at together on a device."""
+    if device.type != "cuda":
+        return WINDOW_BYTES
+    return max(WINDOW_BYTES, min(GPU_WINDOW_BYTES, torch.cuda.mem_get_info(device)[0] // 8))
 
 
 def run_again(train: Train, sink: Sink) -> Any:
@@ -413,6 +467,8 @@ def run_again(train: Train, sink: Sink) -> Any:
 
     def make(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> Recorder:
         chosen = {name: value for name, value in options.items() if name in RECORDER_OPTIONS}
+        if isinstance(sink, ReplaySink):
+            chosen |= {"known": KnownSteps(sink.known_factors, sink.rows), "needed": sink.needed}
         return Recorder(model, optimizer, sink, check="never", **chosen)
 
     opened = OneRecording(make)

@@ -4,7 +4,7 @@ Two runs of one function are equal to the bit as long as nothing differs; the fi
 where it comes up, and described by its place, its size and its usual causes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from dualform.errors import ReplayError
 from dualform.identity.families.naming import same_optimizer
 from dualform.recording.sinks import RESIDUAL, ParameterFacts, Start, StepCall
 from dualform.recording.surroundings import find_surroundings
-from dualform.store.reader import Run, Shard
+from dualform.store.reader import Run
+from dualform.store.shard_reading import Shard
 from dualform.store.tables import MARKS, STEPS
 
 What = Literal["start", "calls", "annotations", "inputs", "settings", "parameters", "length"]
@@ -84,6 +85,8 @@ class StepProof:
         self._shard: Shard | None = None
         self._rows: dict[str, list[Any]] = {}  # columns of the open shard's steps
         self._first_row: dict[int, int] = {}  # of each step in these columns
+        self._settings: list[str] = []  # those of the columns that are an optimizer's settings
+        self._logged_settings: list[dict[str, Any]] = []  # of each row, without empty cells
 
     def check_start(self, start: Start) -> Difference | None:
         """Compare the model and the optimizers before the first step; raise where they are others altogether."""
@@ -121,7 +124,8 @@ class StepProof:
         calls: Sequence[tuple[str, StepCall]],
         inputs: Sequence[int],
         facts: Sequence[ParameterFacts],
-        marks: Mapping[str, ParameterMark],
+        checksums: Mapping[str, int],
+        mark_of: Callable[[str], ParameterMark],
     ) -> Difference | None:
         """Compare a step: its calls, their annotations and inputs, the optimizers' settings, and the parameters after.
 
@@ -130,7 +134,8 @@ class StepProof:
             calls: the step's calls, each with its layer.
             inputs: the checksums of the keys that owe nothing to the parameters.
             facts: what the step did to each parameter.
-            marks: the mark of each parameter after the step.
+            checksums: the checksum of each parameter after the step.
+            mark_of: returns the mark of a parameter after the step, to find how far it is off.
         """
         row = self._find_rows(step)
         logged = self._rows
@@ -144,7 +149,19 @@ class StepProof:
             return self._difference("inputs", step, "the network's inputs are not those that were recorded")
         if found := self._settings_difference(step, row, facts):
             return found
-        return self._parameters_difference(step, row, len(facts), marks)
+        return self._parameters_difference(step, row, len(facts), checksums, mark_of)
+
+    def known_factors(self, step: int) -> Mapping[str, Sequence[float]]:
+        """Return what the gradient of each backward was multiplied with in a recorded step, by parameter."""
+        row = self._find_rows(step) if step < self._run.steps else None
+        if row is None:
+            return {}
+        steps, names, factors = (self._rows[name] for name in ("step", "parameter", "factors"))
+        found = {}
+        while row < len(steps) and steps[row] == step:
+            found[names[row]] = factors[row]
+            row += 1
+        return found
 
     def check_length(self, steps: int) -> Difference | None:
         """Compare the number of steps at the end of a replay."""
@@ -170,6 +187,12 @@ class StepProof:
                 )
             self._shard = found
             self._rows = {name: table[name].to_pylist() for name in table.column_names}
+            self._settings = [one for one in self._rows if one not in STEPS and one not in MARKS and one != RESIDUAL]
+            columns = [self._rows[name] for name in self._settings]
+            self._logged_settings = [
+                {name: cell for name, cell in zip(self._settings, cells, strict=True) if cell is not None}
+                for cells in zip(*columns, strict=True)
+            ] or [{}] * len(self._rows["step"])
             self._first_row = {}
             for row, number in enumerate(self._rows["step"]):
                 self._first_row.setdefault(number, row)
@@ -177,16 +200,15 @@ class StepProof:
 
     def _settings_difference(self, step: int, row: int, facts: Sequence[ParameterFacts]) -> Difference | None:
         logged = self._rows
-        names = [name for name in logged if name not in STEPS and name not in MARKS and name != RESIDUAL]
+        names = self._settings
         for at, fact in enumerate(facts, start=row):
             if at >= len(logged["step"]) or (logged["step"][at], logged["parameter"][at]) != (step, fact.parameter):
                 return self._difference("settings", step, f"the optimizer's groups are others at {fact.parameter!r}")
-            before, now = np.asarray(logged["factors"][at]), np.asarray(fact.factors)
-            # A factor is measured, on more elements in a step that is checked in full; parameters tell every bit.
-            near = before.shape == now.shape and np.allclose(before, now, rtol=FACTOR_TOLERANCE, equal_nan=True)
-            if logged["updated"][at] != fact.updated or not near:
+            if logged["updated"][at] != fact.updated or not _near(logged["factors"][at], fact.factors):
                 detail = f"the gradient of {fact.parameter!r} reaches the step otherwise"
                 return self._difference("settings", step, detail, fact.parameter)
+            if self._logged_settings[at] == fact.settings:
+                continue
             for name in names:
                 logged_setting, setting = logged[name][at], fact.settings.get(name)
                 if not _same(logged_setting, setting):
@@ -195,14 +217,19 @@ class StepProof:
         return None
 
     def _parameters_difference(
-        self, step: int, row: int, count: int, marks: Mapping[str, ParameterMark]
+        self,
+        step: int,
+        row: int,
+        count: int,
+        checksums: Mapping[str, int],
+        mark_of: Callable[[str], ParameterMark],
     ) -> Difference | None:
         worst: tuple[float, float, str] | None = None
         for at in range(row, row + count):
             name = self._rows["parameter"][at]
-            before = ParameterMark(self._rows["checksum"][at], tuple(self._rows["projections"][at]))
-            if before.checksum != marks[name].checksum:
-                size = before.distance(marks[name])
+            if self._rows["checksum"][at] != checksums[name]:
+                before = ParameterMark(self._rows["checksum"][at], tuple(self._rows["projections"][at]))
+                size = before.distance(mark_of(name))
                 norm = before.distance(ParameterMark(0, (0.0,) * len(before.projections)))
                 found = (size / norm if norm else np.inf if size else 0.0, size, name)
                 worst = found if worst is None else max(worst, found)
@@ -222,6 +249,16 @@ class StepProof:
         relative: float = 0.0,
     ) -> Difference:
         return Difference(what, step, detail, parameter, size, relative, self._changed)
+
+
+def _near(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Say whether the factors of a gradient are the recorded ones, about.
+
+    A factor is measured, on more elements in a step that is checked in full; parameters tell every bit.
+    """
+    if before is now:
+        return True
+    return len(before) == len(now) and np.allclose(before, now, rtol=FACTOR_TOLERANCE, equal_nan=True)
 
 
 def _same(before: Any, now: Any) -> bool:

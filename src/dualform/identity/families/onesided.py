@@ -19,6 +19,7 @@ torch computes the polynomials in bfloat16, whatever the parameter's dtype. What
 no pattern's: `dualform.engine.fold` follows it as a third term, rounding. Nothing here hides it in a share.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ import torch
 from torch import Tensor
 
 from dualform.identity.families.optimizer_kind import (
+    AskedOutputs,
+    AskedRecursion,
     BackwardRecursion,
     Move,
     Multiplier,
@@ -84,8 +87,8 @@ class OneSidedStep(StepMap):
                 update = step.ahead * average
                 if gradient is not None and step.ahead != 1.0:
                     update.add_(gradient, alpha=1 - step.ahead)
-                left, right = (update, step.side) if step.tall else (step.side, update)
-                share.addmm_(left, right, beta=step.kappa, alpha=-step.gamma)
+                turned = update @ step.side if step.tall else step.side @ update
+                share.mul_(step.kappa).add_(turned, alpha=-step.gamma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +118,16 @@ class OneSidedBackward(BackwardRecursion[OneSidedStep]):
         U ← α A                v ← κ v
     """
 
-    def __init__(self, shape: Sequence[int]) -> None:
+    def __init__(self, shape: Sequence[int], rows: int | None = None) -> None:
+        """Begin at the end of the steps.
+
+        Args:
+            shape: the parameter's.
+            rows: how many rows the matrices of the steps have, where they are products with L; by default L's own.
+        """
         self._shape = tuple(shape)
         self._on_weight = 1.0
-        self._on_average = torch.zeros(min(shape), min(shape), dtype=torch.float64)
+        self._on_average = torch.zeros(min(shape) if rows is None else rows, min(shape), dtype=torch.float64)
 
     def step(self, linear: OneSidedStep) -> OneSidedMultiplier:
         """Go back over one step, and return its K_s."""
@@ -128,6 +137,53 @@ class OneSidedBackward(BackwardRecursion[OneSidedStep]):
         self._on_average = linear.alpha * average
         self._on_weight *= linear.kappa
         return OneSidedMultiplier(found, self._shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedMultiplier(Multiplier):
+    """What K_s makes of the outputs that are asked about, each of which is ⟨W, l rᵀ⟩: ⟨K_s G, l rᵀ⟩ = ⟨G, (K_s l) rᵀ⟩.
+
+    Attributes:
+        left: K_s l, or l where K_s stands on the right, (Q, rows)
+        right: r, or K_s r, (Q, cols)
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def to(self, like: Tensor) -> "TurnedMultiplier":
+        """Return it on the device and in the dtype of a tensor."""
+        return TurnedMultiplier(self.left.to(like), self.right.to(like))
+
+    def contribute(
+        self, parameter_map: ParameterMap, queries: Tensor, keys: Tensor, values: Tensor, units: Tensor
+    ) -> Tensor:
+        """Return (K_s l · e) (r · x), or (l · e) (K_s r · x), for a linear layer."""
+        return parameter_map.rank_one_contributions(self.left, self.right, keys, values)
+
+
+class AskedSides(AskedRecursion[OneSidedStep]):
+    """The way back of this family for some outputs ⟨W, l rᵀ⟩: of each step L l is kept, or L r for a tall matrix.
+
+    L is symmetric, and so are all sums of such matrices.
+    """
+
+    def __init__(self, asked: AskedOutputs) -> None:
+        found = asked.parameter_map.rank_one(asked.queries, asked.units, asked.d_out, asked.shape)
+        self._left, self._right = found
+        self._tall = asked.shape[0] > asked.shape[1]
+        self._turned = self._right if self._tall else self._left  # (Q, n)
+        self._backward = OneSidedBackward(asked.shape, len(self._turned))
+        self.bytes_per_step = self._turned.nbytes
+
+    def keep(self, linear: OneSidedStep) -> OneSidedStep:
+        """Return a step with what L makes of the asked outputs in place of L."""
+        return dataclasses.replace(linear, side=self._turned @ linear.side.to(self._turned))
+
+    def step(self, kept: OneSidedStep) -> TurnedMultiplier:
+        """Go back over one step, and return what its K_s makes of the asked outputs."""
+        turned = self._backward.step(kept).matrix
+        return TurnedMultiplier(self._left, turned) if self._tall else TurnedMultiplier(turned, self._right)
 
 
 def polynomial(update: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -241,6 +297,10 @@ class MuonKind(OptimizerKind[OneSidedStep]):
     def backward(self, shape: Sequence[int]) -> OneSidedBackward:
         """Return where the way back starts."""
         return OneSidedBackward(shape)
+
+    def backward_of(self, asked: AskedOutputs) -> AskedSides:
+        """Return where the way back starts for some outputs alone."""
+        return AskedSides(asked)
 
 
 register_optimizer(MuonKind(torch.optim.Muon, average="momentum_buffer"))

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from dualform.errors import RefusedError
-from dualform.identity.families.elementwise import ElementwiseBackward, ElementwiseStep
+from dualform.identity.families.elementwise import AskedElements, ElementwiseBackward, ElementwiseStep
 from dualform.identity.families.optimizer_facts import Coefficients, CoefficientsOf, Facts, Series, UpdateRates
 from dualform.identity.families.optimizer_kind import (
+    AskedOutputs,
     OptimizerKind,
     ReplayedStep,
     Setting,
@@ -81,6 +82,7 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
     family = "scalar: one number per step"
     logs_restart = True
     has_coefficients = True
+    is_elementwise = True
 
     def __init__(self) -> None:
         super().__init__(torch.optim.SGD, "momentum_buffer")
@@ -136,7 +138,11 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
 
     def read(self, taken: ReplayedStep) -> ElementwiseStep:
         """Return a step, with its settings as the step itself rounded them."""
-        settings, rounded = taken.settings, near(taken.gradient.dtype)
+        return self.read_settings(taken.settings, taken.gradient.dtype)
+
+    def read_settings(self, settings: Settings, dtype: torch.dtype) -> ElementwiseStep:
+        """Return a step, with its settings as the step itself rounded them."""
+        rounded = near(dtype)
         lr, momentum = rounded(settings["lr"]), rounded(settings["momentum"])
         sign = -1.0 if settings["maximize"] else 1.0
         decay = rounded(settings["weight_decay"])
@@ -170,6 +176,10 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
     def backward(self, shape: Sequence[int]) -> ElementwiseBackward:
         """Return where the way back starts."""
         return ElementwiseBackward(shape)
+
+    def backward_of(self, asked: AskedOutputs) -> AskedElements:
+        """Return where the way back starts for some outputs alone."""
+        return AskedElements(asked)
 
 
 register_optimizer(SGDKind())
