@@ -86,6 +86,7 @@ def _copy_needed(arrival: "Arrival", pool: BufferPool, what: What | None) -> Non
         keys = layer.kind.keys(layer.module, arrival.call.inputs)
         arrival.leading = keys.shape[:-1]
         arrival.keys = keys.new_empty(0, layer.d_in)
+        layer.kind.release(arrival.call.inputs)
         return
     keys, values = _rows(arrival, values=what == "keys+values", widened=arrival.call.raw)
     arrival.keys = _own_needed(keys, [arrival.call.inputs], pool)
@@ -138,6 +139,7 @@ def _rows(arrival: "Arrival", *, values: bool = True, widened: bool = True) -> t
         keys = keys if keys.dtype is dtype else keys.to(dtype)
     keys = as_rows(keys, layer.d_in)
     if layer.keys_only or not values:
+        layer.kind.release(call.inputs)
         return keys, None
     errors = as_rows(layer.kind.errors(layer.module, call.inputs, arrival.errors), layer.d_out)
     return keys, errors if errors.dtype is dtype else errors.to(dtype)

@@ -61,6 +61,9 @@ class LayerKind(ABC):
         assert error is not None, "a call's only output brought the error"
         return self.values(module, inputs, error)
 
+    def release(self, inputs: Any) -> None:  # noqa: B027 (most kinds hold nothing)
+        """Let go of what a call's inputs hold for `errors` alone, where only keys are recorded: here nothing."""
+
 
 K = TypeVar("K", bound=LayerKind)
 _KINDS: dict[type[nn.Module], LayerKind] = {}

@@ -94,6 +94,12 @@ class Part(LayerKind):
         values = self._cell.errors(unrolled.weights, unrolled.ran, outer)
         return unrolled.presented(values)
 
+    def release(self, inputs: Any) -> None:
+        """Let go of the workspace of the call."""
+        unrolled: Unrolled = inputs
+        if unrolled.ran.workspace is not None:
+            unrolled.ran.workspace.take()
+
 
 class _CellPart(Part):
     """A cell module: one time step, rows only."""
