@@ -35,7 +35,7 @@ from dualform.recording.watch import What
 from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnded, ReplaySink
 from dualform.replaying.training import OneRecording, Train
 from dualform.store.reader import Run, Shard
-from dualform.torch_modes import call_without_autocast, with_gradients
+from dualform.torch_modes import call_without_autocast, with_gradients, without_filling
 
 RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows")
 """Options of `dualform.record` that decide what is recorded; the others say how it is stored."""
@@ -45,7 +45,7 @@ WINDOW_BYTES = 16 << 20
 """Size of keys and values of replayed steps that are looked at together: many small steps cost more one by one."""
 
 
-GPU_WINDOW_BYTES = 8 << 30
+GPU_WINDOW_BYTES = 4 << 30
 """The same on a GPU, at most; and at most an eighth of its free memory. Its kernels cost more to start than to run."""
 
 
@@ -311,7 +311,7 @@ class ReplayedPatterns(PatternSource):
 
             def add(step: int, calls: Sequence[ReplayedCall]) -> None:
                 with torch.inference_mode(inference), torch.no_grad():  # as where the question was asked
-                    call_without_autocast(["cpu", "cuda"], lambda: windows.add(step, calls))
+                    call_without_autocast(["cpu", "cuda"], lambda: without_filling(lambda: windows.add(step, calls)))
                 advance(1)
 
             rows = None if self.tries_rows else known_rows(self.description)
