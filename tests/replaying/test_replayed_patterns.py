@@ -280,6 +280,27 @@ def accumulating_training(recording: Recording) -> nn.Module:
     return model
 
 
+def single_training(recording: Recording) -> nn.Module:
+    """Train a single parameter by two backwards a step."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, optimizer, check_rows=False):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.randn(4, 5)).square().sum().backward()
+            optimizer.step()
+    return model
+
+
+def test_backwards_that_share_the_step_of_a_single_parameter_are_those_of_the_recording() -> None:
+    blobs = MemoryBlobs()
+    model = record_training(single_training, blobs)
+    memory = going_by(ReplayedPatterns(Run(blobs), single_training, held_bytes=0))
+    torch.testing.assert_close(memory.weights()["weight"], model.weight.detach())
+
+
 def test_backwards_that_share_a_step_or_are_cleared_before_it_are_those_of_the_recording() -> None:
     steps, patterns = MemoryBlobs(), MemoryBlobs()
     model = record_training(accumulating_training, steps)
