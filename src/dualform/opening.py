@@ -9,7 +9,7 @@ from dualform.errors import CorruptError, QueryError
 from dualform.replaying.replay_executor import ReplayExecutor
 from dualform.replaying.replay_sink import OnDifference
 from dualform.replaying.replayed_patterns import ReplayedPatterns
-from dualform.replaying.training import Train
+from dualform.replaying.training import Train as Train
 from dualform.store.blobs import Blob
 from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED
 from dualform.store.manifest import Manifest

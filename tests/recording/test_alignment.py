@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dualform
-from dualform.recording.alignment import MAX_SHAPES
+from dualform.recording.alignment import MAX_SHAPES, Alignment
+from dualform.recording.annotations import bind
 from dualform.recording.row_trials import _Trial
+from dualform.recording.watch import watch
 from helpers.loops import batches, gradient_of, loss_of, mlp, sgd
 
 D = 5
@@ -114,6 +116,64 @@ def test_a_model_that_begins_to_sort_is_found_when_the_steps_have_doubled(run: P
         with pytest.warns(UserWarning, match="'head'"):
             train(recorder, model, optimizer, batch(6, D))
     assert column(run, "head", 3) == [None] * 6
+
+
+def many_rows(run: Path, change: Callable[..., Tensor], rows: int = 32, **other: Any) -> tuple[list[int], list[int]]:
+    """Train four steps, the last with another change of rows; return the rows of all forwards, and of the last step."""
+    seen: list[int] = []
+
+    def plain(hidden: Tensor, *_: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return hidden
+
+    def later(hidden: Tensor, *more: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return change(hidden, *more)
+
+    model = Model(plain)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run) as recorder:
+        for step in range(4):
+            model.change = later if step == 3 else plain
+            before = len(seen)
+            train(recorder, model, optimizer, batch(rows, D), *other.get("more", ()))
+    return seen, seen[before:]
+
+
+def test_a_few_rows_are_tried_again_where_a_whole_batch_was_clear(run: Path) -> None:
+    seen, last = many_rows(run, lambda h: h)
+    assert seen == [32, 32, 32, 8, 8, 32, 32, 8, 8, 32]  # plain and permuted, and the training's own
+    assert last == [8, 8, 32]
+
+
+def test_a_model_that_begins_to_sort_many_rows_is_found_by_a_few_of_them(run: Path) -> None:
+    with pytest.warns(UserWarning, match="'head'"):
+        _, last = many_rows(run, lambda h: h.flip(0))
+    assert last == [8, 8, *[32] * (len(last) - 2)], "a few rows, then the whole batch, then the training's own"
+    assert column(run, "head", 3) == [None] * 32
+    assert column(run, "head", 2) == column(run, "body", 3) == list(range(32))
+
+
+def test_lengths_that_the_few_rows_do_not_show_are_tried_on_the_whole_batch(run: Path) -> None:
+    lengths = torch.full((32,), 9)
+    lengths[1] = 2  # not among the few rows
+    with pytest.warns(UserWarning, match="'head'"):
+        many_rows(run, lambda h, lengths: h[lengths.argsort(stable=True)], more=[lengths])
+    assert column(run, "head", 3) == [None] * 32
+
+
+def test_a_whole_batch_is_tried_again_after_seven_doublings() -> None:
+    model = Model(lambda h: h)
+    alignment = Alignment(model, watch(model, None), None, enabled=True)
+    tried = []
+    for step in (0, 1, 63, 127, 255, (1 << 14) - 1):
+        seen: list[int] = []
+        model.change = lambda h, seen=seen: [seen.append(len(h)), h][1]
+        binding = bind({"sample": torch.arange(32)})
+        alignment.before_forward(binding, ("", model), (batch(32, D),), {}, step=step)
+        tried.append(set(seen))
+        assert binding.checks["head"].outcome == "proved"
+    assert tried == [{32}, {8}, {8}, {32}, {8}, {32}]
 
 
 @pytest.mark.filterwarnings("ignore:1 trained parameters")

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.errors import RefusedError
+from dualform.recording import gradient_check
 from dualform.recording.gradient_history import Accumulation, GradientHistory, fetch_histories, follow, follow_all
 from dualform.recording.gradient_samples import GradientSample
+from dualform.recording.probes import predict
 from helpers.gradients import FollowedWeight
 from helpers.loops import gradient_of
 
@@ -273,3 +276,28 @@ def test_samples_are_fetched_as_they_are() -> None:
     for (history, final), (found, found_final) in zip(seen, fetch_histories(seen), strict=True):
         assert follow(history, final) == follow(found, found_final)
         assert [event.micro for event in history.accumulations] == [event.micro for event in found.accumulations]
+
+
+def test_many_small_calls_of_a_layer_are_compared_together(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of what calls predict is what their patterns predict together, and an edit is refused all the same."""
+    asked = []
+
+    def counted(specs: Any, values: Tensor, keys: Tensor, **options: Any) -> Any:
+        asked.append(len(values))
+        return predict(specs, values, keys, **options)
+
+    monkeypatch.setattr(gradient_check, "predict", counted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, run):
+        for wrong in (False, True):
+            optimizer.zero_grad()
+            torch.stack([model(torch.randn(rows, 4)).square().sum() for rows in (1, 2, 1)]).sum().backward()
+            if wrong:
+                model[0].weight.grad.add_(1e-3 * torch.randn(6, 4))  # type: ignore[union-attr,operator]
+                with pytest.raises(RefusedError, match=r"'0.weight'"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                assert asked == [4, 4]

@@ -17,6 +17,7 @@ import dualform
 from dualform.errors import RefusedError
 from dualform.recording import accumulation, gradient_samples, late_steps, probes, step_recorder
 from dualform.store import taken_steps
+from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
 
 READS = {
@@ -125,9 +126,15 @@ def test_late_steps_make_the_same_patterns(tmp_path: Path, request: pytest.Fixtu
 
 
 @pytest.mark.usefixtures("pretend_gpu")
-@pytest.mark.parametrize("steps", [3, 30], ids=["in full", "sampled"])
-def test_no_number_is_read_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    model, optimizer = network()
+@pytest.mark.parametrize(
+    ("steps", "keep"),
+    [(3, dualform.Patterns()), (30, dualform.Patterns()), (3, dualform.Shares(by="turn"))],
+    ids=["in full", "sampled", "shares"],
+)
+def test_no_number_is_read_within_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, keep: dualform.Patterns | dualform.Shares
+) -> None:
+    model, _ = network()
     mode = NoReads()
     read = late_steps.LateStep.read
 
@@ -143,9 +150,12 @@ def test_no_number_is_read_within_a_step(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(late_steps.LateStep, "read", arrived)
     monkeypatch.setattr(step_recorder.StepRecorder, "_settle", settle)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with dualform.record(model, optimizer, tmp_path):
-        for batch in batches(steps):
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if isinstance(keep, dualform.Shares):  # by steps that are matrices; torch's own Adam reads numbers
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    with dualform.record(model, optimizer, tmp_path, keep=keep) as recorder:
+        for step, batch in enumerate(batches(steps)):
+            recorder.annotate(turn=step)
             with mode:
                 optimizer.zero_grad()
                 model(batch).square().mean().backward()
@@ -272,3 +282,64 @@ def test_a_recorder_that_is_dropped_loses_no_step(tmp_path: Path) -> None:
     del recorder
     gc.collect()
     assert Run(tmp_path).manifest.steps == 3
+
+
+FOLDED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "Adam, decay": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    "Nesterov, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.3),
+}
+
+
+def fold_shares(optimizer: str, *, edit: int | None = None, **options: Any) -> dict[str, Tensor]:
+    """Train with two backwards a step and clipped gradients that are cleared in place; return what shares are kept."""
+    model, _ = network()
+    made = FOLDED[optimizer](list(model.parameters()))
+    blobs = MemoryBlobs()
+    with dualform.record(model, made, blobs, keep=dualform.Shares(by="label", at=[3]), **options) as recorder:
+        for step, batch in enumerate(batches(6)):
+            for part in batch.split(4):
+                recorder.annotate(label=[0, 1, 1, 0] if step < 2 else [2, 0, 0, 1])
+                model(part).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            made.step()
+            made.zero_grad(set_to_none=False)
+            if step == edit:
+                made.state[model[0].weight]["exp_avg"].mul_(2)  # type: ignore[index]
+    kept = Run(blobs).kept_shares
+    assert kept is not None
+    assert kept.horizons == (3, 6)
+    found: dict[str, Tensor] = {}
+    for name in dict(model.named_parameters()):
+        one = kept.shares(name, ("label",))
+        assert float(one.unexplained.norm()) <= 1e-4 * float(one.shares.norm()), name
+        found |= {f"{name} {what}": getattr(one, what) for what in ("shares", "start", "unexplained", "rounding")}
+    return found
+
+
+@pytest.mark.parametrize("optimizer", FOLDED)
+def test_shares_of_late_steps_are_the_same(optimizer: str, request: pytest.FixtureRequest) -> None:
+    now = fold_shares(optimizer)
+    request.getfixturevalue("pretend_gpu")
+    late = fold_shares(optimizer)
+    for name, tensor in now.items():
+        torch.testing.assert_close(late[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_a_state_that_was_edited_before_a_late_fold_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"'exp_avg' of parameter '0.weight' was edited after its step"):
+        fold_shares("AdamW", edit=3)
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_the_state_of_a_recorder_has_the_late_step() -> None:
+    model, optimizer = network()
+    with dualform.record(model, optimizer, MemoryBlobs(), keep=dualform.Shares(by="turn")) as recorder:
+        for step, batch in enumerate(batches(3)):
+            recorder.annotate(turn=step)
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            assert recorder.state_dict()["sink"]["step"] == step + 1

@@ -46,6 +46,7 @@ from dualform.engine.description import LayerEntry, RowsEntry
 from dualform.engine.fingerprints import matching_steps
 from dualform.engine.jobs import Executor
 from dualform.engine.local import LocalExecutor
+from dualform.engine.reducers import PlaceState
 from dualform.engine.share_source import ParameterShares
 from dualform.engine.source import Cost, PatternSource
 from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, compare_shares, verify
@@ -490,6 +491,7 @@ class Memory:
             },
             asked,
             self._states,
+            self._cache,
         )
 
     def _states(self) -> Sequence[tuple[int, Mapping[str, Tensor]]]:
@@ -510,6 +512,7 @@ class Memory:
         context: int | None = None,
         tokenizer: Tokenizer | None = None,
         other_model: bool = False,
+        scores: Mapping[str, PlaceState] | None = None,
     ) -> TextSpotlight:
         """Ask which passages of the training text the last token of a prompt attends to.
 
@@ -527,6 +530,8 @@ class Memory:
             tokenizer: turns the prompt into tokens where the text is in a tokenizer's pieces: an object with
                 `encode` and `decode`.
             other_model: whether the model is meant to be another than the recorded one; see `attend`.
+            scores: layer -> the prompt's attention to each token of the training text, as `place_scores` returned it
+                for the layer's query at the prompt's last token. No pattern is read for these layers.
         """
         chosen = text.check_layers(self.layers if layers is None else _layer_names(layers), self.layers)
         found = text.attend_text(
@@ -541,11 +546,23 @@ class Memory:
             goes_on=goes_on,
             context=context,
             tokenizer=tokenizer,
+            scores=scores,
         )
         if not other_model:
             self._say_other_model(model)
         self._say_unknown(list(chosen))
         return found
+
+    @in_own_dtype
+    def place_scores(self, queries: Mapping[str, Tensor]) -> dict[str, PlaceState]:
+        """Return how much each layer's queries (Q, d_in) attend to each of the N tokens of the training text.
+
+        All layers are answered by one reading of the patterns: of a run of steps, by one replay. Per layer the answer
+        has the total over a token's patterns (Q, N + 1), the largest attention to one of them (Q, N + 1), and the
+        number of patterns (N + 1,); the last of the N + 1 is for patterns that have no place in the text.
+        """
+        text.check_layers(list(queries), self.layers)
+        return text.score_places(self._table, queries, self._run.require_files().corpus(fitting=True))
 
     @in_own_dtype
     def place_totals(self, layer: str, queries: Tensor) -> Tensor:

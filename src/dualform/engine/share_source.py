@@ -38,7 +38,8 @@ class GroupKeySums:
         labels: (G,) as in `ParameterShares`.
         sums: (G, d_in) float64.
         counts: (G,) how many patterns are in each group, int64.
-        lowest: the least element of all keys. With queries that are not negative either, magnitude is attention.
+        lowest: the least element of all keys, or any negative element of them. Where it is not negative, and no query
+            is either, magnitude is attention.
     """
 
     labels: tuple[Any, ...]

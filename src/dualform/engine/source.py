@@ -33,6 +33,8 @@ Factors = npt.NDArray[np.float64]
 Which = Literal["initial", "final"]
 ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
 """The columns that every pattern has, beside the user's own."""
+RANKED_ADDRESS = (*ADDRESS[:1], "rank", *ADDRESS[1:])
+"""The same of a run that several processes recorded together."""
 
 
 class Rows(Protocol):
@@ -212,6 +214,11 @@ class PatternSource(ABC):
         """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
 
     @property
+    def address(self) -> tuple[str, ...]:
+        """The columns that every pattern has, beside the user's own."""
+        return RANKED_ADDRESS if self.description.processes > 1 else ADDRESS
+
+    @property
     def run_files(self) -> RunFiles | None:
         """Files that belong to the run but are no patterns; None where the source has none."""
         return None
@@ -386,7 +393,7 @@ class PatternSource(ABC):
             if name == "pattern":
                 before = sum(other.count(layer) for other in self.parts() if other.index < part.index)
                 found[name] = pa.array(places + before)
-            elif name in ADDRESS:
+            elif name in self.address:
                 found[name] = pa.array(address[name])
             else:
                 found[name] = self._annotation(part, name, address["annotation"])

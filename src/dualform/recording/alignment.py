@@ -2,7 +2,9 @@
 
 The trial itself is `dualform.recording.row_trials`. It is made at the first annotated forward, for input shapes that
 are new (a bounded number of times), and again whenever the number of steps has doubled: rows that were all equal may
-differ by then, and a model may do to one batch's rows what it did not do to another's.
+differ by then, and a model may do to one batch's rows what it did not do to another's. Where the first trial left
+nothing open, a few rows of the batch are tried again, and all of them if the few show anything else, or when the number
+of steps has grown by `WHOLE_EVERY_DOUBLINGS` doublings.
 """
 
 import contextlib
@@ -18,12 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
-from dualform.recording.row_trials import NO_ROW, check_rows, input_tensors, other_axes
+from dualform.recording.row_trials import NO_ROW, check_rows, input_tensors, other_axes, still_holds
 from dualform.recording.rowcheck import SEVERITY, RowCheck
 from dualform.recording.watch import Watched
 
 MAX_SHAPES = 8  # input shapes that are tried before the second step
 MORE_SHAPES = 2  # that are tried in addition for every doubling of the number of steps
+WHOLE_EVERY_DOUBLINGS = 7  # of the number of steps: then a whole batch is tried again, and not a few of its rows
 
 
 class Alignment:
@@ -68,7 +71,7 @@ class Alignment:
         doubled = step > 0 and not step & (step + 1)  # 1, 3, 7, 15, ... steps were taken
         if known is not None and doubled and step not in self._looked_again and _may_change(known):
             self._looked_again.add(step)
-            known = None
+            known = self._confirmed(known, called, args, kwargs, rows=binding.rows, step=step)
         elif known is None and len(self._tried) >= MAX_SHAPES + MORE_SHAPES * math.log2(step + 1):
             known = {name: dataclasses.replace(check, shapes=frozenset()) for name, check in self._latest.items()}
         if known is None:
@@ -76,6 +79,24 @@ class Alignment:
             _refuse_transposed(binding, tensors, self.batch_axis)
             self._tried[shapes] = self._latest = known
         binding.checks.update(known)
+
+    def _confirmed(
+        self,
+        known: dict[str, RowCheck],
+        called: tuple[str, nn.Module],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        rows: int,
+        step: int,
+    ) -> dict[str, RowCheck] | None:
+        """Return what is known of a batch's rows where a few of them show the same; None where all have to be tried."""
+        if step.bit_length() % WHOLE_EVERY_DOUBLINGS == 0:
+            return None
+        name, module = called
+        with _own_saved_tensors():
+            same = still_holds(known, module, self._layers, args, kwargs, rows=rows, axis=self.batch_axis, prefix=name)
+        return known if same else None
 
     def look(
         self,

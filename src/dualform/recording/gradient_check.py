@@ -9,7 +9,7 @@ it is found only where ‖G‖ does not explain a difference already.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,10 +18,19 @@ from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.gradient_history import NOT_FINITE, Factors
-from dualform.recording.gradient_samples import GradientSample, Look, SamplePlan, plan_sample, take_sample
+from dualform.recording.gradient_samples import (
+    GradientSample,
+    Look,
+    SamplePlan,
+    plan_sample,
+    sample_elements,
+    take_sample,
+)
 from dualform.recording.hooks import Arrival
+from dualform.recording.pattern_copies import find_late_values
 from dualform.recording.probes import (
     COARSE_ROUNDING,
+    Float64Array,
     Prediction,
     ProbeSpec,
     as_float64,
@@ -33,14 +42,15 @@ from dualform.recording.probes import (
 )
 from dualform.threads import one_thread
 
+MAX_JOINED_BYTES = 1 << 16
+"""Bytes of a call's keys up to which its patterns are compared together with those of the layer's other calls."""
 UNSEEN = (
     "no recorded pattern explains its gradient: its layer was not seen in the forward pass, which was a functional "
     "call, began before the recording, or was compiled before it (call torch._dynamo.reset())"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """What a check found.
 
     Attributes:
@@ -51,7 +61,7 @@ class Explanation:
 
     objection: str | None
     residual: float | None
-    factor: float
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,23 @@ class GradientView:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class PredictedSum:
+    """What all patterns of a step predict for the probe of a gradient.
+
+    Attributes:
+        columns: the prediction, each backward's times its factor.
+        size: finds what the prediction's rounding is relative to.
+        patterns: their number.
+        coarse: whether autocast rounded what any of them adds to the gradient.
+    """
+
+    columns: Float64Array
+    size: Callable[[], float]
+    patterns: int
+    coarse: bool
+
+
 class Resolution(NamedTuple):
     """What is known of a parameter's gradient at the step.
 
@@ -111,7 +138,17 @@ class Resolution(NamedTuple):
 class GradientCheck:
     """Compares gradients with what recorded patterns predict, through a few fixed random columns per parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_elements: Collection[str] = (), projected: bool = False) -> None:
+        """Compare the gradients of one recording.
+
+        Args:
+            by_elements: names of dense gradients whose patterns need not explain them, so that some of their elements
+                show enough on a GPU too.
+            projected: whether every sample is taken through random columns, so that samples of several processes have
+                the same form whatever their gradients are.
+        """
+        self._by_elements = by_elements
+        self._projected = projected
         self._columns: dict[str, Tensor] = {}
         self._sparse: set[str] = set()  # parameters whose gradients are mostly zero
         self._plans: dict[str, SamplePlan | None] = {}
@@ -122,6 +159,7 @@ class GradientCheck:
         """Take a sample of a parameter's gradient, if there is one; with options as `take_sample` has them."""
         if parameter.grad is None:
             return None
+        projected = self._projected or projected
         if not projected and look == "later" and name not in self._sparse:
             plan = self._plans[name] if name in self._plans else self.plan(name, parameter)
             view = None if plan is None else plan.view(parameter.grad)
@@ -130,6 +168,8 @@ class GradientCheck:
                 if not plan.least or elements.numpy().nonzero()[0].size >= plan.least:
                     return GradientSample(elements)
         if not is_at_hand(parameter):
+            if name in self._by_elements:
+                return sample_elements(parameter.grad, look=look)
             return take_sample(parameter.grad, self.columns(name, parameter), look=look)
         if projected is None and name in self._sparse:
             projected = True
@@ -222,35 +262,65 @@ class GradientCheck:
                 micro,
                 prediction.columns,
                 prediction.size,
-                0 if arrival.values is None else len(arrival.values),
-                arrival.call.coarse is not None,
+                0 if calls[0].values is None else len(prediction.values),
+                calls[0].call.coarse is not None,
                 prediction,
             )
-            for micro, arrival in arrivals
-            for use, prediction in self._predictions(arrival).items()
+            for micro, calls in _by_layer(arrivals)
+            for use, prediction in self._predictions(calls).items()
             if use.parameter == name
         ]
         return GradientView(seen, parts, norm, parameter.shape[1:].numel(), parameter.dtype)
 
-    def _predictions(self, arrival: Arrival) -> dict[ParameterUse, Prediction]:
-        """Return what a call's patterns predict for its parameters, computed once for all of them."""
-        if arrival.predictions is None:
-            arrival.predictions = {}
-            if arrival.values is not None and arrival.keys is not None:
-                layer = arrival.call.layer
+    def _predictions(self, calls: Sequence[Arrival]) -> dict[ParameterUse, Prediction]:
+        """Return what the patterns of a layer's calls predict for its parameters, computed once for all of them.
+
+        The first of the calls keeps it, for as long as no other call joins them.
+        """
+        first = calls[0]
+        if first.predictions is None or first.predicted_calls != len(calls):
+            first.predictions, first.predicted_calls = {}, len(calls)
+            for call in calls:
+                if call.values is None and call.keys is not None:
+                    call.values = find_late_values(call)
+            if first.values is not None and first.keys is not None:
+                layer = first.call.layer
                 watching = {
                     use: ProbeSpec(self.columns(name, parameter), parameter.shape)
                     for use, (name, parameter) in layer.parameters.items()
                 }
                 dtype = next(iter(layer.parameters.values()))[1].dtype
-                values = arrival.values.to(dtype)
-                keys = arrival.keys.to(dtype) if arrival.keys.is_floating_point() else arrival.keys
+                values = _joined([call.values for call in calls]).to(dtype)
+                keys = _joined([call.keys for call in calls])
+                keys = keys.to(dtype) if keys.is_floating_point() else keys
                 # Autograd rounds the whole gradient to what autocast computed in.
-                coarse = 1.0 if arrival.call.coarse is None else COARSE_ROUNDING / torch.finfo(dtype).eps
+                coarse = 1.0 if first.call.coarse is None else COARSE_ROUNDING / torch.finfo(dtype).eps
                 factor = layer.kind.rounding * coarse
-                with one_thread(bytes_read=values.nbytes + arrival.keys.nbytes, device=values.device):
-                    arrival.predictions = predict(watching, values, keys, rounding=factor)
-        return arrival.predictions
+                with one_thread(bytes_read=values.nbytes + keys.nbytes, device=values.device):
+                    first.predictions = predict(watching, values, keys, rounding=factor)
+        return first.predictions
+
+
+def _by_layer(arrivals: Sequence[tuple[int, Arrival]]) -> list[tuple[int, list[Arrival]]]:
+    """Return calls together that one backward brought to one layer, where they are small; each list with its micro."""
+    together: dict[tuple[int, int, torch.dtype | None], list[Arrival]] = {}
+    found = []
+    for micro, arrival in arrivals:
+        small = arrival.keys is not None and arrival.keys.nbytes <= MAX_JOINED_BYTES
+        key = micro, id(arrival.call.layer), arrival.call.coarse
+        if not small or key not in together:
+            found.append((micro, [arrival]))
+            if small:
+                together[key] = found[-1][1]
+        else:
+            together[key].append(arrival)
+    return found
+
+
+def _joined(rows: Sequence[Tensor | None]) -> Tensor:
+    """Return the rows of several calls as one tensor."""
+    given = [one for one in rows if one is not None]
+    return given[0] if len(given) == 1 else torch.cat(given)
 
 
 def explain(view: GradientView, factors: Mapping[int, float], *, find_factor: bool) -> Explanation:
@@ -270,33 +340,44 @@ def explain(view: GradientView, factors: Mapping[int, float], *, find_factor: bo
         columns = part.columns if factor == 1.0 else factor * part.columns
         total = columns if total is None else total + columns
         parts.append((factor, part))
-    now = as_float64(view.seen)
     predicted = as_float64(view.seen.new_zeros(()).expand(view.seen.shape) if total is None else total)
     found = 1.0
     if find_factor:
+        now = as_float64(view.seen)
         power = float(predicted @ predicted)
         found = float(predicted @ now) / power if power else 1.0
         predicted = found * predicted
-    difference = length(now - predicted)
-    residual = difference if any(part.coarse for _, part in parts) else None
+    summed = PredictedSum(
+        predicted,
+        lambda: sum(abs(factor * found) * part.size() for factor, part in parts),
+        sum(part.patterns for _, part in parts),
+        any(part.coarse for _, part in parts),
+    )
+    return compare_sum(view, summed)._replace(factor=found)
+
+
+def compare_sum(view: GradientView, predicted: PredictedSum) -> Explanation:
+    """Compare a parameter's gradient with the sum of what all of its patterns predict."""
+    now = as_float64(view.seen)
+    difference = length(now - predicted.columns)
+    residual = difference if predicted.coarse else None
     if not math.isfinite(difference):
-        return Explanation(NOT_FINITE, residual, found)
+        return Explanation(NOT_FINITE, residual)
     # ‖G‖ is never more than the patterns' sum |e| ‖x‖
     if difference <= rounding(length(now), view.width, view.dtype):
-        return Explanation(None, residual, found)
-    size = sum(abs(factor * found) * part.size() for factor, part in parts)
-    patterns = sum(part.patterns for _, part in parts)
-    if difference <= rounding(max(size, view.norm()), view.width, view.dtype, terms=patterns):
-        return Explanation(None, residual, found)
+        return Explanation(None, residual)
+    size = predicted.size()
+    if difference <= rounding(max(size, view.norm()), view.width, view.dtype, terms=predicted.patterns):
+        return Explanation(None, residual)
     if not size:
-        return Explanation(UNSEEN, residual, found)
+        return Explanation(UNSEEN, residual)
     text = (
         f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used "
         "where it is not seen, such as a regulariser in the loss or a functional call; or a hook or an edit by "
         "hand changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
         "torch.backends.cuda.matmul.allow_tf32 to False)"
     )
-    return Explanation(text, residual, found)
+    return Explanation(text, residual)
 
 
 def rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) -> float:

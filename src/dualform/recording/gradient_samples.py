@@ -149,6 +149,18 @@ def take_sample(
     return GradientSample(elements, bool(projected), norm, gradient if look == "at the step" else None)
 
 
+def sample_elements(gradient: Tensor, *, look: Look) -> GradientSample:
+    """Take a sample of some elements of a gradient, without a look at any of them; `look` as `take_sample` has it."""
+    gradient = gradient.detach() if gradient.requires_grad else gradient
+    size = gradient.numel()
+    step = 1 if gradient.dim() == 1 else max(1, size // SAMPLE_ELEMENTS)
+    flat = gradient if gradient.is_contiguous() else gradient.contiguous()
+    elements = flat.as_strided((-(-size // step),), (step,))
+    if look == "at the step":
+        return GradientSample(elements, False, None, gradient)
+    return GradientSample(elements.clone(), False, norm_of(gradient) if look == "now" else None)
+
+
 def _take_elsewhere(gradient: Tensor, columns: Tensor | None, look: Look) -> GradientSample:
     """Take a sample of a gradient on a GPU: always G R, whatever was asked for, or all of a gradient with one axis.
 

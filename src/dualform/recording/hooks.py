@@ -55,7 +55,8 @@ class Arrival:
     strided: Tensor | None = None  # an only error that does not lie row by row, until its layout is settled
     layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
     accumulated: bool = False
-    predictions: dict[ParameterUse, Prediction] | None = None  # what its patterns predict for each parameter's probe
+    predictions: dict[ParameterUse, Prediction] | None = None  # what patterns predict for each parameter's probe:
+    predicted_calls: int = 0  # those of so many calls of its layer, of which this is the first
     place: int = 0  # which arrival of its backward it is
     backward: int | None = None  # the number of the backward that it was handed to the sink with
 
@@ -136,6 +137,7 @@ class Hooks:
     pool: BufferPool
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     needed: Mapping[str, What] | None = None  # the rows that are copied, as `copy_patterns` takes it
+    wants_values: Callable[[str], bool] = lambda layer: True  # whether the values of a layer are wanted at this moment
     enabled: bool = False
     calls: int = 0
     any_strided: bool = False  # whether the layout of any error was to be found so far
@@ -180,7 +182,7 @@ class Hooks:
             mine = [] if arrived is None else arrived.of(users)
             new = [arrival for arrival in mine if not arrival.accumulated]
             if new:
-                copy_patterns(new, self.pool, self.needed)
+                copy_patterns(new, self.pool, self.wants_values, self.needed)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -308,13 +310,20 @@ class Hooks:
             return
         inputs = inputs_of()
         raw = False
+        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
         if isinstance(inputs, Tensor):
             _check_dense(layer.name, inputs)
             raw = not inputs.requires_grad and layer.composite is None
             inputs = inputs.detach()
-            if not kept or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type)):
+            if not kept:
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
-        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
+            elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type):
+                # Autograd keeps what autocast made of the input: the input itself only where it has that dtype.
+                wanted = outputs[0].dtype if inputs.is_floating_point() else inputs.dtype
+                if inputs.dtype != wanted:
+                    inputs = inputs.to(wanted)
+                elif coarse is None:
+                    inputs = inputs.clone()
         if coarse is not None and not isinstance(inputs, Tensor):
             listener.coarse_seen(layer.name)
             return

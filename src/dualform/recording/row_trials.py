@@ -29,10 +29,17 @@ from dualform.recording.generators import untouched_generators
 from dualform.recording.layer_hooks import catch_calls
 from dualform.recording.rowcheck import Placement, RowCheck
 from dualform.recording.watch import Watched, find_candidates
-from dualform.torch_modes import call_without_autocast, end_function_modes, function_modes, with_gradients
+from dualform.torch_modes import (
+    call_without_autocast,
+    end_function_modes,
+    function_modes,
+    with_gradients,
+    without_gradients,
+)
 
 MAX_COPY_BYTES = 2 << 30  # parameters and buffers of a model that is copied for a trial
 FEW_ROWS = 3  # batches in which a permutation without fixed points may commute with what the model does to its rows
+RETRIED_ROWS = 8  # of a batch, in a trial that asks whether an earlier one still holds
 SAME = 0.05  # how far a row may be from where it should be, relative to how far the permutation moved it
 ROUNDING = 64  # units in the last place of a tensor's largest element that rounding may move its elements by
 FLAT = 50  # times the rounding: rows that differ by less count as equal
@@ -82,6 +89,67 @@ def check_rows(
     return best
 
 
+def still_holds(
+    known: Mapping[str, RowCheck],
+    model: nn.Module,
+    layers: Sequence[Watched],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    rows: int,
+    axis: int,
+    prefix: str = "",
+) -> bool:
+    """Say whether a trial on a few rows of a batch finds the same of every layer as an earlier one on a whole batch.
+
+    It looks at keys only, which needs no backward. Where it finds anything else, or the few keys cannot tell, a trial
+    on the whole batch has to.
+
+    Args:
+        known: what the earlier trial found of each layer.
+        model: as in `check_rows`, as are the others.
+        layers: the layers to look at.
+        args: the arguments of the model's forward.
+        kwargs: its keyword arguments.
+        rows: how many rows the batch has.
+        axis: which axis of the inputs holds them.
+        prefix: the name of the model in the one whose layers these are, where it is a child of that.
+    """
+    if rows < 2 * RETRIED_ROWS:
+        return False
+    layers = [layer for layer in layers if layer.name in known]
+    chosen = torch.linspace(0, rows - 1, RETRIED_ROWS).long()
+    batch = (tuple(args), dict(kwargs))
+    with suppress(Untried):
+        for axes in _ways(args, kwargs, rows, axis, plainly=False):
+            few = _permuted(batch, axes, chosen)
+            if not _tells_as_much(input_tensors(args, kwargs), input_tensors(*few), axes):
+                return False
+            with suppress(Untried):
+                found = _Trial(model, prefix, layers, *few, keys_only=True).find(axes, RETRIED_ROWS)
+                if all(_is_same(known[name], check) for name, check in found.items()):
+                    return True
+    return False
+
+
+def _tells_as_much(whole: Sequence[Tensor], few: Sequence[Tensor], axes: "Axes") -> bool:
+    """Say whether lengths, masks and the like that differ from row to row of a batch also do among its few rows."""
+    for batch, part, where in zip(whole, few, axes, strict=True):
+        for axis in where if not batch.is_floating_point() or batch.dim() == 1 else ():
+            if _all_equal(part, axis) and not _all_equal(batch, axis):
+                return False
+    return True
+
+
+def _all_equal(tensor: Tensor, axis: int) -> bool:
+    return bool((tensor == tensor.narrow(axis, 0, 1)).all())
+
+
+def _is_same(before: RowCheck, now: RowCheck) -> bool:
+    same = before.outcome == now.outcome and before.placement == now.placement
+    return same and (not now.undecided or before.reason == now.reason == UNCALLED)
+
+
 def _best(trial: "_Trial", ways: Sequence["Axes"], rows: int) -> dict[str, RowCheck]:
     """Return what the way of permuting shows that proves most layers, or the first that leaves none unclear."""
     best: dict[str, RowCheck] | None = None
@@ -101,6 +169,7 @@ def _is_clear(found: Mapping[str, RowCheck]) -> bool:
 
 
 NO_ROW = "its patterns belong to no row of the batch"
+UNCALLED = "it was not called in the trial"
 EXCHANGED = "the model exchanges rows before it"
 
 
@@ -161,8 +230,10 @@ class _Trial:
         kwargs: Mapping[str, Any],
         *,
         double: bool = False,
+        keys_only: bool = False,
     ) -> None:
         self._double = double
+        self._keys_only = keys_only  # whether to run no backward, and look at no values
         self._prefix = prefix
         _check_permutable(args, kwargs)
         self._model = getattr(model, "_orig_mod", model)  # as it was before torch.compile
@@ -179,7 +250,7 @@ class _Trial:
         for layer in self._layers:
             before, after = self._plain[layer.name], moved[layer.name]
             if not before:
-                found[layer.name] = RowCheck("assumed", "it was not called in the trial", undecided=True)
+                found[layer.name] = RowCheck("assumed", UNCALLED, undecided=True)
             elif len(before) != len(after):
                 found[layer.name] = RowCheck("not aligned", "it is called another number of times when rows move")
             else:
@@ -223,7 +294,10 @@ class _Trial:
                 found[name] = RowCheck("assumed", reason, undecided=True)
 
     def _run(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list["_Seen"]]:
-        """Return the keys and values of every call of each layer, from one forward and backward of a fresh copy."""
+        """Return the keys and values of every call of each layer, from one forward and backward of a fresh copy.
+
+        With `keys_only` there is no backward, and there are no values.
+        """
         try:
             with untouched_generators() as moved, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -258,7 +332,7 @@ class _Trial:
 
         mode, depth = _NoDropout(), function_modes()
 
-        @with_gradients
+        @(without_gradients if self._keys_only else with_gradients)
         def compute() -> None:
             try:
                 with mode, _not_called(self._model), _frozen(self._model):
@@ -266,7 +340,8 @@ class _Trial:
                     outputs = model(*args, **kwargs)
                     # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and
                     # frozen.
-                    _summed(outputs).backward()
+                    if not self._keys_only:
+                        _summed(outputs).backward()
             finally:
                 try:
                     mode.put_back()

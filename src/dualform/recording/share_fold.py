@@ -24,12 +24,13 @@ from dualform.identity.families.optimizer_kind import (
     follow_together,
     require_optimizer_kind,
 )
-from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, SortedRows, UseRows, bias_rounding
+from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, RowScratch, UseRows, bias_roundings
 from dualform.identity.grouped_products import RowGroups, sum_unsorted_by_group
 from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
 from dualform.recording.keep import Shares
+from dualform.recording.packing import NumbersUnderWay
 from dualform.recording.sinks import (
     CallRecord,
     LayerStart,
@@ -44,10 +45,10 @@ from dualform.torch_modes import call_without_autocast, without_gradients
 
 MAX_WAITING_STEPS = 16
 """Steps of SGD that wait to be folded at once: a share is read and written once in so many steps."""
-MAX_MOVED_BYTES = 1 << 30
-"""Bytes of groups' gradients that the same kernels move on a GPU; on a CPU each parameter's are moved by themselves."""
-MAX_READ_BYTES = 256 << 20
-"""Bytes of parameters on a GPU whose steps the same kernels read; on a CPU each parameter's is read by itself."""
+MAX_MOVED_BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
+"""Bytes of shares that are moved together, by the device's type: a CPU finds more than these no longer in its cache."""
+MAX_READ_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}
+"""Bytes of parameters whose steps are read together, by the device's type; as above."""
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of patterns that may wait for it."""
 
@@ -56,9 +57,44 @@ MAX_WAITING_BYTES = 256 << 20
 class _Captured:
     """What a step needs of a parameter as it was just before."""
 
+    kind: OptimizerKind[Any]
+    settings: Mapping[str, Any]  # decoded; one object for all parameters that have the same
     live: LiveParameter
-    gradient: Tensor
+    gradient: Tensor  # without elements where only its dtype is needed
     before: Mapping[str, Any]  # state entries that the step overwrites
+
+
+class _StatesAfter:
+    """The optimizer's states as a step left them, to be read later: nobody waits for numbers that lie on a GPU."""
+
+    def __init__(self, live: Mapping[str, LiveParameter]) -> None:
+        self._states = {name: dict(one.state) for name, one in live.items()}
+        self._tensors = [
+            (name, entry, tensor, tensor._version)
+            for name, state in self._states.items()
+            for entry, tensor in state.items()
+            if isinstance(tensor, Tensor)
+        ]
+        self._far = [
+            (name, entry)
+            for name, entry, tensor, _ in self._tensors
+            if tensor.device.type != "cpu" and not tensor.dim() and live[name].parameter.dim()
+        ]
+        far = [self._states[name][entry].double() for name, entry in self._far]
+        self._numbers = NumbersUnderWay([torch.stack(far)] if far else [])
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Return the states, with their numbers in the CPU's memory; refuse states that were written to since."""
+        for name, entry, tensor, version in self._tensors:
+            if tensor._version != version:
+                raise RefusedError(
+                    f"The optimizer's state {entry!r} of parameter {name!r} was edited after its step, before its "
+                    "shares were folded. Edit it before record(), or end this recording first."
+                )
+        if self._far:
+            for (name, entry), number in zip(self._far, self._numbers.read()[0], strict=True):
+                self._states[name][entry] = number
+        return self._states
 
 
 @dataclass(slots=True)
@@ -178,7 +214,10 @@ class ShareFold:
         self._devices: dict[str, torch.device] = {}
         self._sums: dict[tuple[int, str], _KeySum] = {}
         self._lowest: dict[str, Tensor] = {}
+        self._negative: set[str] = set()  # layers that are known to have had a negative key: nothing is lower than that
+        self._lowest_under_way: tuple[list[str], NumbersUnderWay] | None = None
         self._captured: dict[str, _Captured] = {}
+        self._after: _StatesAfter | None = None  # of a late step
         self._records: dict[int, CallRecord] = {}
         self._codes: dict[tuple[int, ...], tuple[Tensor, RowGroups]] = {}  # of the step that comes next
         self._by_address = any(
@@ -187,6 +226,7 @@ class ShareFold:
             for column in grouping.columns
         )
         self._waiting_bytes = 0
+        self._scratch = RowScratch()
         self._batch_last = False
         self._several = False
         self._warm: Mapping[str, Mapping[str, Tensor]] = {}
@@ -266,32 +306,49 @@ class ShareFold:
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
 
     @without_gradients
-    def before_step(self, prepared: PreparedStep) -> None:
-        """Find the groups of a step's patterns, and keep what the step is about to overwrite."""
+    def before_step(self, prepared: PreparedStep, *, late: bool = False) -> None:
+        """Find the groups of a step's patterns, and keep what the step is about to overwrite.
+
+        Args:
+            prepared: the step.
+            late: whether it is folded only when the next step is about to be made, so that its gradients are gone.
+        """
         self._codes = {}
+        self._after = None
         for call in prepared.calls:
             if call.number in self._records:
                 for place in range(len(self.groupings)):
                     self._codes_of(prepared.step, call, place)
+        kinds: dict[int, tuple[OptimizerKind[Any], Mapping[str, Any]]] = {}  # by the settings' id
         for fact in prepared.facts:
             if fact.updated and fact.parameter in self._shapes:
-                self._captured[fact.parameter] = self._capture(fact, prepared.live[fact.parameter])
+                if id(fact.settings) not in kinds:
+                    kind = require_optimizer_kind(fact.optimizer)
+                    kinds[id(fact.settings)] = kind, kind.decode(fact.settings)
+                live, of = prepared.live[fact.parameter], kinds[id(fact.settings)]
+                self._captured[fact.parameter] = self._capture(fact.parameter, *of, live, late=late)
 
-    def _capture(self, fact: ParameterFacts, live: LiveParameter) -> _Captured:
-        kind = require_optimizer_kind(fact.optimizer)
-        settings, state = kind.decode(fact.settings), live.state
-        fold = self._fold(fact.parameter, kind)
+    def stepped(self) -> None:
+        """Keep the optimizer's state as a late step left it."""
+        self._after = _StatesAfter({name: captured.live for name, captured in self._captured.items()})
+
+    def _capture(
+        self, name: str, kind: OptimizerKind[Any], settings: Mapping[str, Any], live: LiveParameter, *, late: bool
+    ) -> _Captured:
+        state, fold = live.state, self._fold(name, kind)
         if fold.start.warm is not None or kind.decays_gradient(settings):
             fold.keep_average(state.get(kind.average) if kind.average else None)
         gradient = live.parameter.grad
         assert gradient is not None, "a parameter that is updated has a gradient"
         gradient = gradient.detach()
-        if live.scale != 1.0:
+        if fold.whole.average is None and kind.takes_gradient_by_average(settings):
+            gradient = gradient.new_empty(0)  # the optimizer's own average has all that is needed of it
+        elif live.scale != 1.0:
             gradient = gradient / live.scale
-        elif kind.overwrites_gradient(settings) or self._several:
+        elif late or kind.overwrites_gradient(settings) or self._several:
             gradient = gradient.clone()
         before = {name: state[name].clone() for name in kind.overwrites_state if name in state}
-        return _Captured(live, gradient, before)
+        return _Captured(kind, settings, live, gradient, before)
 
     def _fold(self, name: str, kind: OptimizerKind[Any]) -> ParameterFold:
         """Return the fold of a parameter, which begins with its first step."""
@@ -307,6 +364,7 @@ class ShareFold:
             device=self._devices[name],
             initial=lambda: self._initial(name),
             warm=warm,
+            scratch=self._scratch,
         )
 
     def _codes_of(self, step: int, call: StepCall, grouping: int) -> tuple[Tensor, RowGroups]:
@@ -334,33 +392,33 @@ class ShareFold:
         device = next((record.keys.device.type for _, record in calls), "cpu")
         call_without_autocast([device], lambda: self._step(facts, calls))
         self._captured.clear()
-        self._codes = {}
+        self._codes, self._after = {}, None
         self.steps = facts.step + 1
 
     def _step(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> None:
         updated = [fact for fact in facts.facts if fact.updated and fact.parameter in self._captured]
-        after = _states_after({fact.parameter: self._captured[fact.parameter].live for fact in updated})
+        states = self._after or _StatesAfter({one.parameter: self._captured[one.parameter].live for one in updated})
+        after = states.read()
         rows = self._rows(facts, calls)
         moves: list[Move[Any]] = []
-        size = 0  # bytes of their gradients
-        doubtful: dict[str, DoubtfulStep[Any]] = {}
+        size = 0  # bytes of their shares
+        doubtful: dict[str, tuple[Any, Mapping[str, Any]]] = {}  # bias -> its step's map and settings
         for fact, kind, taken, linear in self._read_steps(updated, after):
             name = fact.parameter
             live_average = taken.after.get(kind.average) if kind.average else None
             if (spread := self._spread(name, kind)) is not None:
-                doubt = self._rounding(name, rows.get(name, ()))
-                doubtful[name] = DoubtfulStep(linear, taken.settings, doubt)
+                doubtful[name] = linear, taken.settings
                 self._spreads[name] = spread
             more = self._folds[name].step(
                 linear, rows.get(name, ()), gradient=taken.gradient, live_average=live_average
             )
             moves += more
-            size += sum(one.nbytes for move in more for one in move.gradients if one is not None)
-            if size > (MAX_MOVED_BYTES if self._devices[name].type == "cuda" else 0):
+            size += sum(one.nbytes for move in more for one in move.shares)
+            if size > MAX_MOVED_BYTES.get(self._devices[name].type, 0):
                 follow_together(moves)
                 moves, size = [], 0
         follow_together(moves)
-        self._follow_doubts(doubtful)
+        self._follow_doubts(doubtful, rows)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
@@ -370,19 +428,27 @@ class ShareFold:
     def _read_steps(
         self, updated: Sequence[ParameterFacts], after: Mapping[str, Mapping[str, Any]]
     ) -> Iterator[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep, Any]]:
-        """Yield each parameter's step with its linear map; on a GPU, maps of many parameters are read at once."""
+        """Yield each parameter's step with its linear map; maps of several parameters are read at once."""
         waiting: list[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep]] = []
         size = 0
-        for place, fact in enumerate(updated):
-            name, kind = fact.parameter, require_optimizer_kind(fact.optimizer)
+        for fact in updated:
+            name = fact.parameter
             captured, device = self._captured[name], self._devices[name]
-            before, state = (_moved(one, device) for one in (captured.before, after[name]))
-            gradient, settings = captured.gradient.to(device), kind.decode(fact.settings)
-            waiting.append((fact, kind, ReplayedStep(settings, gradient, before, state, self._dtypes[name])))
-            size += gradient.nbytes
-            if size > (MAX_READ_BYTES if device.type == "cuda" else 0) or place == len(updated) - 1:
+            before, state, gradient, parameter = (
+                captured.before,
+                after[name],
+                captured.gradient,
+                captured.live.parameter,
+            )
+            if parameter.device != device:
+                before, state, gradient = _moved(before, device), _moved(state, device), gradient.to(device)
+            taken = ReplayedStep(captured.settings, gradient, before, state, self._dtypes[name])
+            waiting.append((fact, captured.kind, taken))
+            size += parameter.nbytes
+            if size > MAX_READ_BYTES.get(device.type, 0):
                 yield from _read_together(waiting)
                 waiting, size = [], 0
+        yield from _read_together(waiting)
 
     def _spread(self, name: str, kind: OptimizerKind[Any]) -> Spread[Any] | None:
         """Return how far rounding of its gradients may have carried a bias so far; None for other parameters.
@@ -397,14 +463,32 @@ class ShareFold:
             made.load({entry: earlier[entry].to(self._devices[name]) for entry in made.state})
         return made
 
-    def _rounding(self, name: str, rows: Sequence[UseRows]) -> Tensor:
-        """Return how far each element of a bias's gradient in a step may be off by rounding."""
-        shape, dtype, device = self._shapes[name], self._dtypes[name], self._devices[name]
-        found = bias_rounding((one for one in rows if one.use[0] == 0), shape, dtype)  # each grouping has all patterns
-        return found.to(device) if isinstance(found, Tensor) else torch.zeros(shape, dtype=dtype, device=device)
+    def _roundings(self, names: Sequence[str], rows: Mapping[str, Sequence[UseRows]]) -> dict[str, Tensor]:
+        """Return how far each element of the biases' gradients in a step may be off by rounding."""
+        found: dict[str, Tensor] = {}
+        for dtype in {self._dtypes[name] for name in names}:
+            mine = [name for name in names if self._dtypes[name] == dtype]
+            # Each grouping has all patterns.
+            first = [[one for one in rows.get(name, ()) if one.use[0] == 0] for name in mine]
+            sizes = bias_roundings(first, [self._shapes[name] for name in mine], dtype)
+            for name, size in zip(mine, sizes, strict=True):
+                shape, device = self._shapes[name], self._devices[name]
+                found[name] = (
+                    size.to(device) if isinstance(size, Tensor) else torch.zeros(shape, dtype=dtype, device=device)
+                )
+        return found
 
-    def _follow_doubts(self, steps: Mapping[str, DoubtfulStep[Any]]) -> None:
-        """Follow through a step how far rounding of its gradients may have carried the biases."""
+    def _follow_doubts(
+        self, doubtful: Mapping[str, tuple[Any, Mapping[str, Any]]], rows: Mapping[str, Sequence[UseRows]]
+    ) -> None:
+        """Follow through a step how far rounding of its gradients may have carried the biases.
+
+        Args:
+            doubtful: bias -> its step's map, and the optimizer's settings in it.
+            rows: parameter -> the patterns of the step.
+        """
+        doubts = self._roundings(list(doubtful), rows)
+        steps = {name: DoubtfulStep(*of, doubts[name]) for name, of in doubtful.items()}
         families: dict[type[Spread[Any]], list[str]] = {}
         for name in steps:
             families.setdefault(type(self._spreads[name]), []).append(name)
@@ -425,26 +509,36 @@ class ShareFold:
 
     def _rows(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> dict[str, list[UseRows]]:
         """Return the patterns of a step by parameter, and add their keys to the sums of keys."""
+        self._find_negative()
         factors = {fact.parameter: fact.factors for fact in facts.facts if fact.updated}
         found: dict[str, list[UseRows]] = {}
+        key_sums: list[tuple[_KeySum, RowGroups, Tensor]] = []
         for call, record in calls:
             place, layer = self._layers[record.layer]
             values, keys = record.values, call.keys_of(record)
             assert values is not None, "calls without values are not taken"
             for grouping in range(len(self.groupings)):
                 codes, groups = self._codes_of(facts.step, call, grouping)
-                rows = SortedRows(groups, values, keys)
-                self._add_keys(grouping, record.layer, layer, groups, keys)
+                self._count_keys(grouping, record.layer, layer, groups, keys, key_sums)
                 for number, use in enumerate(layer.uses):
                     factor = factors[use.parameter][call.micro] if use.parameter in factors else 0.0
                     if factor != 0.0 and len(codes):
                         found.setdefault(use.parameter, []).append(
-                            UseRows((grouping, place, number), use.parameter_map, values, keys, codes, factor, rows)
+                            UseRows((grouping, place, number), use.parameter_map, values, keys, codes, factor, groups)
                         )
+        _add_keys(key_sums)
         return found
 
-    def _add_keys(self, grouping: int, name: str, layer: LayerStart, groups: RowGroups, keys: Tensor) -> None:
-        """Add the keys of a call to the sums of keys by group."""
+    def _count_keys(
+        self,
+        grouping: int,
+        name: str,
+        layer: LayerStart,
+        groups: RowGroups,
+        keys: Tensor,
+        key_sums: list[tuple[_KeySum, RowGroups, Tensor]],
+    ) -> None:
+        """Count the keys of a call by group, and append their sums to those that are to be added."""
         if not groups.present:
             return
         at = (grouping, name)
@@ -459,13 +553,21 @@ class ShareFold:
             total.counts[group] += size
         if not takes_ids(layer.uses):  # a sum of places in a table says nothing
             found = sum_unsorted_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
-            if len(groups.present) == len(total.sums):
-                total.sums += found
-            else:
-                total.sums.index_add_(0, groups.places(keys.device), found.double())
-        if not grouping:
+            key_sums.append((total, groups, found))
+        if not grouping and name not in self._negative:
             lowest, earlier = keys.min(), self._lowest.get(name)
             self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
+
+    def _find_negative(self) -> None:
+        """Find the layers whose keys have been negative by the last step; on a GPU by the last but one."""
+        if self._lowest_under_way is not None:
+            names, numbers = self._lowest_under_way
+            lowest = numbers.read()
+            self._negative.update(name for name, one in zip(names, lowest, strict=True) if float(one) < 0)
+            self._lowest_under_way = None
+        names = [name for name in self._lowest if name not in self._negative]
+        if names and len({self._lowest[name].device for name in names}) == 1:
+            self._lowest_under_way = names, NumbersUnderWay([self._lowest[name].double() for name in names])
 
     # The result ---------------------------------------------------------------------------------------------------
 
@@ -584,12 +686,22 @@ class ShareFold:
                     for group in range(len(labels)):
                         if _numbered("share", *at, group) in state.shares:
                             share = part(_numbered("share", *at, group), _numbered("average", *at, group))
-                            fold.shares.setdefault(at, {})[group] = share
+                            fold.stack(at).load(group, share)
         return fold
 
 
 AVERAGES = frozenset(kind.average for kind in optimizer_kinds().values() if kind.average)
 """The names that optimizers have for the average that is part of a linear step."""
+
+
+def _add_keys(key_sums: Sequence[tuple[_KeySum, RowGroups, Tensor]]) -> None:
+    """Add sums of keys by the groups of a call, (n, d_in), to those of all groups so far."""
+    whole = [(total.sums, found) for total, groups, found in key_sums if len(groups.present) == len(total.counts)]
+    if whole:
+        torch._foreach_add_([sums for sums, _ in whole], [found for _, found in whole])
+    for total, groups, found in key_sums:
+        if len(groups.present) != len(total.counts):
+            total.sums.index_add_(0, groups.places(found.device), found.double())
 
 
 def _numbered(what: str, *places: int) -> str:
@@ -612,28 +724,8 @@ def _read_together(
     steps: Sequence[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep]],
 ) -> Iterator[tuple[ParameterFacts, OptimizerKind[Any], ReplayedStep, Any]]:
     """Yield steps with their linear maps; steps of one optimizer are read together."""
-    kinds = {kind.name: kind for _, kind, _ in steps}
-    for name, kind in kinds.items():
-        mine = [one for one in steps if one[1].name == name]
+    for kind in {id(kind): kind for _, kind, _ in steps}.values():
+        mine = [one for one in steps if one[1] is kind]
         linears = kind.read_together([taken for _, _, taken in mine])
         for (fact, _, taken), linear in zip(mine, linears, strict=True):
             yield fact, kind, taken, linear
-
-
-def _states_after(live: Mapping[str, LiveParameter]) -> dict[str, dict[str, Any]]:
-    """Return the optimizers' states; numbers that lie on a GPU are fetched all at once, which is waited for."""
-    states = {name: dict(one.state) for name, one in live.items()}
-    far = [
-        (name, entry)
-        for name, state in states.items()
-        for entry, tensor in state.items()
-        if isinstance(tensor, Tensor)
-        and not tensor.dim()
-        and tensor.device.type != "cpu"
-        and live[name].parameter.dim()
-    ]
-    if far:
-        numbers = torch.stack([states[name][entry].double() for name, entry in far]).cpu()
-        for (name, entry), number in zip(far, numbers, strict=True):
-            states[name][entry] = number
-    return states

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dualform.recording.annotations import Binding
 from dualform.recording.hooks import Arrival
+from dualform.recording.row_trials import UNCALLED
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import StepCall
 from dualform.recording.step_in_progress import AccumulatedCall, Backward
@@ -173,7 +174,6 @@ def _place(arrival: Arrival, axis: int, binding: Binding | None) -> _Placed:
 
 OTHER_SHAPE = "its input has another shape than in the trial"
 BY_PARTS = "parts of the model were called, and not the model itself"
-UNCALLED = "it was not called in the trial"
 
 
 def _relied_on(taken: Binding, check: RowCheck | None, *, tried: bool) -> RowCheck | None:

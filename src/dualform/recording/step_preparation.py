@@ -117,7 +117,7 @@ class StepPreparation:
         """
         mine = owned.parameters
         before = look_before_step(owned)
-        context = StepContext(self._exact, step.graph_of, len(step.backwards), 1.0, False)
+        context = StepContext(self._explainable, step.graph_of, len(step.backwards), 1.0, False)
         step.graph_of = None
         seen = [self._seen(step.history(name, parameter), name, parameter, False) for name, parameter in mine.items()]
         finals = [final for _, final in seen if final is not None]
@@ -125,16 +125,24 @@ class StepPreparation:
         for one, norm in zip(finals, norms_of(gradients), strict=True):
             one.norm, one.gradient = norm, None  # the gradient itself may be overwritten
         # What happened to the gradients of this step is not known yet; a change is noticed one step later.
-        kind = (owned.name, len(step.backwards), self._last_factors, frozenset(_with_gradient(mine)))
+        kind = (owned.name, len(step.backwards), self._last_factors, frozenset(names_with_gradient(mine)))
         full = self._schedule.is_full(number, kind)
-        arrivals = _arrivals_of(step.backwards)
+        arrivals = arrivals_of(step.backwards) if self._explainable else {}
         views = {}
-        for (name, parameter), (_, final) in zip(mine.items(), seen, strict=True):
+        for (name, parameter), (_, final) in zip(mine.items(), seen, strict=True) if arrivals else ():
             calls = arrivals.get(name, [])
             coarse = any(arrival.call.coarse is not None for _, arrival in calls)
-            if final is not None and name in self._exact and (full or coarse):
+            if final is not None and name in self._explainable and (full or coarse):
                 views[name] = self._check.view(name, parameter, calls, final.elements, _not_at_hand)
         return LateStep(number, owned, before, context, step.backwards, seen, views, comparisons)
+
+    def foresee(self, late: LateStep) -> PreparedStep:
+        """Return what is known of a late step before it is made: settings, and which parameters have a gradient."""
+        owned = late.owned
+        facts = [
+            ParameterFacts(name, owned.name, one.has_gradient, one.settings, []) for name, one in late.before.items()
+        ]
+        return PreparedStep(late.number, facts, (), self._live(owned, owned.parameters, 1.0))
 
     def finish(self, late: LateStep, changes: Changes) -> PreparedStep:
         """Read the numbers of a step that was made, and return what it did, or refuse it."""
@@ -142,9 +150,12 @@ class StepPreparation:
             numbers = late.read()
         changes.refuse(numbers.changed, late.number)
         followed = numbers.followed
-        self._last_factors = _kind_of_factors(followed)
-        resolutions = []
+        self._last_factors = kind_of_factors(followed)
+        resolutions: list[Resolution] = []
         for name, factors in zip(late.before, followed, strict=True):
+            if name in self._measured:
+                resolutions.append(_measured(name, factors, factors.of))
+                continue
             resolution = Resolution(factors.of, factors.objection)
             if factors.objection is None and name in numbers.views:
                 explained = explain(numbers.views[name], factors.of, find_factor=False)
@@ -195,12 +206,12 @@ class StepPreparation:
         skipped: bool,
     ) -> list[Resolution]:
         """Return what is known of each parameter's gradient, those compared with their patterns that are to be."""
-        kind = (optimizer, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
+        kind = (optimizer, len(step.backwards), kind_of_factors(followed), frozenset(names_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
         coarse = bool([one for back in step.backwards for one in back.calls if one.arrival.call.coarse is not None])
         arrivals: dict[str, list[tuple[int, Arrival]]] = {}
         if full or coarse or [factors for factors in followed if factors.blind]:
-            arrivals = _arrivals_of(step.backwards)
+            arrivals = arrivals_of(step.backwards)
         elif not self._measured:
             return _by_samples(followed)
         found = []
@@ -218,12 +229,10 @@ class StepPreparation:
         self, name: str, parameter: nn.Parameter, calls: Sequence[tuple[int, Arrival]], factors: Factors
     ) -> Resolution:
         """Return what is known of a gradient that patterns need not explain: where no factor fits, it is 1."""
-        if factors.objection == NOT_FINITE:
-            raise RefusedError(f"Parameter {name!r} cannot be recorded: {NOT_FINITE}.")
-        found = Resolution(factors.of, None)
+        found = factors.of
         if factors.blind:
-            found = self._check.resolve(name, parameter, calls, factors, full=False)
-        return Resolution({micro: one if math.isfinite(one) else 1.0 for micro, one in found.factors.items()}, None)
+            found = dict(self._check.resolve(name, parameter, calls, factors, full=False).factors)
+        return _measured(name, factors, found)
 
     def _annotated_calls(
         self, step: StepInProgress, facts: Sequence[ParameterFacts], number: int
@@ -278,7 +287,7 @@ class StepPreparation:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
 
 
-def _arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arrival]]]:
+def arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arrival]]]:
     """Return the accumulated calls of each parameter's layers, each with its micro."""
     arrivals: dict[str, list[tuple[int, Arrival]]] = {}
     for micro, backward in enumerate(backwards):
@@ -286,6 +295,21 @@ def _arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arr
             for name in dict.fromkeys(name for name, _ in accumulated.arrival.call.layer.parameters.values()):
                 arrivals.setdefault(name, []).append((micro, accumulated.arrival))
     return arrivals
+
+
+def _measured(name: str, factors: Factors, found: Mapping[int, float]) -> Resolution:
+    """Return what is known of a gradient that patterns need not explain: where no factor was found, it is 1.
+
+    Args:
+        name: the parameter's name.
+        factors: what samples show of its gradient.
+        found: micro -> the factor that was found, NaN where no one factor explains what happened.
+    """
+    if factors.objection == NOT_FINITE:
+        raise RefusedError(f"Parameter {name!r} cannot be recorded: {NOT_FINITE}.")
+    if all(map(math.isfinite, found.values())):
+        return Resolution(found, None)
+    return Resolution({micro: one if math.isfinite(one) else 1.0 for micro, one in found.items()}, None)
 
 
 def _not_at_hand() -> float:
@@ -302,11 +326,12 @@ def _by_samples(followed: Sequence[Factors]) -> list[Resolution]:
     return found
 
 
-def _with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+def names_with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of the parameters that have a gradient."""
     return [name for name, parameter in parameters.items() if parameter.grad is not None]
 
 
-def _kind_of_factors(followed: Sequence[Factors]) -> FactorsKind:
+def kind_of_factors(followed: Sequence[Factors]) -> FactorsKind:
     """Say what happened to the gradients of a step: nothing, one factor for all of them (clipping), or several."""
     found: set[float] = set()
     last: Factors | None = None

@@ -4,14 +4,17 @@ Patterns that are few are held in memory after a replay, and asked there by the 
 that is stored. Otherwise each pass and fold takes its patterns while the training goes by them, and nothing is held.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dualform.engine.consent import asks_before_replays
 from dualform.engine.fold import RunningFolds
 from dualform.engine.jobs import Executor, Fold, Job, Pass, Sweep
+from dualform.engine.joint_rounds import joint_rounds
 from dualform.engine.local import LocalExecutor, block_patterns
 from dualform.engine.plain import RunningPass
 from dualform.engine.racing import RacingBest
@@ -19,7 +22,7 @@ from dualform.engine.reading import PatternRange, kept_by_part
 from dualform.engine.reducers import FLOAT32_SUM_KEYS, Best
 from dualform.engine.source import PatternPart, PatternSource
 from dualform.engine.sweep import ForwardSweep
-from dualform.errors import ReplayError
+from dualform.errors import DualformError, ReplayError, ReplayNeededError
 from dualform.recording.estimate import size_text
 from dualform.recording.watch import What
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
@@ -43,11 +46,19 @@ class ReplayExecutor:
 
     def __init__(self, stored: Executor | None = None) -> None:
         self._stored: Executor = LocalExecutor() if stored is None else stored
+        self._lock = threading.RLock()  # one question at a time: a replay sets torch's generators, and patterns go
 
     def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job; those that need a replay share one, and are kept beside the run."""
         if not isinstance(source, ReplayedPatterns):
             return self._stored.run(source, jobs)
+        rounds = joint_rounds()
+        if rounds is not None:
+            return rounds.run(lambda together: self._answer(source, together), jobs)
+        return self._answer(source, jobs)
+
+    def _answer(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job, from the run's cache where it is kept there."""
         cache = source.answers
         names = [None if _unstored_layers(source, job) <= source.held else name_job(job) for job in jobs]
         kept = {name: found for name in names if name is not None and (found := cache.find(("replayed", name)))}
@@ -70,6 +81,13 @@ class ReplayExecutor:
 
     def _run(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job, by one replay at most where none goes backwards."""
+        _ask_first(source, jobs)
+        with self._lock:
+            _ask_first(source, jobs)  # what is held may have changed meanwhile
+            return self._run_alone(source, jobs)
+
+    def _run_alone(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job while no other thread asks."""
         needed = [_unstored_layers(source, job) for job in jobs]
         every = frozenset[str]().union(*needed)
         if not every <= source.held:
@@ -88,6 +106,22 @@ class ReplayExecutor:
             next(found if layers <= source.held else swept if isinstance(job, Sweep) else passed)
             for job, layers in zip(jobs, needed, strict=True)
         ]
+
+
+def _ask_first(source: ReplayedPatterns, jobs: Sequence[Job]) -> None:
+    """Refuse jobs that need a replay, where replays are asked for first and the training may be called at all."""
+    if not asks_before_replays() or all(_unstored_layers(source, job) <= source.held for job in jobs):
+        return
+    try:
+        source.require_train()
+    except DualformError as error:
+        raise ReplayError(f"The run keeps the steps of its training and no patterns. {error}") from error
+    seconds = source.recorded_seconds
+    raise ReplayNeededError(
+        f"The run keeps the steps of its training and no patterns: the training has to be run again for this, which "
+        f"takes about {max(seconds, 1):.0f} s.",
+        seconds,
+    )
 
 
 def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:

@@ -34,7 +34,8 @@ from dualform.recording.user_warnings import warn_user
 from dualform.recording.watch import What
 from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnded, ReplaySink
 from dualform.replaying.training import OneRecording, Train
-from dualform.store.reader import Run, Shard
+from dualform.store.reader import Run
+from dualform.store.shard_reading import Shard
 from dualform.torch_modes import call_without_autocast, with_gradients, without_filling
 
 RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows")

@@ -18,7 +18,8 @@ from dualform.errors import ReplayError
 from dualform.identity.families.naming import same_optimizer
 from dualform.recording.sinks import RESIDUAL, ParameterFacts, Start, StepCall
 from dualform.recording.surroundings import find_surroundings
-from dualform.store.reader import Run, Shard
+from dualform.store.reader import Run
+from dualform.store.shard_reading import Shard
 from dualform.store.tables import MARKS, STEPS
 
 What = Literal["start", "calls", "annotations", "inputs", "settings", "parameters", "length"]

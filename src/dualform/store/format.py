@@ -19,6 +19,11 @@ LOCK = ".lock"
 STATE = ":"  # ENTRY:NAME in initial.safetensors is a warm entry of a parameter's optimizer state
 
 
+def rank_folder(rank: int) -> str:
+    """Return the folder of the files of one of several processes; those of process 0 lie at the top."""
+    return f"ranks/{rank:06d}"
+
+
 def shares_file(step: int) -> str:
     """Return the name of the blob of shares after a step."""
     return f"{SHARES}{step:09d}.safetensors"

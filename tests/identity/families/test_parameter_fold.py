@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_kind import DoubtfulStep, ReplayedStep, StepMatrix, follow_together
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
-from dualform.identity.families.parameter_fold import ParameterFold, SortedRows, UseRows, bias_rounding
+from dualform.identity.families.parameter_fold import ParameterFold, UseRows, bias_rounding, bias_roundings
 from dualform.identity.grouped_products import RowGroups
 from dualform.identity.parameter_maps import BiasMap, OuterMap
 
@@ -29,9 +29,10 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_live_fold_is_the_dense_one(name: str, warm: bool) -> None:
+def test_the_live_fold_is_the_dense_one(name: str, warm: bool, divides: bool) -> None:
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
     optimizer = OPTIMIZERS[name]([parameter])
@@ -50,6 +51,7 @@ def test_the_live_fold_is_the_dense_one(name: str, warm: bool) -> None:
         initial=lambda: initial,
         warm=None if average is None else average.clone(),
     )
+    fold.divides = divides
     start, dense = replay.share(), [Share(torch.zeros_like(initial)) for _ in range(4)]
     for step in range(9):
         count = 4
@@ -66,9 +68,7 @@ def test_the_live_fold_is_the_dense_one(name: str, warm: bool) -> None:
         optimizer.step()
         after = dict(optimizer.state[parameter])
         linear = kind.read(ReplayedStep(settings, gradient, kept, after))
-        rows = UseRows(
-            (0, 0, 0), OuterMap(), values, keys, codes, 1.0, SortedRows(RowGroups.of_codes(codes), values, keys)
-        )
+        rows = UseRows((0, 0, 0), OuterMap(), values, keys, codes, 1.0, RowGroups.of_codes(codes))
         live = after.get(kind.average) if kind.average else None
         follow_together(fold.step(linear, [rows], gradient=gradient, live_average=live))
         dense_linear = replay.step(settings, gradient)
@@ -151,10 +151,14 @@ def test_rounding_of_a_bias_is_that_of_its_sum_and_of_its_dtype(dtype: torch.dty
     values = torch.randn(7, 3).to(dtype)
     groups = RowGroups.of_codes(torch.zeros(7, dtype=torch.int64))
     keys = torch.ones(7, 1, dtype=dtype)
-    rows = UseRows((0, 0, 0), BiasMap(), values, keys, torch.zeros(7), -0.5, SortedRows(groups, values, keys))
+    rows = UseRows((0, 0, 0), BiasMap(), values, keys, torch.zeros(7), -0.5, groups)
     expected = 0.5 * 2.0**-24 * values.double().abs().sum(0)
     if dtype == torch.bfloat16:
         expected += 0.5 * 2.0**-8 * values.double().sum(0).abs()
     found = bias_rounding([rows], (3,), torch.float32)
     assert isinstance(found, torch.Tensor)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    together = bias_roundings([[rows], [rows, rows], []], [(3,)] * 3, torch.float32)
+    torch.testing.assert_close(together[0], found, rtol=1e-6, atol=0)
+    torch.testing.assert_close(together[1], 2 * found, rtol=1e-6, atol=0)
+    assert together[2] == 0.0

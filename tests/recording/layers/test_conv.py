@@ -10,8 +10,9 @@ from torch.nn import functional
 
 import dualform
 from dualform.experiments.datasets import load, standardised
+from dualform.recording.layers import conv as conv_kinds
 from dualform.recording.layers import find_kind
-from dualform.recording.layers.conv import patches_by_offset, unfolded_patches
+from dualform.recording.layers.conv import patches_on_cpu, unfolded_patches
 
 OPTIONS: dict[str, tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], dict[str, Any], tuple[int, ...]]] = {
     "1-D": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (9,)),
@@ -142,8 +143,11 @@ def test_a_network_on_digits_learns_and_is_covered(run: Path) -> None:
     assert set(top["label"].to_pylist()) <= set(range(10))
 
 
+@pytest.mark.parametrize("most", [0, conv_kinds.MAX_PLACES])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_patches_are_the_same_in_both_ways(option: str) -> None:
+def test_patches_are_the_same_in_every_way(option: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_kinds, "MAX_PLACES", most)
     kind, settings, size = OPTIONS[option]
     conv, padded = kind(4, 8, **settings), torch.randn(3, 4, *(length + 4 for length in size))
-    assert torch.equal(patches_by_offset(conv, padded), unfolded_patches(conv, padded))
+    for inputs in (padded, padded[:0], padded.bfloat16(), padded.movedim(1, -1).contiguous().movedim(-1, 1)):
+        assert torch.equal(patches_on_cpu(conv, inputs), unfolded_patches(conv, inputs))

@@ -16,6 +16,7 @@ function that reads α, β, κ, P, Q off its settings and its state after the st
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class ElementwiseStep(StepMap):
     @property
     def matrix(self) -> StepMatrix | None:
         """The step as numbers; None where one of β, P, Q is a matrix."""
-        if any(isinstance(factor, Tensor) for factor in (self.beta, self.on_average, self.on_gradient)):
+        if isinstance(self.on_average, Tensor) or isinstance(self.on_gradient, Tensor) or isinstance(self.beta, Tensor):
             return None
         beta, on_average, on_gradient = (float(x) for x in (self.beta, self.on_average, self.on_gradient))
         direct = on_average * beta + on_gradient  # what W' takes of d
@@ -92,16 +93,35 @@ class ElementwiseStep(StepMap):
             gradient=(-direct * self.sign, beta * self.sign),
         )
 
+    @property
+    def lerp(self) -> tuple[float, float] | None:
+        """α and sign · β, where β is a number and the step takes d by way of the average alone, without decay."""
+        if isinstance(self.beta, Tensor) or isinstance(self.on_gradient, Tensor) or self.on_gradient or self.decay:
+            return None
+        return self.alpha, self.sign * self.beta
+
     @classmethod
     def follow_all(cls, moves: Sequence[Move["ElementwiseStep"]]) -> None:
         """Move all shares in place: those whose steps have the same numbers by one kernel for each product."""
         alike: dict[tuple[Any, ...], list[Move[ElementwiseStep]]] = {}
+        numbers: tuple[Any, ...] = ()
+        last: ElementwiseStep | None = None
         for move in moves:
             step = move.linear
-            numbers = (step.alpha, step.kappa, step.decay, step.sign, move.averages_moved)
-            factors = (step.beta, step.on_average, step.on_gradient)
-            at = (*numbers, *("matrix" if isinstance(factor, Tensor) else factor for factor in factors))
-            alike.setdefault(at, []).append(move)
+            if step is not last:
+                last = step
+                numbers = (
+                    step.alpha,
+                    step.kappa,
+                    step.decay,
+                    step.sign,
+                    "matrix" if isinstance(step.beta, Tensor) else step.beta,
+                    "matrix" if isinstance(step.on_average, Tensor) else step.on_average,
+                    "matrix" if isinstance(step.on_gradient, Tensor) else step.on_gradient,
+                )
+            # Kernels for many tensors take no matrix that stands for several shares of one tensor.
+            stacked = isinstance(step.on_average, Tensor) and move.shares[0].dim() != step.on_average.dim()
+            alike.setdefault((*numbers, move.averages_moved, move.scale, stacked), []).append(move)
         for group in alike.values():
             _follow_together(group)
 
@@ -129,10 +149,11 @@ def _follow_together(moves: Sequence[Move[ElementwiseStep]]) -> None:
     with_gradient = [owners[place] for place in places]
     if first.moves_average and not moves[0].averages_moved:
         _move_averages(averages, places, moved, [one.beta for one in with_gradient], first.alpha)
-    if first.kappa != 1.0:
+    scale = moves[0].scale
+    if scale is None and first.kappa != 1.0:
         torch._foreach_mul_(shares, first.kappa)
-    _add_products(shares, averages, [one.on_average for one in owners], sign=-1)
-    _add_products([shares[place] for place in places], moved, [one.on_gradient for one in with_gradient], sign=-1)
+    _add_products(shares, averages, [one.on_average for one in owners], by=-1 / (scale or 1.0))
+    _add_products([shares[place] for place in places], moved, [one.on_gradient for one in with_gradient], by=-1.0)
 
 
 def _move_averages(
@@ -154,16 +175,16 @@ def _is_not_zero(factor: Tensor | float) -> bool:
 
 
 def _add_products(
-    totals: list[Tensor], terms: list[Tensor], factors: Sequence[Tensor | float], *, sign: int = 1
+    totals: list[Tensor], terms: list[Tensor], factors: Sequence[Tensor | float], *, by: float = 1.0
 ) -> None:
-    """Add each term times a factor to its total, in place; factors are all matrices, or all the same number."""
+    """Add each term times a factor and a number to its total, in place; factors are all matrices, or all one number."""
     if not terms or not _is_not_zero(factors[0]):
         return
     matrices = [factor for factor in factors if isinstance(factor, Tensor)]
     if matrices:
-        torch._foreach_addcmul_(totals, terms, matrices, value=sign)
+        torch._foreach_addcmul_(totals, terms, matrices, value=by)
     else:
-        torch._foreach_add_(totals, terms, alpha=sign * float(factors[0]))
+        torch._foreach_add_(totals, terms, alpha=by * float(factors[0]))
 
 
 Reading = Callable[[Settings, State, State], ElementwiseStep]
@@ -346,6 +367,7 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
     """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
 
     family = "elementwise: one matrix per step"
+    is_elementwise = True
 
     def __init__(
         self,
@@ -357,9 +379,11 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         state_settings: tuple[str, ...],
         overwrites_state: tuple[str, ...],
         decoupled: bool,
+        by_average: bool,
         together: ReadingTogether | None,
     ) -> None:
         super().__init__(optimizer, average)
+        self._by_average = by_average
         self.settings = settings
         self.state_settings = state_settings
         self.overwrites_state = overwrites_state
@@ -394,6 +418,10 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
         decoupled = self._decoupled or settings.get("decoupled_weight_decay", False)
         return bool(settings.get("weight_decay", 0.0)) and not decoupled
 
+    def takes_gradient_by_average(self, settings: Settings) -> bool:
+        """Say whether the optimizer takes its gradient by way of its average alone, and no decay goes through it."""
+        return self._by_average and not self.decays_gradient(settings)
+
     def read(self, taken: ReplayedStep) -> ElementwiseStep:
         """Return a step with its numbers as the step itself rounded them, to the parameter's dtype.
 
@@ -411,11 +439,19 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
 
     def _rounded(self, linear: ElementwiseStep, dtype: torch.dtype) -> ElementwiseStep:
         """Return a step with its numbers as the step itself rounded them."""
-        rounded = near(dtype)
-        beta = linear.beta if isinstance(linear.beta, Tensor) else rounded(linear.beta)
-        alpha = rounded(linear.alpha) if isinstance(beta, Tensor) or not linear.alpha else 1 - beta
-        kappa, decay = rounded(linear.kappa), rounded(linear.decay)
-        return dataclasses.replace(linear, alpha=alpha, beta=beta, kappa=kappa, decay=decay)
+        number = None if isinstance(linear.beta, Tensor) else linear.beta
+        alpha, rounded_beta, kappa, decay = _rounded_numbers(linear.alpha, number, linear.kappa, linear.decay, dtype)
+        return ElementwiseStep(
+            alpha,
+            linear.beta if rounded_beta is None else rounded_beta,
+            kappa,
+            linear.on_average,
+            linear.on_gradient,
+            decay,
+            linear.sign,
+            linear.reach,
+            linear.corrected,
+        )
 
     def backward(self, shape: Sequence[int]) -> ElementwiseBackward:
         """Return where the way back starts."""
@@ -437,6 +473,7 @@ def reads(
     state_settings: tuple[str, ...] = (),
     overwrites_state: tuple[str, ...] = (),
     decoupled: bool = False,
+    by_average: bool = False,
     together: ReadingTogether | None = None,
 ) -> Callable[[Reading], Reading]:
     """Register a function that reads a step of an optimizer.
@@ -448,6 +485,7 @@ def reads(
         state_settings: settings that make it keep more state from its first step on.
         overwrites_state: state entries that a step overwrites and the function needs as they were before it.
         decoupled: whether its weight decay never goes through the gradient.
+        by_average: whether a step without decay takes its gradient by way of the average alone.
         together: reads the steps of several parameters at once, as the function reads each.
     """
 
@@ -460,6 +498,7 @@ def reads(
             state_settings=state_settings,
             overwrites_state=overwrites_state,
             decoupled=decoupled,
+            by_average=by_average,
             together=together,
         )
         register_optimizer(kind)
@@ -468,8 +507,24 @@ def reads(
     return register
 
 
+@functools.lru_cache(maxsize=64)
+def _rounded_numbers(
+    alpha: float, beta: float | None, kappa: float, decay: float, dtype: torch.dtype
+) -> tuple[float, float | None, float, float]:
+    """Return α, β, κ and the decay of a step as a step in a dtype rounds them; β is None where it is a matrix."""
+    rounded = near(dtype)
+    if beta is not None:
+        beta = rounded(beta)
+    return rounded(alpha) if beta is None or not alpha else 1 - beta, beta, rounded(kappa), rounded(decay)
+
+
 def _in_precision(state: State, dtype: torch.dtype) -> State:
-    """Return a state whose tensors have a dtype; the tensors themselves where they have it already."""
+    """Return a state whose tensors have a dtype; the state itself where they have it already."""
+    for entry in state.values():
+        if isinstance(entry, Tensor) and entry.dtype != dtype:
+            break
+    else:
+        return state
     return {
         name: entry.to(dtype) if isinstance(entry, Tensor) and entry.dtype != dtype else entry
         for name, entry in state.items()
@@ -513,7 +568,7 @@ def _adam_together(taken: Sequence[tuple[Settings, State]]) -> list[ElementwiseS
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, ((settings, after), count) in enumerate(zip(taken, counts, strict=True)):
         second = _adam_second(settings, after)
-        alike.setdefault((count, second.dtype, second.device, *settings.items()), []).append(place)
+        alike.setdefault((count, second.dtype, second.device, id(settings)), []).append(place)
     found: dict[int, ElementwiseStep] = {}
     for places in alike.values():
         settings, count = taken[places[0]][0], counts[places[0]]
@@ -538,6 +593,7 @@ _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
     "decoupled_weight_decay",
     average="exp_avg",
     state_settings=("amsgrad",),
+    by_average=True,
     together=_adam_together,
 )
 def _read_adam(settings: Settings, before: State, after: State) -> ElementwiseStep:
@@ -550,6 +606,7 @@ def _read_adam(settings: Settings, before: State, after: State) -> ElementwiseSt
     average="exp_avg",
     state_settings=("amsgrad",),
     decoupled=True,
+    by_average=True,
     together=_adam_together,
 )
 def _read_adamw(settings: Settings, before: State, after: State) -> ElementwiseStep:
@@ -583,6 +640,7 @@ def _read_nadam(settings: Settings, before: State, after: State) -> ElementwiseS
     torch.optim.RAdam,
     "lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize",
     average="exp_avg",
+    by_average=True,
 )  # fmt: skip
 def _read_radam(settings: Settings, before: State, after: State) -> ElementwiseStep:
     beta1, beta2 = settings["betas"]
@@ -606,7 +664,7 @@ def _read_radam(settings: Settings, before: State, after: State) -> ElementwiseS
     )
 
 
-@reads(torch.optim.Adamax, "lr", "betas", "eps", "weight_decay", "maximize", average="exp_avg")
+@reads(torch.optim.Adamax, "lr", "betas", "eps", "weight_decay", "maximize", average="exp_avg", by_average=True)
 def _read_adamax(settings: Settings, before: State, after: State) -> ElementwiseStep:
     beta1, _ = settings["betas"]
     count = float(after["step"])

@@ -87,8 +87,8 @@ class OneSidedStep(StepMap):
                 update = step.ahead * average
                 if gradient is not None and step.ahead != 1.0:
                     update.add_(gradient, alpha=1 - step.ahead)
-                left, right = (update, step.side) if step.tall else (step.side, update)
-                share.addmm_(left, right, beta=step.kappa, alpha=-step.gamma)
+                turned = update @ step.side if step.tall else step.side @ update
+                share.mul_(step.kappa).add_(turned, alpha=-step.gamma)
 
 
 @dataclass(frozen=True, slots=True)

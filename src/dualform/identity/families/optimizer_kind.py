@@ -89,6 +89,14 @@ class StepMap(ABC):
         """The step as numbers; None where its map is not made of numbers alone."""
         return None
 
+    @property
+    def lerp(self) -> tuple[float, float] | None:
+        """The numbers by which the average takes up a gradient, m' = a m + b g, if the step uses it nowhere else.
+
+        A share's gradient can then be added to its average as it is computed. None for other steps.
+        """
+        return None
+
     @classmethod
     @abstractmethod
     def follow_all(cls, moves: "Sequence[Move[Any]]") -> None:
@@ -127,12 +135,16 @@ M = TypeVar("M", bound=StepMap)
 class Move(Generic[M]):
     """A step that some shares of its parameter are to follow.
 
+    Several shares may lie in one tensor (G, ...), with their averages and their gradients in tensors of the same shape.
+
     Attributes:
         linear: the step.
         shares: shares of W before the step, which are written to.
         averages: their averages, which are written to; anything where the step neither changes nor uses an average.
         gradients: the gradient of each share, None for zero.
         averages_moved: whether the averages are those after the step already, so that they stay as they are.
+        scale: what the shares are divided by, with the κ of this step and of earlier ones in it, so that no pass over
+            them multiplies by κ; None where they are the shares themselves. For steps that have a `lerp`.
     """
 
     linear: M
@@ -140,6 +152,7 @@ class Move(Generic[M]):
     averages: list[Tensor]
     gradients: Sequence[Tensor | None]
     averages_moved: bool = False
+    scale: float | None = None
 
 
 class Multiplier(ABC):
@@ -224,7 +237,8 @@ class ReplayedStep:
 
     Attributes:
         settings: the optimizer's settings in the step.
-        gradient: the gradient that the step took.
+        gradient: the gradient that the step took; an empty one of its dtype where the optimizer's kind
+            `takes_gradient_by_average`.
         before: the state before the step; of a live step, the entries that `OptimizerKind.overwrites_state` names.
         after: the state after the step.
         precision: the dtype in which the step's matrices are wanted.
@@ -297,6 +311,9 @@ class OptimizerKind(ABC, Generic[M]):
     has_coefficients: ClassVar[bool] = False
     """Whether the steps' maps follow from settings alone, so that a pattern has a coefficient."""
 
+    is_elementwise: ClassVar[bool] = False
+    """Whether its steps multiply a gradient element by element, by numbers or matrices."""
+
     overwrites_state: tuple[str, ...] = ()
     """State entries that a step overwrites and `read` needs as they were before it."""
 
@@ -359,9 +376,25 @@ class OptimizerKind(ABC, Generic[M]):
         """Say whether a step may write to the gradient that it takes."""
         return False
 
+    def takes_gradient_by_average(self, settings: Settings) -> bool:
+        """Say whether a step uses its gradient for the average alone: then the average after it tells the whole step.
+
+        `StepMap.lerp` of such a step is never None, and `read` needs of the gradient no more than its dtype.
+        """
+        return False
+
     @abstractmethod
     def read(self, taken: ReplayedStep) -> M:
         """Return a step as a linear map."""
+
+    def read_settings(self, settings: Settings, dtype: torch.dtype) -> M:
+        """Return a step as a linear map from its settings alone, if the optimizer has coefficients.
+
+        Args:
+            settings: the optimizer's settings in the step.
+            dtype: the dtype of the parameter, to which the step rounds its settings.
+        """
+        raise _no_coefficients(self.name)
 
     def read_together(self, taken: Sequence[ReplayedStep]) -> list[M]:
         """Return the steps of several parameters as linear maps, the same that `read` gives of each."""

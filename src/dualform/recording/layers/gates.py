@@ -2,18 +2,34 @@
 
 A recurrent layer's kernel brings gradients to its outputs only. The errors at the gates' pre-activations, which are the
 values of its weights, follow by going back through time once more: every gate in one product from the keys
-[x_t ; h_{t-1}], then one small step per time. Time is the order in which the cell runs, so a reversed direction comes
+[x_t ; h_{t-1}], then one small step per time. For an LSTM on a CPU the kernel's own workspace has them nearly ready
+(`dualform.recording.layers.lstm_workspace`). Time is the order in which the cell runs, so a reversed direction comes
 reversed. T steps, B rows, d input elements, H units.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from dualform.identity.parameter_use import ParameterUse, Span
 from dualform.recording.buffer_pool import new_rows
+from dualform.recording.layers.lstm_workspace import (
+    Layout,
+    Workspace,
+    cell_states,
+    errors_in,
+    find_layout,
+    is_near,
+    sigmoid_slope,
+    tanh_slope,
+)
+
+MAX_LAYOUTS = 64
+"""Shapes of calls whose workspaces are looked through; calls of further shapes are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,7 @@ class Ran:
     last: Tensor  # (B, H), the output of the last step
     cell: Tensor | None  # (B, H), an LSTM's first cell state
     mask: Tensor | None  # (T, B, 1), false where a sequence has not begun or is over; nothing where all are as long
+    workspace: Workspace | None = None  # of an LSTM that oneDNN ran
 
 
 class Cell(ABC):
@@ -96,17 +113,65 @@ class LSTM(Cell):
     gates = 4
     blocks = 4
 
+    layouts: ClassVar[dict[tuple[int, ...], Layout | None]] = {}
+    """Shape of a call -> where its workspace has what; None where that was not found."""
+
     def errors(self, weights: Weights, ran: Ran, outer: Outer) -> Tensor:
-        """Go back through the cell states and hidden states."""
+        """Return the errors that the workspace of the call holds, or compute them."""
+        memory = None if ran.workspace is None or ran.mask is not None else ran.workspace.take()
+        if memory is None:
+            return self.computed_errors(weights, ran, outer)
+        shape = (*ran.keys.shape, weights.units)
+        if shape not in self.layouts and len(self.layouts) < MAX_LAYOUTS:
+            values = self.computed_errors(weights, ran, outer)
+            if float(values.abs().sum()) in (0.0, math.inf) or not math.isfinite(values.sum()):
+                return values  # numbers that are not to be told from others
+            self.layouts[shape] = self._find_layout(memory, weights, ran, outer, values)
+        layout = self.layouts.get(shape)
+        found = None if layout is None else self._found_errors(memory, layout, weights, ran, outer)
+        return self.computed_errors(weights, ran, outer) if found is None else found
+
+    def _found_errors(self, memory: Tensor, layout: Layout, weights: Weights, ran: Ran, outer: Outer) -> Tensor | None:
+        """Return the errors that a workspace holds, (T, B, 4H); None where it differs from what one step computes."""
+        assert ran.cell is not None, "an LSTM has a first cell state"
+        found = errors_in(memory, layout, outer.outputs, ran.cell)
+        if found is None:
+            return None
+        t = len(ran.keys) // 2
+        gates = self._gates(weights, ran.keys[t : t + 1])[0]
+        before = found.values[t].flatten(1) @ weights.hidden
+        return found.values.flatten(2) if is_near(found.gates[t], gates) and is_near(found.hidden[t], before) else None
+
+    def _gates(self, weights: Weights, keys: Tensor) -> Tensor:
+        """Compute the gates, (T, B, 4, H)."""
+        gates = weights.joined(keys).view(*keys.shape[:2], 4, weights.units)
+        gates[:, :, :2].sigmoid_()
+        gates[:, :, 2].tanh_()
+        gates[:, :, 3].sigmoid_()
+        return gates
+
+    def _find_layout(self, memory: Tensor, weights: Weights, ran: Ran, outer: Outer, values: Tensor) -> Layout | None:
+        """Look in a workspace for the gates, and for the errors that lead to these values (T, B, 4H)."""
+        assert ran.cell is not None, "an LSTM has a first cell state"
+        assert outer.cell is not None, "an LSTM has a last cell state"
+        gates = self._gates(weights, ran.keys)
+        i, f, g, o = gates.unbind(2)
+        bent = torch.tanh(cell_states(i, f, g, ran.cell)[1:])
+        hidden = torch.cat([values @ weights.hidden, outer.hidden[None]])  # (T + 1, B, H)
+        into_cell = tanh_slope((outer.outputs + hidden[1:]) * o, bent, bent)
+        cell = [outer.cell]
+        for t in reversed(range(len(f))):
+            cell.append((cell[-1] + into_cell[t]) * f[t])
+        return find_layout(memory, gates.flatten(2), hidden, torch.stack(cell[::-1]))
+
+    def computed_errors(self, weights: Weights, ran: Ran, outer: Outer) -> Tensor:
+        """Compute the gates again, and go back through the cell states and hidden states."""
         keys, cell, mask = ran.keys, ran.cell, ran.mask
         assert cell is not None, "an LSTM has a first cell state"
         assert outer.cell is not None, "an LSTM has a last cell state"
         steps, rows, _ = keys.shape
         units = weights.units
-        gates = weights.joined(keys).view(steps, rows, 4, units)
-        gates[:, :, :2].sigmoid_()
-        gates[:, :, 2].tanh_()
-        gates[:, :, 3].sigmoid_()
+        gates = self._gates(weights, keys)
         i, f, g, o = gates.unbind(2)
         shape = steps, rows, units
         cells = new_rows((steps + 1, rows, units), keys)  # before each step, and after the last
@@ -120,11 +185,11 @@ class LSTM(Cell):
         bent = torch.tanh(cells[1:], out=fresh)
         # What multiplies the error of the cell state in i, f, g; and of the hidden state in o and in the cell state.
         into = new_rows(gates.shape, keys)
-        _sigmoid_slope(g, i, into[:, :, 0])
-        _sigmoid_slope(cells[:-1], f, into[:, :, 1])
-        _tanh_slope(i, g, into[:, :, 2])
-        _sigmoid_slope(bent, o, into[:, :, 3])
-        through = _tanh_slope(o, bent, new_rows(shape, keys))
+        sigmoid_slope(g, i, into[:, :, 0])
+        sigmoid_slope(cells[:-1], f, into[:, :, 1])
+        tanh_slope(i, g, into[:, :, 2])
+        sigmoid_slope(bent, o, into[:, :, 3])
+        through = tanh_slope(o, bent, new_rows(shape, keys))
         values = new_rows(gates.shape, keys)
         at_cell, at_hidden = outer.cell.clone(), outer.hidden
         now = at_hidden + outer.outputs[-1]
@@ -147,18 +212,6 @@ class LSTM(Cell):
                     at_hidden = torch.where(mask[t], whole[t] @ weights.hidden, at_hidden)
                     now = at_hidden + outputs[t - 1]
         return values.view(steps, rows, -1)
-
-
-def _sigmoid_slope(factor: Tensor, gate: Tensor, out: Tensor) -> Tensor:
-    """Return factor · gate · (1 - gate), with the slope of a sigmoid that gave `gate`, in one pass."""
-    slope: Tensor = torch.ops.aten.sigmoid_backward.grad_input(factor, gate, grad_input=out)
-    return slope
-
-
-def _tanh_slope(factor: Tensor, gate: Tensor, out: Tensor) -> Tensor:
-    """Return factor · (1 - gate²), with the slope of a tanh that gave `gate`, in one pass."""
-    slope: Tensor = torch.ops.aten.tanh_backward.grad_input(factor, gate, grad_input=out)
-    return slope
 
 
 class GRU(Cell):

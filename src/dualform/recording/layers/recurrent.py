@@ -21,6 +21,7 @@ from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.layers.composite import Composite, Report, Tracer, composes
 from dualform.recording.layers.gates import GRU, LSTM, Cell, Outer, Plain, Ran, Weights
 from dualform.recording.layers.layer_kind import LayerKind, present
+from dualform.recording.layers.lstm_workspace import workspace_of
 from dualform.torch_modes import without_gradients
 
 
@@ -250,7 +251,8 @@ def _unrolled(
     keys[..., :width] = x
     keys[0, :, width:] = hidden
     keys[1:, :, width:] = own[:-1] if mask is None else torch.where(mask[:-1], own[:-1], hidden)
-    return Unrolled(Ran(keys, own[-1].clone(), cell, mask), _weights(weights), sizes, unsorted, direction, batched)
+    ran = Ran(keys, own[-1].clone(), cell, mask, None if cell is None else workspace_of(outputs))
+    return Unrolled(ran, _weights(weights), sizes, unsorted, direction, batched)
 
 
 def _padded(data: Tensor, sizes: Tensor) -> Tensor:
