@@ -46,7 +46,7 @@ WINDOW_BYTES = 16 << 20
 """Size of keys and values of replayed steps that are looked at together: many small steps cost more one by one."""
 
 
-GPU_WINDOW_BYTES = 4 << 30
+GPU_WINDOW_BYTES = 3 << 29
 """The same on a GPU, at most; and at most an eighth of its free memory. Its kernels cost more to start than to run."""
 
 
