@@ -155,9 +155,9 @@ def mnist(bench: Bench, optimizer: Literal["SGD", "AdamW"]) -> Measured:
     against="the same training without recording, deterministic too",
     cuda=at_most(1.4),
     why={
-        "cuda": "Python: the training itself waits for it, 41 ms a step of which the GPU works 22. A profile gave about 13 "
-        "ms a step to the hooks, 20 to the passes and 5 to the marks of parameters; the GPU's own time is 1.45 times as "
-        "long."
+        "cuda": "Python: the training itself waits for it, 41 ms a step of which the GPU works 22. A profile gave "
+        "about 13 ms a step to the hooks, 20 to the passes and 5 to the marks of parameters; the GPU's own time is "
+        "1.45 times as long."
     },
     precision="bfloat16",
 )
