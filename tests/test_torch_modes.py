@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from dualform.threads import in_own_dtype, side_by_side
-from dualform.torch_modes import call_without_autocast, keeping_grad_mode, with_gradients, without_gradients
+from dualform.torch_modes import (
+    call_without_autocast,
+    keeping_grad_mode,
+    with_gradients,
+    without_filling,
+    without_gradients,
+)
 from helpers.interruptions import interrupted
 
 
@@ -52,6 +58,7 @@ def test_torchs_own_no_grad_does_not_survive_every_interrupt() -> None:
         keeping_grad_mode(with_torchs_own),
         in_own_dtype(with_torchs_own),
         lambda: call_without_autocast(["cpu", "cuda"], work),
+        lambda: without_filling(work),
         lambda: side_by_side([1, 2, 3], lambda _: helper(), lambda _: None),
     ],
 )
@@ -67,4 +74,6 @@ def test_the_modes_inside() -> None:
         assert not torch.is_grad_enabled()
     with torch.autocast("cpu"):
         assert call_without_autocast(["cpu"], lambda: torch.is_autocast_enabled("cpu")) is False
+        assert without_filling(torch._C._get_deterministic_fill_uninitialized_memory) is False
+        assert torch._C._get_deterministic_fill_uninitialized_memory()
         assert torch.is_autocast_enabled("cpu")

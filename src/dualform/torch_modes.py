@@ -66,6 +66,20 @@ def call_without_autocast(kinds: Sequence[str], call: Callable[[], R]) -> R:
         torch.set_autocast_enabled(kinds[0], before)
 
 
+def without_filling(call: Callable[[], R]) -> R:
+    """Call a function whose new tensors are not filled before they are written to.
+
+    Where torch is deterministic it fills them, against programs that read what nobody has written; a copy costs twice
+    as much by it.
+    """
+    before = torch._C._get_deterministic_fill_uninitialized_memory()
+    try:
+        torch._C._set_deterministic_fill_uninitialized_memory(False)
+        return call()
+    finally:
+        torch._C._set_deterministic_fill_uninitialized_memory(before)
+
+
 def function_modes() -> int:
     """Return how many modes of the calling thread (`TorchFunctionMode`) torch's functions go through."""
     return len(_get_current_function_mode_stack())

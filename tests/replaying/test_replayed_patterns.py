@@ -12,7 +12,8 @@ from torch import nn
 import dualform
 from conformance.sources import SourceConformance
 from dualform.attend.memory import Memory
-from dualform.errors import ReplayError
+from dualform.errors import RefusedError, ReplayError
+from dualform.recording import alignment
 from dualform.recording.keep import Patterns, Steps
 from dualform.replaying import replay_executor
 from dualform.replaying.replay_executor import ReplayExecutor
@@ -185,3 +186,134 @@ def test_answers_are_kept_beside_the_run_by_question(recorded: Blobs) -> None:
     assert ask(3, on_difference="report")[1] == 1  # which may differ
     queries["1"] = queries["1"] + 1
     assert ask(3)[1] == 1
+
+
+def turned_training(recording: Recording) -> nn.Module:
+    """Train a network whose second layer sees the rows turned by one, and in some steps as they are."""
+    torch.manual_seed(0)
+    model = Turning()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    with recording(model, optimizer) as recorder:
+        for step in range(6):
+            inputs = torch.randn(4 if step != 4 else 6, 5, generator=generator)
+            recorder.annotate(sample=torch.arange(len(inputs)))
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+    return model
+
+
+class Turning(nn.Module):
+    """Two layers, between which the rows are turned by one where there are six of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, 5) -> (B, 3)
+        found: torch.Tensor = self.second(torch.tanh(self.first(x)).roll(int(len(x) == 6), 0))
+        return found
+
+
+def plain_rows_training(recording: Recording) -> nn.Module:
+    """Train a network whose layers all have the batch's rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, optimizer) as recorder:
+        for _ in range(5):
+            inputs = torch.randn(4, 5)
+            recorder.annotate(sample=torch.arange(4))
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+    return model
+
+
+def test_rows_that_the_recording_tried_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = MemoryBlobs()
+    record_training(plain_rows_training, blobs)
+    source = ReplayedPatterns(Run(blobs), plain_rows_training, held_bytes=0)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("rows are tried")
+
+    monkeypatch.setattr(alignment, "check_rows", fail)
+    assert not source.tries_rows
+    assert set(going_by(source).attend(queries={"2": torch.randn(2, 4)})["2"].top(2).columns["sample"]) <= {0, 1, 2, 3}
+    source.tries_rows = True
+    with pytest.raises(RefusedError, match="rows are tried"):
+        going_by(source).attend(queries={"2": torch.randn(2, 4)})["2"].top(3)
+
+
+@pytest.mark.filterwarnings("ignore:Columns per row are left out")
+def test_rows_that_were_not_always_the_same_are_tried_again() -> None:
+    steps, patterns = MemoryBlobs(), MemoryBlobs()
+    record_training(turned_training, steps)
+    record_training(turned_training, patterns, keep=Patterns())
+    source = ReplayedPatterns(Run(steps), turned_training, held_bytes=0)
+    queries = {"second": torch.randn(2, 4, generator=torch.Generator().manual_seed(0))}
+    found = going_by(source).attend(queries=queries)["second"].top(26)
+    assert source.tries_rows
+    assert source.replays == 2  # the first one ended where the rows were not those of the recording
+    expected = dualform.open(patterns).attend(queries=queries)["second"].top(26)
+    assert found.columns["sample"] == expected.columns["sample"]
+    assert torch.equal(found.values, expected.values)
+
+
+def accumulating_training(recording: Recording) -> nn.Module:
+    """Train by two backwards a step and clipping; in some steps the first backward's gradients are thrown away."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with recording(model, optimizer, check_rows=False) as recorder:
+        for step in range(6):
+            for half in range(2):
+                recorder.annotate(sample=torch.arange(4) + 4 * half)
+                model(torch.randn(4, 5)).square().sum().backward()
+                if step % 2 and not half:
+                    optimizer.zero_grad(set_to_none=step % 4 == 1)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return model
+
+
+def single_training(recording: Recording) -> nn.Module:
+    """Train a single parameter by two backwards a step."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, optimizer, check_rows=False):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.randn(4, 5)).square().sum().backward()
+            optimizer.step()
+    return model
+
+
+def test_backwards_that_share_the_step_of_a_single_parameter_are_those_of_the_recording() -> None:
+    blobs = MemoryBlobs()
+    model = record_training(single_training, blobs)
+    memory = going_by(ReplayedPatterns(Run(blobs), single_training, held_bytes=0))
+    torch.testing.assert_close(memory.weights()["weight"], model.weight.detach())
+
+
+def test_backwards_that_share_a_step_or_are_cleared_before_it_are_those_of_the_recording() -> None:
+    steps, patterns = MemoryBlobs(), MemoryBlobs()
+    model = record_training(accumulating_training, steps)
+    record_training(accumulating_training, patterns, keep=Patterns())
+    memories = [
+        going_by(ReplayedPatterns(Run(steps), accumulating_training, held_bytes=0)),
+        dualform.open(patterns),
+    ]
+    inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    layers = [memory.attend(model, inputs)["2"] for memory in memories]
+    assert layers[0].count() == layers[1].count() == 6 * 4 + 3 * 4  # every other step has the patterns of one backward
+    found, expected = (layer.top(40, of="contribution", unit=1) for layer in layers)
+    assert found.columns["sample"] == expected.columns["sample"]
+    torch.testing.assert_close(found.values, expected.values, equal_nan=True, rtol=1e-5, atol=1e-6)
+    for name, weight in memories[0].weights().items():
+        torch.testing.assert_close(weight, memories[1].weights()[name])

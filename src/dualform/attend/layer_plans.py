@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.attend.answers import GroupTotals, LookedUpColumns, Ranking
 from dualform.attend.groups import Grouping, Table
-from dualform.attend.questions import Per, Plan, Top, Totals
+from dualform.attend.questions import Per, Plan, Top, Totals, side_by_side
 from dualform.attend.sums import LayerSums, apply_uses
 from dualform.binning import By
 from dualform.effects.layer_effects import LayerEffects
@@ -112,9 +112,13 @@ class LayerPlans:
 
     def output(self) -> Plan[Tensor]:
         """Plan the layer's output: start plus the sum of contributions, (Q, d_out), in float64."""
-        total = apply_uses(self.sums.starts(), self.queries)
+        plans: list[Plan[Any]] = [self.sums.plan_starts()]
         if self.table.count(self.name):
-            total = total + (yield from self.contribution_totals(None))[:, 0]
+            plans.append(self.contribution_totals(None))
+        starts, *totals = yield from side_by_side(plans)
+        total = apply_uses(starts, self.queries)
+        for one in totals:
+            total = total + one[:, 0]
         if elsewhere := self.sums.elsewhere():
             total = total + apply_uses(elsewhere, self.queries)
         return total

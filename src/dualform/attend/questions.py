@@ -48,6 +48,19 @@ Question = Totals | Top
 
 def answer_all(source: PatternSource, executor: Executor, plans: Sequence[Plan[Any]]) -> list[Any]:
     """Carry out plans side by side: the jobs that they need at the same time are run together."""
+    whole = side_by_side(plans)
+    results: list[Any] | None = None
+    while True:
+        try:
+            jobs = next(whole) if results is None else whole.send(results)
+        except StopIteration as end:
+            answers: list[Any] = end.value
+            return answers
+        results = executor.run(source, jobs)
+
+
+def side_by_side(plans: Sequence[Plan[Any]]) -> Plan[list[Any]]:
+    """Return the plan of several plans: the jobs that they need at the same time come together."""
     answers: dict[int, Any] = {}
     running: dict[int, tuple[Plan[Any], list[Job]]] = {}
 
@@ -64,7 +77,7 @@ def answer_all(source: PatternSource, executor: Executor, plans: Sequence[Plan[A
         advance(number, plan, None)
     while running:
         waiting = list(running.items())
-        found = iter(executor.run(source, [job for _, (_, jobs) in waiting for job in jobs]))
+        found = iter((yield [job for _, (_, jobs) in waiting for job in jobs]))
         for number, (plan, jobs) in waiting:
             advance(number, plan, [next(found) for _ in jobs])
     return [answers[number] for number in range(len(plans))]

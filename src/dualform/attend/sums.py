@@ -113,7 +113,12 @@ class LayerSums:
         return answer_all(self.table.run, self.table.executor, [plan])[0]
 
     def starts(self) -> dict[ParameterUse, Tensor]:
-        """Return each parameter's part that no pattern added, by use: the rest of the start, and Muon's rounding.
+        """Return each parameter's part that no pattern added, by use; see `plan_starts`."""
+        found: dict[ParameterUse, Tensor] = self._answer(self.plan_starts())
+        return found
+
+    def plan_starts(self) -> Plan[dict[ParameterUse, Tensor]]:
+        """Plan each parameter's part that no pattern added, by use: the rest of the start, and Muon's rounding.
 
         Where the run keeps shares, or was made from checkpoints, what no pattern explains is in it too.
         """
@@ -124,11 +129,14 @@ class LayerSums:
             fixed = {use: found.start + found.unexplained + found.rounding for use, found in kept.items()}
             return {use: part.to(self.like.device) for use, part in fixed.items()}
 
-        def compute() -> dict[str, Tensor]:
-            folded = self.table.executor.run(run, [self._fold(None, groups=0)])[0]
-            return {name: found.fixed for name, found in folded.items()}
-
-        replayed = self.cache.get(("starts", self.layer, horizon), compute) if self.replayed else {}
+        replayed: Mapping[str, Tensor] = {}
+        if self.replayed:
+            what = ("starts", self.layer, horizon)
+            known = self.cache.find(what)
+            if known is None:
+                (folded,) = yield [self._fold(None, groups=0)]
+                known = self.cache.keep(what, {name: one.fixed for name, one in folded.items()})
+            replayed = known
         found = {}
         for use in entry.uses:
             start = replayed.get(use.parameter)

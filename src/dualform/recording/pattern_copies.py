@@ -14,7 +14,7 @@ from torch import Tensor
 from dualform.recording.buffer_pool import BufferPool, as_rows, lending
 from dualform.recording.watch import What
 from dualform.threads import one_thread
-from dualform.torch_modes import without_gradients
+from dualform.torch_modes import without_filling, without_gradients
 
 if TYPE_CHECKING:
     from dualform.recording.hooks import Arrival
@@ -44,8 +44,7 @@ def copy_patterns(
     """
     if needed is not None:
         with lending(pool):
-            for arrival in arrivals:
-                _copy_needed(arrival, pool, needed.get(arrival.call.layer.name))
+            without_filling(lambda: _copy_all_needed(arrivals, pool, needed))
         return
     if len(arrivals) == 1:
         with lending(pool):
@@ -76,6 +75,11 @@ def _copy_one(arrival: "Arrival", pool: BufferPool, wants_values: Callable[[str]
     arrival.keys = _own(keys, [arrival.call.inputs], pool)
     arrival.values = None if values is None else _own(values, arrival.errors, pool)
     arrival.accumulated = True
+
+
+def _copy_all_needed(arrivals: Sequence["Arrival"], pool: BufferPool, needed: Mapping[str, What]) -> None:
+    for arrival in arrivals:
+        _copy_needed(arrival, pool, needed.get(arrival.call.layer.name))
 
 
 def _copy_needed(arrival: "Arrival", pool: BufferPool, what: What | None) -> None:

@@ -19,7 +19,7 @@ from dualform.engine.local import LocalExecutor, block_patterns
 from dualform.engine.plain import RunningPass
 from dualform.engine.racing import RacingBest
 from dualform.engine.reading import PatternRange, kept_by_part
-from dualform.engine.reducers import Best
+from dualform.engine.reducers import FLOAT32_SUM_KEYS, Best
 from dualform.engine.source import PatternPart, PatternSource
 from dualform.engine.sweep import ForwardSweep, run_sweep
 from dualform.errors import DualformError, ReplayError, ReplayNeededError
@@ -33,6 +33,9 @@ from dualform.replaying.unfinished_passes import UnfinishedPasses
 
 SWEPT_BYTES = 4 << 30
 """Size of the parts of all steps' maps that may be kept between the two replays of contributions of single patterns."""
+
+MAX_BLOCK_KEYS_GPU = 1 << 26
+"""Elements of the keys that a pass without queries takes at once on a GPU."""
 
 
 class ReplayExecutor:
@@ -237,7 +240,7 @@ class _PassingBy:
         self.steps = min(job.view.horizon, source.steps)
         self._job = job
         self._running = RunningPass(source, job)
-        self._size = job.block_patterns or block_patterns(job)
+        self._size = job.block_patterns or _block_patterns(source, job)
         self._kept: Iterator[tuple[PatternPart, npt.NDArray[np.int64], int, int]] = kept_by_part(
             source, job.layer, horizon=job.view.horizon, mask=job.view.mask
         )
@@ -320,6 +323,15 @@ class _JoinedPass(_PassingBy):
     def result(self) -> Any:
         """Return the answer."""
         return self.race.result(self._place)
+
+
+def _block_patterns(source: ReplayedPatterns, job: Pass[Any]) -> int:
+    """Return how many patterns a pass takes at once: on a GPU as many as may be, since every block starts kernels."""
+    if job.queries is not None or job.like.device.type == "cpu":
+        return block_patterns(job)
+    return max(
+        FLOAT32_SUM_KEYS, MAX_BLOCK_KEYS_GPU // source.layer(job.layer).d_in // FLOAT32_SUM_KEYS * FLOAT32_SUM_KEYS
+    )
 
 
 def _passes(source: ReplayedPatterns, jobs: Sequence[Pass[Any]]) -> list[_PassingBy]:

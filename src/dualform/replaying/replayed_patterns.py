@@ -38,7 +38,7 @@ from dualform.replaying.restartable import Restartable
 from dualform.replaying.training import OneRecording, Recording, Train
 from dualform.store.reader import Run
 from dualform.store.shard_reading import Shard
-from dualform.torch_modes import call_without_autocast, with_gradients
+from dualform.torch_modes import call_without_autocast, with_gradients, without_filling
 
 RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows")
 """Options of `dualform.record` that decide what is recorded; the others say how it is stored."""
@@ -48,7 +48,7 @@ WINDOW_BYTES = 16 << 20
 """Size of keys and values of replayed steps that are looked at together: many small steps cost more one by one."""
 
 
-GPU_WINDOW_BYTES = 8 << 30
+GPU_WINDOW_BYTES = 3 << 29
 """The same on a GPU, at most; and at most an eighth of its free memory. Its kernels cost more to start than to run."""
 
 
@@ -350,7 +350,7 @@ class ReplayedPatterns(PatternSource):
             def add(step: int, calls: Sequence[ReplayedCall]) -> None:
                 if step < first:
                     return
-                ask(lambda: windows.add(step, calls))
+                ask(lambda: without_filling(lambda: windows.add(step, calls)))
                 advance(1)
 
             def look(step: int) -> None:
