@@ -17,7 +17,7 @@ from pathlib import Path
 import torture
 from torture.outcome import Outcome
 
-CAMPAIGNS = ("kills", "interrupts", "forgeries", "clients")
+CAMPAIGNS = ("kills", "process_kills", "interrupts", "forgeries", "clients")
 FIGURES = Path(__file__).parent / "results.json"
 SEED = 2022
 

@@ -17,6 +17,7 @@ LIBRARIES = ("torch", "safetensors", "pyarrow", "numpy")
 
 TITLES = {
     "kills": "Killed at any moment (SIGKILL)",
+    "process_kills": "One or all of several processes killed (SIGKILL)",
     "interrupts": "Interrupted at any moment (Ctrl-C)",
     "forgeries": "Corrupted and forged run folders",
     "clients": "A viewer with fifty clients and faults",
@@ -36,6 +37,15 @@ PROMISES = {
         "milliseconds of a file's beginning. A slow training whose shards never fill is killed with the 30 seconds set "
         "to 0.1; a step older than that and 2 seconds more, for a busy disk, must be there. Everything is compared "
         "with a training that was not recorded.",
+    ),
+    "process_kills": (
+        "**Promised.** Of processes that record a training together, one or all may be killed at any moment. Each step "
+        "that all of them had published is there and rebuilds the weights of its training; the processes that are left "
+        "end in an error and do not hang; and the run goes on from a checkpoint and comes to its end with all steps, "
+        "each once.",
+        "**Done.** Two processes record a training with DistributedDataParallel over gloo, in chains of kills: of "
+        "patterns, and of shares. Half of the kills take one process, half take both, at a random published step or "
+        "at a random time from the start. What is left is compared with a training that was not recorded.",
     ),
     "interrupts": (
         "**Promised.** Ctrl-C may come at any moment of a program's life with dualform: in `record`, `annotate`, the "
@@ -108,7 +118,7 @@ def page(figures: Mapping[str, Any]) -> str:
         "What dualform promises when things go wrong, how that was attacked on purpose, and what it showed. This page "
         "is written by `scripts/torture --page`; every figure comes from the campaigns themselves.\n\n"
         "    scripts/torture                  # every campaign in full; figures to torture/results.json\n"
-        "    scripts/torture --only kills     # one of them: kills, interrupts, forgeries, clients\n"
+        "    scripts/torture --only kills     # one of them: kills, process_kills, interrupts, forgeries, clients\n"
         "    scripts/torture --short          # some seconds each, as scripts/test runs them\n"
         "    scripts/torture --page           # write this page from the figures\n\n"
         "Random moments and inputs follow from `--seed`, though the system decides where a process is when a signal "

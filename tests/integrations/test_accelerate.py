@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualform
-from dualform.errors import RefusedError
+from helpers.together import run_together
 
 accelerate = pytest.importorskip("accelerate", reason="pip install -c constraints.txt '.[accelerate]'")
 
@@ -98,8 +98,16 @@ def test_numbers_go_to_the_accelerators_trackers(tmp_path: Path, monkeypatch: py
     assert told[0]["dualform/passed"] == 1
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate.Accelerator, "num_processes", 2)
-    with pytest.raises(RefusedError, match="trains in 2 processes"):
-        train(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_two_processes_record_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int) -> tuple[int, bool]:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "29500")
+        accelerator, _ = train(tmp_path / "run")
+        return accelerator.num_processes, dualform.open(tmp_path / "run").verify().passed
+
+    assert run_together(tmp_path, work) == [(2, True), (2, True)]
+    memory = dualform.open(tmp_path / "run")
+    assert sorted(memory.patterns("0")["sample"].to_pylist()) == list(range(SAMPLES))
+    assert set(memory.patterns("0")["rank"].to_pylist()) == {0, 1}

@@ -1,82 +1,52 @@
-"""Trainings in several processes: refused by name at the start, but for keys, which are each process's own."""
+"""Trainings whose weights are divided are refused by name at the start; keys alone are each process's own."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dualform
 from dualform.errors import RefusedError
 from helpers.loops import mlp, sgd
-
-TWO_PROCESSES = """
-import sys
-import torch, dualform
-import torch.distributed as dist
-from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+from helpers.together import run_together
 
 
-def attempt(model, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        with dualform.record(model, optimizer, sys.argv[1], **options):
-            optimizer.zero_grad()
-            model(torch.randn(4, 5)).square().sum().backward()
-            optimizer.step()
-        print("recorded")
-    except dualform.DualformError as error:
-        print(type(error).__name__, error)
+def test_several_processes(tmp_path: Path) -> None:
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
 
+    def work(rank: int) -> list[str]:
+        def attempt(model: nn.Module, **options: Any) -> str:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            try:
+                with dualform.record(model, optimizer, tmp_path / f"keys{rank}", **options):
+                    optimizer.zero_grad()
+                    model(torch.randn(4, 5)).square().sum().backward()
+                    optimizer.step()
+            except dualform.DualformError as error:
+                return f"{type(error).__name__} {error}"
+            return "recorded"
 
-def network():
-    return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+        mesh = init_device_mesh("cpu", (2,))
+        sharded: nn.Module = network()
+        for layer in sharded.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        divided = network()
+        weight = divided.get_parameter("0.weight").detach()
+        divided[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        return [attempt(network(), layers={"*": "keys"}), attempt(sharded), attempt(divided)]
 
-
-attempt(network())
-attempt(network(), layers={"0": "keys", "1": "keys+values"})
-attempt(network(), layers={"*": "keys"})
-attempt(nn.parallel.DistributedDataParallel(network()))
-
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor, Shard
-
-mesh = init_device_mesh("cpu", (2,))
-for layers in (None, {"*": "keys"}):
-    model = network()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    attempt(fully_shard(model, mesh=mesh), layers=layers)
-model = network()
-model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-attempt(model)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_several_processes(run: Path) -> None:
-    source = str(Path(dualform.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TWO_PROCESSES, str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    plain, mixed, keys, wrapped, sharded, sharded_keys, divided = done.stdout.splitlines()
-    for answer in (plain, mixed):
-        assert answer.startswith("RefusedError This is one of 2 processes")
-        assert "several processes" in answer
-        assert 'layers={"*": "keys"}' in answer
-    assert keys == "recorded"
-    assert wrapped.startswith("RefusedError DistributedDataParallel is not supported: it trains in several processes")
-    for answer in (sharded, sharded_keys):
-        assert answer.startswith("RefusedError FSDPSequential is not supported: fully_shard divides its weights among")
-    assert divided.startswith("RefusedError Parameter '0.weight' is a DTensor")
+    for keys, sharded, divided in run_together(tmp_path, work):
+        assert keys == "recorded"  # in a folder for each process
+        assert sharded.startswith("RefusedError FSDPSequential is not supported: fully_shard divides its weights among")
+        assert divided.startswith("RefusedError Parameter '0.weight' is a DTensor")
 
 
 def test_a_wrapper_by_its_name_alone(run: Path) -> None:

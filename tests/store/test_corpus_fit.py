@@ -9,7 +9,8 @@ from torch import nn
 import dualform
 from dualform.errors import QueryError
 from dualform.store.corpus_fit import check_fit
-from dualform.store.reader import Run, Shard
+from dualform.store.reader import Run
+from dualform.store.shard_reading import Shard
 from helpers.language_models import CHARACTERS, SIZE, TOKENS, characters, record_output_model
 
 SHIFTED = torch.roll(TOKENS, 7)

@@ -47,7 +47,7 @@ def test_figures_become_a_table_json_and_a_page(
     assert "`scripts/torture --only kills --seed 2022`" in text
     assert "`scripts/torture --only interrupts --short --seed 5`" in text
     assert "**1 failures**" in text
-    assert "Not run yet: corrupted and forged run folders, a viewer with fifty clients" in text
+    assert "killed (SIGKILL), corrupted and forged run folders, a viewer with fifty clients" in text
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
     assert command.main(["--page", "--json", str(figures)]) == 0
     assert (tmp_path / "page.md").read_text() == text

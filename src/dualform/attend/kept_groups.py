@@ -20,7 +20,7 @@ from dualform.attend.conditions import Condition, ConditionRows, holds, undecide
 from dualform.attend.sql import named_columns
 from dualform.binning import Bins, bin_edges, label_order
 from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
-from dualform.engine.source import ADDRESS, PatternSource, groupings_text
+from dualform.engine.source import PatternSource, groupings_text
 from dualform.errors import SelectionError, SharesOnlyError
 from dualform.recording.group_labels import REST
 
@@ -147,7 +147,7 @@ def _columns_of(run: PatternSource, conditions: Sequence[Condition]) -> list[str
 
 
 def _names(run: PatternSource) -> tuple[str, ...]:
-    return (*ADDRESS, *run.description.columns)
+    return (*run.address, *run.description.columns)
 
 
 def _refusal(
@@ -302,7 +302,7 @@ class _LabelColumns:
         return pa.array(values, kind)
 
     def _type(self, name: str) -> pa.DataType:
-        return pa.int64() if name in ADDRESS else pa.type_for_alias(self.run.description.columns[name])
+        return pa.int64() if name in self.run.address else pa.type_for_alias(self.run.description.columns[name])
 
 
 def _parse_part(run: PatternSource, text: str) -> str | Bins:

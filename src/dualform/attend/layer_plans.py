@@ -24,7 +24,6 @@ from dualform.effects.moments import outside
 from dualform.engine.jobs import Pass, Sweep
 from dualform.engine.measures import Of, PatternMeasure
 from dualform.engine.reducers import Best, BestMembers, Everything, GroupSums, Outputs, Reducer, joined
-from dualform.engine.source import ADDRESS
 from dualform.errors import QueryError, SelectionError
 from dualform.identity.parameter_use import matrix_and_bias
 
@@ -282,7 +281,9 @@ class LayerPlans:
     def _ranked(self, scores: Tensor, patterns: Tensor, grouping: Grouping | None, question: Top) -> Ranking:
         """Return the answer to a question for the best, whose columns are looked up when one is first asked for."""
         per, columns = question.per, question.columns
-        names = [n for n in self.table.names if n != "pattern" and (per == "pattern" or n not in ADDRESS)]
+        names = [
+            n for n in self.table.names if n != "pattern" and (per == "pattern" or n not in self.table.run.address)
+        ]
         if columns is not None:
             self.table.require(columns)
             names = [name for name in names if name in columns]

@@ -13,14 +13,15 @@ import numpy.typing as npt
 Calls = Mapping[str, npt.NDArray[Any]]
 """The calls of a layer in one part, in the order of steps, as columns: step, micro, call, rows, positions, inner,
 offset (of the call's first pattern), annotation_offset (-1: none), annotation_rows, annotation_positions, layout,
-batch_axis."""
+batch_axis; and where several processes recorded, rank, the number of the call's process. Calls of one step are in the
+order of ranks."""
 
 
 def addresses(calls: Calls, patterns: npt.NDArray[np.int64] | None = None) -> dict[str, npt.NDArray[np.int64]]:
     """Return the address of each pattern, or of those with these places, from its layer's calls in one part.
 
-    Columns: which call row it belongs to (`at`), step, micro, call, row, position, and `annotation`, its row in the
-    part's annotation table or -1.
+    Columns: which call row it belongs to (`at`), rank where several processes recorded, step, micro, call, row,
+    position, and `annotation`, its row in the part's annotation table or -1.
     """
     sizes = calls["rows"] * calls["positions"]
     ends = np.cumsum(sizes)
@@ -35,6 +36,7 @@ def addresses(calls: Calls, patterns: npt.NDArray[np.int64] | None = None) -> di
     position = (local // np.maximum(inner * rows, 1)) * inner + local % np.maximum(inner, 1)
     return {
         "at": at,
+        **({"rank": calls["rank"][at]} if "rank" in calls else {}),
         "step": calls["step"][at],
         "micro": calls["micro"][at],
         "call": calls["call"][at],
@@ -42,6 +44,25 @@ def addresses(calls: Calls, patterns: npt.NDArray[np.int64] | None = None) -> di
         "position": position,
         "annotation": _annotation_rows(calls, at, row, position),
     }
+
+
+SHAPE_COLUMNS = ("rows", "positions", "inner", "annotation_rows", "annotation_positions", "batch_axis")
+"""The columns of calls that say how the patterns of a call lie among the rows of its annotations."""
+
+
+def annotation_rows(calls: Calls) -> npt.NDArray[np.int64]:
+    """Return each pattern's row in the part's annotation table, or -1: `addresses(calls)["annotation"]`.
+
+    Calls of one shape, such as those of a training with batches of one size, differ in their offsets alone; the rows of
+    the first are found for all of them.
+    """
+    offsets = calls["annotation_offset"]
+    uniform = len(offsets) > 1 and all((calls[name] == calls[name][0]).all() for name in SHAPE_COLUMNS)
+    if not uniform or (offsets < 0).any():
+        return addresses(calls)["annotation"]
+    first = addresses({name: column[:1] for name, column in calls.items()})["annotation"] - offsets[0]
+    rows: npt.NDArray[np.int64] = (offsets[:, None] + first[None]).reshape(-1)
+    return rows
 
 
 def _annotation_rows(

@@ -93,6 +93,7 @@ class RunDescription:
         factory: `"package.module:function"` that makes the model, where it is known.
         factory_arguments: the arguments of the factory.
         training: how to run the training again, where it is known.
+        processes: the largest number of processes that recorded the run together.
     """
 
     layers: Mapping[str, LayerEntry]
@@ -110,3 +111,4 @@ class RunDescription:
     factory: str | None = None
     factory_arguments: Mapping[str, Any] = field(default_factory=dict)
     training: TrainingEntry | None = None
+    processes: int = 1

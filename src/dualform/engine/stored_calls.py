@@ -26,6 +26,7 @@ class StoredCall:
         entry: the layer's entry in the description.
         rows: the places of the call's patterns among those of its layer in the part.
         micro: which backward of its step the call belongs to.
+        rank: the process that recorded it.
         keys: (n, d_in)
         values: (n, d_out)
         layout: how the values lay in memory in training; None where that is not known.
@@ -39,6 +40,7 @@ class StoredCall:
     entry: LayerEntry
     rows: slice
     micro: int
+    rank: int
     keys: Tensor
     values: Tensor
     layout: str | None
@@ -141,6 +143,7 @@ class StepReader:
                 entry=entry,
                 rows=rows,
                 micro=int(table["micro"][i]),
+                rank=int(table["rank"][i]) if "rank" in table else 0,
                 keys=decode(*keys.take(rows), dtype).cpu(),
                 values=decode(*values.take(rows), dtype).cpu(),
                 layout=table["layout"][i],

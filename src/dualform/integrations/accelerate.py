@@ -1,8 +1,8 @@
 """Record a training loop whose model and optimizer were prepared by an `Accelerator`.
 
 `dualform.record(model, optimizer, path)` takes prepared objects as they are. This one also unwraps the model by the
-accelerator, refuses several processes before anything is written, and sends the recording's numbers to the trackers
-that the accelerator began (`accelerator.init_trackers`).
+accelerator, and sends the recording's numbers to the trackers that the accelerator began
+(`accelerator.init_trackers`). In several processes each of them calls it, with the same path.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from typing import Any
 from accelerate import Accelerator
 
 import dualform
-from dualform.errors import RefusedError
 from dualform.integrations.trackers import as_trackers, track_end
 
 
@@ -34,11 +33,6 @@ def record(
         path: the run folder to make.
         options: everything else that `dualform.record` takes.
     """
-    if accelerator.num_processes > 1:
-        raise RefusedError(
-            f"This accelerator trains in {accelerator.num_processes} processes. Gradients are averaged over several "
-            "processes, and the patterns of the others would be missing here. Record a training in one process."
-        )
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     with dualform.record(plain, optimizer, path, **options) as recorder:
         yield recorder

@@ -14,7 +14,7 @@ from typing import Any
 import dualform
 from dualform.integrations.resuming import Resume, decide_resume
 from dualform.integrations.trackers import as_trackers, track_end, track_step
-from dualform.recording.processes import refuse_wrapped
+from dualform.recording.processes import refuse_several_processes, refuse_wrapped
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -60,6 +60,7 @@ class RecorderCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the recorder: the module and its optimizers stand where the training begins, or goes on."""
+        refuse_several_processes("Lightning")
         refuse_wrapped(trainer.model)
         if self._given_trackers == "loggers":
             self._trackers = as_trackers(list(trainer.loggers))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dualform
+from dualform.recording.processes import is_first_process
 
 Track = Callable[[int, Mapping[str, float]], None]
 """Takes a step and its numbers by name."""
@@ -49,8 +50,11 @@ def track_step(trackers: Sequence[Track], recorder: dualform.Recorder) -> None:
 
 
 def track_end(trackers: Sequence[Track], path: Any) -> None:
-    """Verify a closed run, and tell trackers the outcome: the error nearest to its bound, and that bound."""
-    if not trackers:
+    """Verify a closed run, and tell trackers the outcome: the error nearest to its bound, and that bound.
+
+    Of several processes that recorded it together the first does.
+    """
+    if not trackers or not is_first_process():
         return
     memory = dualform.open(path)
     found = memory.verify()

@@ -35,7 +35,7 @@ from dualform.integrations.resuming import Resume, decide_resume
 from dualform.integrations.trackers import as_trackers, track_end, track_step
 from dualform.integrations.training_text import TrainingText
 from dualform.recording.annotations import RESERVED
-from dualform.recording.processes import refuse_wrapped
+from dualform.recording.processes import refuse_several_processes, refuse_wrapped
 from dualform.recording.user_warnings import warn_user
 from dualform.recording.watch import find_candidates
 
@@ -210,6 +210,7 @@ class TrainerRecording:
                 "trainer.train() began a second time in one recording (called again, or begun anew with a smaller "
                 "batch by auto_find_batch_size). Record each training in a with statement and a folder of its own."
             )
+        refuse_several_processes("transformers")
         refuse_wrapped(self._trainer.model_wrapped)
         resume = decide_resume(self._resume, self._path, step=step)
         layers = self._options.get("layers", "trained")

@@ -19,6 +19,7 @@ MAX_INTEGER = int(np.iinfo(np.int64).max)
 ROWS = "rows"  # the argument of `annotate` that is no column: the batch's row of each of a layer's patterns
 
 RESERVED = ("pattern", "layer", "step", "micro", "call", "row", "position")
+RANK = "rank"  # the number of a pattern's process, of trainings in several processes; reserved there too
 
 
 class Inputs:

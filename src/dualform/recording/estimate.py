@@ -10,7 +10,7 @@ from torch import nn
 from dualform.identity.parameter_use import takes_ids
 from dualform.modes import evaluating
 from dualform.recording.layer_hooks import catch_keys
-from dualform.recording.processes import refuse_wrapped
+from dualform.recording.processes import refuse_wrapped, unwrap_model
 from dualform.recording.watch import Dtype, Layers, What, stored_dtype, watch
 from dualform.torch_modes import without_gradients
 
@@ -70,6 +70,7 @@ def estimate(
     """
     from dualform.recording.keep import divided  # which imports much, and `size_text` is imported everywhere
 
+    model = unwrap_model(model)
     refuse_wrapped(model)
     patterns, shares = divided(keep)
     watched = watch(model, layers, patterns=False if patterns is None else patterns.layers)

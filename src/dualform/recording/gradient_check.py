@@ -27,8 +27,10 @@ from dualform.recording.gradient_samples import (
     take_sample,
 )
 from dualform.recording.hooks import Arrival
+from dualform.recording.pattern_copies import find_late_values
 from dualform.recording.probes import (
     COARSE_ROUNDING,
+    Float64Array,
     Prediction,
     ProbeSpec,
     as_float64,
@@ -48,8 +50,7 @@ UNSEEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """What a check found.
 
     Attributes:
@@ -60,7 +61,7 @@ class Explanation:
 
     objection: str | None
     residual: float | None
-    factor: float
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,23 @@ class GradientView:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class PredictedSum:
+    """What all patterns of a step predict for the probe of a gradient.
+
+    Attributes:
+        columns: the prediction, each backward's times its factor.
+        size: finds what the prediction's rounding is relative to.
+        patterns: their number.
+        coarse: whether autocast rounded what any of them adds to the gradient.
+    """
+
+    columns: Float64Array
+    size: Callable[[], float]
+    patterns: int
+    coarse: bool
+
+
 class Resolution(NamedTuple):
     """What is known of a parameter's gradient at the step.
 
@@ -120,14 +138,17 @@ class Resolution(NamedTuple):
 class GradientCheck:
     """Compares gradients with what recorded patterns predict, through a few fixed random columns per parameter."""
 
-    def __init__(self, *, by_elements: Collection[str] = ()) -> None:
+    def __init__(self, *, by_elements: Collection[str] = (), projected: bool = False) -> None:
         """Compare the gradients of one recording.
 
         Args:
             by_elements: names of dense gradients whose patterns need not explain them, so that some of their elements
                 show enough on a GPU too.
+            projected: whether every sample is taken through random columns, so that samples of several processes have
+                the same form whatever their gradients are.
         """
         self._by_elements = by_elements
+        self._projected = projected
         self._columns: dict[str, Tensor] = {}
         self._sparse: set[str] = set()  # parameters whose gradients are mostly zero
         self._plans: dict[str, SamplePlan | None] = {}
@@ -138,6 +159,7 @@ class GradientCheck:
         """Take a sample of a parameter's gradient, if there is one; with options as `take_sample` has them."""
         if parameter.grad is None:
             return None
+        projected = self._projected or projected
         if not projected and look == "later" and name not in self._sparse:
             plan = self._plans[name] if name in self._plans else self.plan(name, parameter)
             view = None if plan is None else plan.view(parameter.grad)
@@ -258,6 +280,9 @@ class GradientCheck:
         first = calls[0]
         if first.predictions is None or first.predicted_calls != len(calls):
             first.predictions, first.predicted_calls = {}, len(calls)
+            for call in calls:
+                if call.values is None and call.keys is not None:
+                    call.values = find_late_values(call)
             if first.values is not None and first.keys is not None:
                 layer = first.call.layer
                 watching = {
@@ -315,33 +340,44 @@ def explain(view: GradientView, factors: Mapping[int, float], *, find_factor: bo
         columns = part.columns if factor == 1.0 else factor * part.columns
         total = columns if total is None else total + columns
         parts.append((factor, part))
-    now = as_float64(view.seen)
     predicted = as_float64(view.seen.new_zeros(()).expand(view.seen.shape) if total is None else total)
     found = 1.0
     if find_factor:
+        now = as_float64(view.seen)
         power = float(predicted @ predicted)
         found = float(predicted @ now) / power if power else 1.0
         predicted = found * predicted
-    difference = length(now - predicted)
-    residual = difference if any(part.coarse for _, part in parts) else None
+    summed = PredictedSum(
+        predicted,
+        lambda: sum(abs(factor * found) * part.size() for factor, part in parts),
+        sum(part.patterns for _, part in parts),
+        any(part.coarse for _, part in parts),
+    )
+    return compare_sum(view, summed)._replace(factor=found)
+
+
+def compare_sum(view: GradientView, predicted: PredictedSum) -> Explanation:
+    """Compare a parameter's gradient with the sum of what all of its patterns predict."""
+    now = as_float64(view.seen)
+    difference = length(now - predicted.columns)
+    residual = difference if predicted.coarse else None
     if not math.isfinite(difference):
-        return Explanation(NOT_FINITE, residual, found)
+        return Explanation(NOT_FINITE, residual)
     # ‖G‖ is never more than the patterns' sum |e| ‖x‖
     if difference <= rounding(length(now), view.width, view.dtype):
-        return Explanation(None, residual, found)
-    size = sum(abs(factor * found) * part.size() for factor, part in parts)
-    patterns = sum(part.patterns for _, part in parts)
-    if difference <= rounding(max(size, view.norm()), view.width, view.dtype, terms=patterns):
-        return Explanation(None, residual, found)
+        return Explanation(None, residual)
+    size = predicted.size()
+    if difference <= rounding(max(size, view.norm()), view.width, view.dtype, terms=predicted.patterns):
+        return Explanation(None, residual)
     if not size:
-        return Explanation(UNSEEN, residual, found)
+        return Explanation(UNSEEN, residual)
     text = (
         f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used "
         "where it is not seen, such as a regulariser in the loss or a functional call; or a hook or an edit by "
         "hand changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
         "torch.backends.cuda.matmul.allow_tf32 to False)"
     )
-    return Explanation(text, residual, found)
+    return Explanation(text, residual)
 
 
 def rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) -> float:

@@ -49,9 +49,9 @@ class GroupLabels:
     def load(self, labels: Sequence[Any]) -> None:
         """Go on with groups that came earlier."""
         self.labels = list(labels)
-        self._places = {_mark(label): place for place, label in enumerate(self.labels)}
+        self._places = {label_mark(label): place for place, label in enumerate(self.labels)}
         if self.has_rest:
-            del self._places[_mark(self.labels[-1])]
+            del self._places[label_mark(self.labels[-1])]
             self._places["", self.labels[-1]] = len(self.labels) - 1
 
     def codes(self, step: int, call: StepCall, *, batch_last: bool) -> Codes:
@@ -79,7 +79,7 @@ class GroupLabels:
         return found[local]
 
     def _place(self, label: Any) -> int:
-        mark = _mark(label)
+        mark = label_mark(label)
         place = self._places.get(mark)
         if place is not None:
             return place
@@ -99,7 +99,7 @@ class GroupLabels:
         return self._places[mark]
 
     def _new(self, label: Any) -> int:
-        place = self._places[_mark(label)] = len(self.labels)
+        place = self._places[label_mark(label)] = len(self.labels)
         self.labels.append(label)
         return place
 
@@ -114,7 +114,7 @@ def _too_many(names: Sequence[str], most: int, label: Any) -> TooManyGroupsError
     )
 
 
-def _mark(label: Any) -> Any:
+def label_mark(label: Any) -> Any:
     """Return what tells groups apart: 1 and 1.0 are one label, True is another, and NaN is one."""
     parts = label if isinstance(label, tuple) else (label,)
     return tuple((isinstance(part, bool), "nan" if part != part else part, isinstance(part, str)) for part in parts)

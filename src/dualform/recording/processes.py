@@ -1,4 +1,8 @@
-"""Models that several processes or replicas train together, which cannot be recorded in one of them."""
+"""Which processes train a model together, and the ways of doing so that cannot be recorded.
+
+A model that `DistributedDataParallel` wraps is recorded in all of its processes, which are the recorder's world. Models
+whose weights are divided, and replicas in one process, are refused by name.
+"""
 
 from collections.abc import Sequence
 
@@ -7,50 +11,103 @@ from torch import nn
 
 from dualform.errors import RefusedError
 from dualform.recording.watch import Watched, plain_name
-from dualform.recording.world import World
+from dualform.recording.world import OneProcess, World
 
 _WRAPPERS = {
-    "DataParallel": "several replicas, each of which sees",
-    "DistributedDataParallel": "several processes, each of which sees",
-    "FullyShardedDataParallel": "several processes, each of which holds a part of the weights and sees",
+    "DataParallel": "it trains in several replicas, each of which sees a part of the patterns",
+    "DistributedDataParallel": "it is a part of the model that is recorded",
+    "FullyShardedDataParallel": "it divides the weights among several processes",
 }
+_WRAPPED = "DistributedDataParallel"
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module that `DistributedDataParallel` wraps; any other model as it is."""
+    if type(model).__name__ == _WRAPPED and isinstance(inner := getattr(model, "module", None), nn.Module):
+        return inner
+    return model
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse a model of which any part is trained by several processes or replicas, or is divided among them."""
+    """Refuse a model of which any part is trained by several replicas, or is divided among several processes.
+
+    Args:
+        model: the model, without the `DistributedDataParallel` around all of it.
+    """
     for path, module in model.named_modules():
         kind, name = type(module).__name__, plain_name(path)
         where = f"{kind}{f' ({name!r})' if name else ''}"
         if kind in _WRAPPERS:
             raise RefusedError(
-                f"{where} is not supported: it trains in {_WRAPPERS[kind]} a part of the patterns. Record a training "
-                "in one process, of the plain module."
+                f"{where} is not supported: {_WRAPPERS[kind]}. Record a training of the plain module in one process, "
+                "or of a model that is wrapped as a whole by DistributedDataParallel, in all of its processes."
             )
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             raise RefusedError(
-                f"{where} is not supported: fully_shard divides its weights among several processes, of which each "
-                "sees a part of the patterns; keys cannot be recorded either. Record a training in one process, of the "
-                "plain module."
+                f"{where} is not supported: fully_shard divides its weights among several processes. Record a training "
+                "of the plain module in one process, or with DistributedDataParallel."
             )
     for path, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
             raise RefusedError(
                 f"Parameter {plain_name(path)!r} is a DTensor, whose elements are divided among several processes; "
-                "that is not supported. Record a training in one process, of the plain module."
+                "that is not supported. Record a training of the plain module in one process, or with "
+                "DistributedDataParallel."
             )
 
 
-def refuse_several_processes(layers: Sequence[Watched], world: World) -> None:
-    """Refuse to record values where more processes train together than a recorder's world has.
+def find_world(model: nn.Module, layers: Sequence[Watched]) -> World:
+    """Return the processes that train a model together.
 
-    Keys alone are each process's own.
+    They are the processes of the wrapper's group; of a plain module, all processes of torch.distributed: a framework
+    may keep the wrapper to itself, and where gradients turn out not to be reduced, the first step is refused. A plain
+    module of which only keys are recorded is each process's own.
+
+    Args:
+        model: the model as the user has it, wrapped or not.
+        layers: its layers that are recorded.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    count = torch.distributed.get_world_size()
-    if count > world.size and not all(layer.keys_only for layer in layers):
+        return OneProcess()
+    wrapped = unwrap_model(model) is not model
+    if not wrapped and all(layer.keys_only for layer in layers):
+        return OneProcess()
+    group = getattr(model, "process_group", None) if wrapped else None
+    if torch.distributed.get_world_size(group) == 1:
+        return OneProcess()
+    from dualform.recording.process_group import ProcessGroup  # which needs torch.distributed
+
+    return ProcessGroup(group)
+
+
+def rounds_reduced(model: nn.Module) -> bool:
+    """Say whether a communication hook of `DistributedDataParallel` may round the gradients that are reduced."""
+    return bool(getattr(model, "_comm_hooks", ()))
+
+
+def refuse_several_processes(framework: str) -> None:
+    """Refuse a framework's training in several processes, whose data loading is not followed there yet."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        count = torch.distributed.get_world_size()
+        if count > 1:
+            raise RefusedError(
+                f"This is one of {count} processes that {framework} trains in, which its recorder does not support. "
+                "Record a training in one process; or in a loop of your own, by dualform.record in every process."
+            )
+
+
+def is_first_process() -> bool:
+    """Say whether this is the first of all processes of torch.distributed, or the only one."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    return torch.distributed.get_rank() == 0
+
+
+def refuse_join(model: nn.Module) -> None:
+    """Refuse a step inside of `model.join()`: a process without batches takes no steps, and the others would wait."""
+    config = getattr(model, "_join_config", None)
+    if config is not None and getattr(config, "enable", False):
         raise RefusedError(
-            f"This is one of {count} processes of torch.distributed. Gradients are averaged over several processes, "
-            "and the patterns of the others would be missing here. Record a training in one process, or keys only in a "
-            'folder per process (layers={"*": "keys"}).'
+            "This step is inside of DistributedDataParallel.join(), where processes may run out of batches; that is "
+            "not supported. Give every process the same number of batches (torch.utils.data.DistributedSampler does)."
         )

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from dualform.errors import AnnotationError, MediaError
 from dualform.recording.alignment import Alignment, batch_rows
+from dualform.recording.annotations import RANK
 from dualform.recording.check_schedule import CheckOrNone
 from dualform.recording.estimate import Estimate, estimate
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
-from dualform.recording.processes import refuse_several_processes, refuse_wrapped
+from dualform.recording.processes import find_world, refuse_wrapped, unwrap_model
 from dualform.recording.proven_steps import KnownSteps, ProvenAlignment
 from dualform.recording.recorded_optimizers import divide_parameters, warm_states
 from dualform.recording.rowcheck import RowCheck
@@ -27,7 +28,7 @@ from dualform.recording.step_preparation import OnFailure
 from dualform.recording.step_recorder import StepRecorder
 from dualform.recording.unwrap import unwrap_all
 from dualform.recording.watch import Layers, Watched, What, covered, report_uncovered, uncovered, watch
-from dualform.recording.world import OneProcess, World
+from dualform.recording.world import World
 from dualform.threads import keeping_modes, restore_threads
 from dualform.torch_modes import keeping_grad_mode
 
@@ -66,21 +67,21 @@ class Recorder:
             on_failure: `"raise"` or `"detach"`.
             check: how often every gradient is compared with the sum of its patterns.
             stored_loosely: says of a layer whether its patterns are stored so coarsely that every step is checked.
-            world: the processes that train together; by default this one alone.
+            world: the processes that train together; by default those that torch.distributed knows of.
             patterns: the layers whose patterns the sink keeps, nothing for all and False for none. Of the others it
                 keeps sums, and a gradient that patterns do not explain is measured there, and not refused.
             known: of a training whose every step the sink proves to be one of an earlier recording, what this one
                 found of the steps; nothing is checked again then.
             needed: the layers whose rows the sink needs, and which; None for all rows of all layers.
         """
+        wrapper, model = model, unwrap_model(model)
         self._model = model
         self._sink = sink
         self._batch_axis = 0 if batch_axis is None else batch_axis
-        world = OneProcess() if world is None else world
         optimizers = unwrap_all(optimizer)
         refuse_wrapped(model)
         self._layers = watch(model, layers, optimizers, patterns=patterns)
-        refuse_several_processes(self._layers, world)
+        self._world = find_world(wrapper, self._layers) if world is None else world
         if known is None or known.rows is None:
             self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         else:
@@ -101,7 +102,8 @@ class Recorder:
             self._owned,
             sink,
             self._alignment,
-            world,
+            self._world,
+            wrapper=wrapper,
             strict=strict,
             on_failure=on_failure,
             check=check,
@@ -162,6 +164,8 @@ class Recorder:
             batch_axis=self._batch_axis,
             state=self._uncovered_state.parts,
             devices={name: parameter.device for name, parameter in self._parameters.items()},
+            rank=self._world.rank,
+            processes=self._world.size,
         )
         self._steps.start(start)
         return self
@@ -195,6 +199,11 @@ class Recorder:
         """
         if self._steps.state == "new":
             raise AnnotationError("Nothing is being recorded yet. Use the recorder in a with statement.")
+        if self._world.size > 1 and RANK in columns:
+            raise AnnotationError(
+                f"{RANK!r} cannot be a column of a training in several processes: every pattern has one of that name, "
+                "the number of its process. Choose another name."
+            )
         annotator = self._steps.annotator
         if annotator.late and self._steps.warn_once.is_new("order"):
             warnings.warn(

@@ -49,6 +49,8 @@ class Start:
     state: Callable[..., Mapping[str, StatePart] | None] | None = None
     """`UncoveredState.parts`: the model's uncovered state as it is when called, on the training thread only."""
     devices: Mapping[str, torch.device] = field(default_factory=dict)  # where the covered parameters are; the CPU
+    rank: int = 0  # the number of this process among those that train together
+    processes: int = 1  # how many they are; each has a sink of its own, and all sinks one run
 
 
 class CallRecord(NamedTuple):
@@ -241,6 +243,14 @@ class LateWatchingSink(LateSink, Protocol):
 
         The step's calls and its factors are not known yet: `prepared` has none.
         """
+
+
+@runtime_checkable
+class SelectiveSink(Protocol):
+    """A sink that can do without the values of some layers: their calls may come with keys alone."""
+
+    def wants_values(self, layer: str) -> bool:
+        """Say whether the sink has a use for the values of a layer. Asked while a recording is open."""
 
 
 def sample(parameter: Tensor) -> Tensor:

@@ -125,9 +125,9 @@ class StepPreparation:
         for one, norm in zip(finals, norms_of(gradients), strict=True):
             one.norm, one.gradient = norm, None  # the gradient itself may be overwritten
         # What happened to the gradients of this step is not known yet; a change is noticed one step later.
-        kind = (owned.name, len(step.backwards), self._last_factors, frozenset(_with_gradient(mine)))
+        kind = (owned.name, len(step.backwards), self._last_factors, frozenset(names_with_gradient(mine)))
         full = self._schedule.is_full(number, kind)
-        arrivals = _arrivals_of(step.backwards) if self._explainable else {}
+        arrivals = arrivals_of(step.backwards) if self._explainable else {}
         views = {}
         for (name, parameter), (_, final) in zip(mine.items(), seen, strict=True) if arrivals else ():
             calls = arrivals.get(name, [])
@@ -150,7 +150,7 @@ class StepPreparation:
             numbers = late.read()
         changes.refuse(numbers.changed, late.number)
         followed = numbers.followed
-        self._last_factors = _kind_of_factors(followed)
+        self._last_factors = kind_of_factors(followed)
         resolutions: list[Resolution] = []
         for name, factors in zip(late.before, followed, strict=True):
             if name in self._measured:
@@ -206,12 +206,12 @@ class StepPreparation:
         skipped: bool,
     ) -> list[Resolution]:
         """Return what is known of each parameter's gradient, those compared with their patterns that are to be."""
-        kind = (optimizer, len(step.backwards), _kind_of_factors(followed), frozenset(_with_gradient(mine)))
+        kind = (optimizer, len(step.backwards), kind_of_factors(followed), frozenset(names_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
         coarse = bool([one for back in step.backwards for one in back.calls if one.arrival.call.coarse is not None])
         arrivals: dict[str, list[tuple[int, Arrival]]] = {}
         if full or coarse or [factors for factors in followed if factors.blind]:
-            arrivals = _arrivals_of(step.backwards)
+            arrivals = arrivals_of(step.backwards)
         elif not self._measured:
             return _by_samples(followed)
         found = []
@@ -287,7 +287,7 @@ class StepPreparation:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
 
 
-def _arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arrival]]]:
+def arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arrival]]]:
     """Return the accumulated calls of each parameter's layers, each with its micro."""
     arrivals: dict[str, list[tuple[int, Arrival]]] = {}
     for micro, backward in enumerate(backwards):
@@ -326,11 +326,12 @@ def _by_samples(followed: Sequence[Factors]) -> list[Resolution]:
     return found
 
 
-def _with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+def names_with_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of the parameters that have a gradient."""
     return [name for name, parameter in parameters.items() if parameter.grad is not None]
 
 
-def _kind_of_factors(followed: Sequence[Factors]) -> FactorsKind:
+def kind_of_factors(followed: Sequence[Factors]) -> FactorsKind:
     """Say what happened to the gradients of a step: nothing, one factor for all of them (clipping), or several."""
     found: set[float] = set()
     last: Factors | None = None

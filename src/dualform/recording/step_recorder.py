@@ -27,15 +27,27 @@ from dualform.recording.collection_pause import pausing_collection
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
+from dualform.recording.joint_preparation import JointPreparation
+from dualform.recording.joint_start import open_together
 from dualform.recording.late_steps import LateStep
 from dualform.recording.made_steps import MadeSteps
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
+from dualform.recording.processes import refuse_join, rounds_reduced
 from dualform.recording.proven_steps import KnownSteps, ProvenAccumulations, ProvenChanges, ProvenPreparation
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import LateSink, LateWatchingSink, ParameterFacts, Sink, Start, StepFacts
+from dualform.recording.sinks import (
+    LateSink,
+    LateWatchingSink,
+    ParameterFacts,
+    PreparedStep,
+    SelectiveSink,
+    Sink,
+    Start,
+    StepFacts,
+)
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
 from dualform.recording.unclaimed_parameters import UnclaimedParameters
@@ -60,6 +72,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+def _wants_values(sink: SelectiveSink, schedule: CheckSchedule, layer: str) -> bool:
+    """Say whether the values of a layer are wanted now: for a check of the step to come, or by the sink."""
+    return schedule.next_is_full or sink.wants_values(layer)
+
+
 class StepRecorder:
     """Records the steps of one training, from `start` to `end`; the hooks and the optimizers report to it."""
 
@@ -72,6 +89,7 @@ class StepRecorder:
         alignment: Alignment,
         world: World,
         *,
+        wrapper: nn.Module,
         strict: bool,
         on_failure: OnFailure,
         check: CheckOrNone,
@@ -87,6 +105,7 @@ class StepRecorder:
             sink: takes the patterns and the steps.
             alignment: finds out which rows the layers have.
             world: the processes that train together.
+            wrapper: the model as the user has it, with what several processes wrap it in.
             strict: whether to raise, instead of warning, where parameters join an optimizer that are not recorded.
             on_failure: whether to raise failures, or to stop recording and let training go on.
             check: which steps are checked in full.
@@ -100,6 +119,7 @@ class StepRecorder:
         self.annotator = Annotator()
         self.warn_once = WarnOnce()
         self._model = model
+        self._wrapper = wrapper
         self._layers = layers
         self._owned = optimizers
         self._sink = sink
@@ -125,28 +145,27 @@ class StepRecorder:
         by_ids = {
             name for layer in layers if takes_ids(list(layer.parameters)) for name, _ in layer.parameters.values()
         }
-        gradient_check = GradientCheck(by_elements=measured - by_ids)
-        schedule = CheckSchedule(check, torch.initial_seed())
+        several = world.size > 1
+        gradient_check = GradientCheck(by_elements=() if several else measured - by_ids, projected=several)
+        seed = world.gather(torch.initial_seed())[0] if several else torch.initial_seed()
+        schedule = CheckSchedule(check, seed)
         accumulations = Accumulations if known is None else ProvenAccumulations
         self._accumulations = accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
+        settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
+        shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
+        self._joint = JointPreparation(*shared, world, **settings) if several else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
-        self._preparation = preparation(
-            exact,
-            measured,
-            alignment,
-            gradient_check,
-            schedule,
-            self.warn_once,
-            batch_axis=alignment.batch_axis,
-            on_failure=on_failure,
-        )
+        self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed)
+        if isinstance(sink, SelectiveSink):
+            self._hooks.wants_values = partial(_wants_values, sink, schedule)
         self._handles: list[HookHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
         self._made = MadeSteps(self._preparation, self._changes, alignment, sink, self._snapshot, self._parameters)
         self._finalizer: Callable[[], object] = lambda: None
         self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
+        self._untold: Exception | None = None  # a failure that the other processes hear of at the next step
 
     # The beginning and the end ------------------------------------------------------------------------------------
 
@@ -158,7 +177,7 @@ class StepRecorder:
         """Open the sink, and put every hook on."""
         opened = False
         try:
-            self.steps = self._sink.open(start)
+            self.steps = open_together(self._world, self._sink, start)
             opened = True
             self._attach_hooks()
             self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink, self._made.hand_on)
@@ -197,6 +216,8 @@ class StepRecorder:
             self.give_up()
             raise
         self._finalizer()
+        if error is None:
+            self._world.barrier()  # so that the run is closed when the first process goes on
 
     def give_up(self) -> None:
         """Take every hook off, and let the sink publish what it has taken; does nothing where that is done."""
@@ -212,8 +233,10 @@ class StepRecorder:
         # Where the optimizer's step began and did not end, the parameters are those of no step.
         broken = self._step_now.phase == "stepping" and self._changes.is_broken_off()
         try:
-            if broken or self._lost is not None:
+            if broken or self._lost is not None or self._untold is not None:
                 self._sink.abandon()
+                if self._untold is not None:
+                    warn_user(f"Recording stopped at step {self.steps}: {self._untold}")
                 if self._lost is INTERRUPTED and error is None:
                     raise _after_lost(INTERRUPTED)
             else:
@@ -348,49 +371,69 @@ class StepRecorder:
         step = self._step_now
         step.prepared = None
         step.evaluations += 1
-        with self._guarding(f"A step of {type(optimizer).__name__}"):
+        with self._guarding(f"A step of {type(optimizer).__name__}", told=True):
+            owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+            if self._joint is not None:
+                step.prepared = self._prepare_together(self._joint, owned)
+                return
             if self._lost is not None:
                 raise _after_lost(self._lost)
             self._settle()
             if id(optimizer) in step.done.ids:
                 self._end_step()
-            owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
+            self._look_for_joined(owned)
+            self._follow_moved()
             if self._may_be_late(optimizer):
-                self._look_for_joined(owned)
-                self._follow_moved()
                 comparisons = self._changes.check_later(owned, self.steps)
                 late = self._preparation.begin(owned, step, self.steps, comparisons)
                 if isinstance(self._sink, LateWatchingSink):
                     self._sink.before_late_step(self._preparation.foresee(late))
                 step.prepared = late
                 return
-            try:
-                self._look_for_joined(owned)
-                self._follow_moved()
-                self._changes.check(owned, self.steps)
-                prepared = self._preparation.prepare(owned, step, self.steps, on_cpu=self._on_cpu)
-            except Exception:
-                self._world.any(True)  # so that no other process records this step
-                raise
-            if self._world.any(False):
-                raise RefusedError(
-                    "Another process of this training cannot record this step, as its own error says; so no process "
-                    "records it."
-                )
+            self._changes.check(owned, self.steps)
+            prepared = self._preparation.prepare(owned, step, self.steps, on_cpu=self._on_cpu)
             self._sink.before_step(prepared)
             step.prepared = prepared
+
+    def _prepare_together(self, joint: JointPreparation, owned: RecordedOptimizer) -> PreparedStep:
+        """Return what an optimizer is about to do in all processes, or refuse its step in all of them."""
+        refuse_join(self._wrapper)
+        step = self._step_now
+        if id(owned.optimizer) in step.done.ids:
+            try:
+                self._end_step()
+            except Exception as error:
+                self._untold = error
+
+        def look_first() -> None:
+            if self._untold is not None:
+                raise self._untold
+            if self._lost is not None:
+                raise _after_lost(self._lost)
+            self._look_for_joined(owned)
+            self._follow_moved()
+            self._changes.check(owned, self.steps)
+
+        return joint.prepare_together(
+            owned,
+            step,
+            self.steps,
+            on_cpu=self._on_cpu,
+            coarse=rounds_reduced(self._wrapper),
+            look_first=look_first,
+            then=self._sink.before_step,
+        )
 
     def _may_be_late(self, optimizer: Optimizer) -> bool:
         """Say whether the numbers of a step may be read at the next step, so that nobody waits for the GPU now.
 
-        The sink has to know of such steps. Where several optimizers or processes share a step, or a gradient scaler
-        decides whether there is one, its numbers are needed at once. A proven step reads none.
+        The sink has to know of such steps. Where several optimizers share a step, or a gradient scaler decides whether
+        there is one, its numbers are needed at once; several processes exchange them. A proven step reads none.
         """
         return (
             self._on_gpu
             and not self._proven
             and len(self._owned) == 1
-            and self._world.size == 1
             and getattr(optimizer, "grad_scale", None) is None
             and getattr(optimizer, "found_inf", None) is None
             and isinstance(self._sink, LateSink)
@@ -531,20 +574,21 @@ class StepRecorder:
         self._step_now.clear()  # the sink ends, and with it what it has of these backwards
 
     @contextlib.contextmanager
-    def _guarding(self, where: str = "The recording", *, stepped: bool = False) -> Iterator[None]:
+    def _guarding(self, where: str = "The recording", *, stepped: bool = False, told: bool = False) -> Iterator[None]:
         """Let failures out, or with on_failure="detach" stop recording and let training go on."""
         try:
             yield
         except Exception as error:
-            self._fail(error, where, stepped=stepped)
+            self._fail(error, where, stepped=stepped, told=told)
 
-    def _fail(self, error: Exception, where: str, *, stepped: bool = False) -> None:
+    def _fail(self, error: Exception, where: str, *, stepped: bool = False, told: bool = False) -> None:
         """Raise an error, one that dualform did not foresee by name; or stop recording and warn.
 
         Args:
             error: what was raised while recording.
             where: the layer, parameter or optimizer that was recorded.
             stepped: whether the optimizer has moved the parameters beyond the last step that was recorded.
+            told: whether all processes that train together know of the failure.
         """
         if isinstance(error, Warning):  # one of ours, which the user's filters made an error
             raise error
@@ -560,6 +604,9 @@ class StepRecorder:
                 self._lost = error if isinstance(error, RefusedError) else None  # a sink knows itself what it missed
             raise error
         if self.state == "closed":
+            return
+        if self._joint is not None and not told:
+            self._untold = error  # all processes stop recording together, at the next step
             return
         done = self._step_now.end()
         self._detach(in_a_step=True)

@@ -32,7 +32,7 @@ class World(Protocol):
         """Return the value of every process, in the order of their ranks."""
 
     def barrier(self) -> None:
-        """Return when every process has come here."""
+        """Return when every process has come here, or is not expected to any more."""
 
 
 class OneProcess:

@@ -8,7 +8,7 @@ from dualform.attend.memory import Memory
 from dualform.binning import Bins
 from dualform.corpus import PLACE
 from dualform.engine.beside_patterns import Media
-from dualform.engine.source import ADDRESS
+from dualform.engine.source import RANKED_ADDRESS
 from dualform.errors import QueryError, SelectionError, SharesOnlyError
 from dualform.show.text_places import column_name
 from dualform.tokens import visible
@@ -52,7 +52,7 @@ class OfferedGrouping:
 
 def annotated_columns(columns: tuple[str, ...] | list[str]) -> list[str]:
     """Return the user's columns without samples and places of a text, whose values hardly any two patterns share."""
-    return [name for name in columns if name not in (*ADDRESS, "sample", PLACE)]
+    return [name for name in columns if name not in (*RANKED_ADDRESS, "sample", PLACE)]
 
 
 def offered_groupings(memory: Memory, layer: str) -> list[OfferedGrouping]:
@@ -74,6 +74,12 @@ def offered_groupings(memory: Memory, layer: str) -> list[OfferedGrouping]:
     if not any(entry.by == "task" and entry.groups > 1 for entry in found):
         found = [entry for entry in found if entry.by not in ("task,label", "task")] or found
     return sorted(found, key=lambda entry: _place_in(FIRST_OFFERED, entry.by))
+
+
+def default_by(memory: Memory) -> GroupingColumns:
+    """Return the default grouping: the first grouping that is offered, or tenths of the steps."""
+    offered = offered_groupings(memory, list(memory.layers)[-1])
+    return parse_by(offered[0].by) if offered else (Bins("step", max(1, -(-memory.step // 10))),)
 
 
 def _place_in(names: tuple[str, ...], name: str) -> int:

@@ -59,4 +59,5 @@ def attach(run: Run, files: Files) -> None:
         if isinstance(error, RunExistsError | StoreError):
             raise
         raise StoreError(f"{', '.join(files)} could not be written to {run.name}: {error}.") from error
-    run.manifest = manifest
+    run.published = manifest
+    run.manifest = dataclasses.replace(run.manifest, files=manifest.files)

@@ -36,7 +36,7 @@ def check_key_ranges(run: Run) -> None:
     Keys that are stored as float16 or int8 were rounded after their range was taken, by at most 2⁻¹⁰ or 1/127 of the
     largest. No rounding changes a sign.
     """
-    for shard in run.shards:
+    for shard in run.all_shards():
         for layer, entry in run.manifest.layers.items():
             if entry.store == "steps" or not shard.count(layer) or not entry.d_in:
                 continue

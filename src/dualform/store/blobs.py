@@ -109,6 +109,15 @@ class Blobs(ABC):
 
     # What a place may do better, or has no need of ----------------------------------------------------------------
 
+    def within(self, folder: str) -> "Blobs":
+        """Return a folder of this place as a place of its own, for the files of one of several processes.
+
+        A blob `name` of it is the blob `folder/name` here. It has a lease of its own.
+        """
+        raise StoreError(
+            f"{self.location} cannot hold a run of several processes. Record to a folder, or to an address."
+        )
+
     def identity(self) -> Hashable:
         """Return a value that two objects have in common if they are the same place."""
         return id(self)

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from dualform.corpus import PLACE, TOKEN, Ids
 from dualform.errors import QueryError
-from dualform.store.reader import Run, Shard
+from dualform.store.reader import Run
+from dualform.store.shard_reading import Shard
 
 INTEGER_COLUMN = "int64"  # the Arrow type of a column of whole numbers
 MAX_REMEMBERED_FITS = 1 << 16  # outcomes of shards; one takes some hundred bytes
@@ -48,7 +49,7 @@ def check_fit(run: Run, train: Ids, *, digest: str | None = None) -> None:
     columns = run.manifest.columns
     if columns.get(PLACE) != INTEGER_COLUMN:
         return
-    fits = [_fit(shard, train, digest, tokens=columns.get(TOKEN) == INTEGER_COLUMN) for shard in run.shards]
+    fits = [_fit(shard, train, digest, tokens=columns.get(TOKEN) == INTEGER_COLUMN) for shard in run.all_shards()]
     wrong, checked = sum(fit.wrong for fit in fits), sum(fit.checked for fit in fits)
     if not wrong:
         return

@@ -145,6 +145,16 @@ class FolderBlobs(Blobs):
                 _locks.discard(descriptor)
                 os.close(descriptor)
 
+    def within(self, folder: str) -> "FolderBlobs":
+        """Return a folder below this one as a place of its own; raise where a link leads there."""
+        path = self.folder / folder
+        for place in (path, *path.parents):
+            if place == self.folder:
+                break
+            if place.is_symlink():
+                raise OSError(f"{place} is a link, and nothing is written through it")
+        return FolderBlobs(path)
+
     def identity(self) -> Hashable:
         """Return the folder's path without links."""
         return self.folder.resolve()

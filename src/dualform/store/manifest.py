@@ -30,7 +30,9 @@ from dualform.store.manifest_check import problems
 from dualform.store.places import as_blobs
 
 FORMAT = "dualform"
-VERSION = 2
+VERSION = 3
+PLAIN_VERSION = 2
+"""The version of a run of one process, which readers of that version can read too."""
 MAX_MANIFEST_BYTES = 128 << 20
 """Size above which a manifest is refused: about 4 KB for each of 30,000 shards, a recording of ten days."""
 MAX_DEPTH = 64
@@ -38,6 +40,8 @@ MAX_DEPTH = 64
 
 MaybeChecksum = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 """An xxh3 checksum as hexadecimal, or nothing."""
+Processes = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+"""How many processes recorded a run together."""
 LabelType = Literal["none", "bool", "int64", "double", "string"]
 """The type of a group's value in one column."""
 
@@ -106,11 +110,18 @@ class SharesEntry:
         groupings: how they are grouped.
         horizons: after which steps they are kept, ascending, each with a file.
         state: after which step the recording of them can go on, with a file; None where it cannot.
+        earlier_state: of several processes, the same after the step before: another one may not have come further.
     """
 
     groupings: tuple[GroupingEntry, ...]
     horizons: tuple[Count, ...] = ()
     state: Count | None = None
+    earlier_state: Count | None = None
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """The steps after which the recording of shares can go on."""
+        return tuple(step for step in (self.earlier_state, self.state) if step is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +146,12 @@ class Manifest:
     uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
     shares: SharesEntry | None = None  # nothing where the run keeps no shares
     training: TrainingEntry | None = None  # nothing where the training cannot be run again
+    checkpoints: tuple[Count, ...] | None = None
+    """The numbers of steps at the checkpoints that the run was made from, but for the first; None: it was recorded."""
+    rank: Count = 0  # the number of the process that recorded it, of several
+    processes: tuple[
+        tuple[Count, Processes], ...
+    ] = ()  # first step -> how many recorded from there on; nothing for one
 
     @property
     def steps(self) -> int:
@@ -143,15 +160,22 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the manifest as it stands in the folder."""
-        head = {"format": FORMAT, "version": VERSION, "steps": self.steps}
+        several = bool(self.rank or self.processes)
+        head = {"format": FORMAT, "version": VERSION if several else PLAIN_VERSION, "steps": self.steps}
         body = dataclasses.asdict(self)
+        if not several:
+            del body["rank"], body["processes"]
         for entry in (*body["files"].values(), *(e for shard in body["shards"] for e in shard["files"].values())):
             if not entry["at"]:
                 del entry["at"]
         if self.shares is None:
             del body["shares"]
+        elif self.shares.earlier_state is None:
+            del body["shares"]["earlier_state"]
         if self.training is None:
             del body["training"]
+        if self.checkpoints is None:
+            del body["checkpoints"]
         for layer in body["layers"].values():
             layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
         return sealed(head | body)
@@ -232,7 +256,16 @@ def _check_seal(text: str | bytes, path: object) -> None:
         )
 
 
-_OPTIONAL = {"no_final", "rows", "uncovered_state", "shares", "training"}  # entries that runs of earlier versions lack
+_OPTIONAL = {
+    "no_final",
+    "rows",
+    "uncovered_state",
+    "shares",
+    "training",
+    "checkpoints",
+    "rank",
+    "processes",
+}  # entries that runs of earlier versions lack
 _REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if entry.name not in _OPTIONAL))
 
 

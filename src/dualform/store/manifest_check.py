@@ -12,7 +12,7 @@ import torch
 
 from dualform.identity.parameter_maps import PARAMETER_MAPS
 from dualform.printable import cut
-from dualform.recording.annotations import RESERVED
+from dualform.recording.annotations import RANK, RESERVED
 from dualform.store.blobs import FileEntry
 from dualform.store.format import (
     FINAL,
@@ -22,9 +22,11 @@ from dualform.store.format import (
     STARTING,
     STORABLE_DTYPES,
     UNCOVERED,
+    UNEXPLAINED,
     shard_files,
     shares_file,
     shares_state_file,
+    unexplained_file,
 )
 from dualform.store.label_text import label_problem
 from dualform.store.use_check import use_problem
@@ -61,7 +63,9 @@ def problems(manifest: "Manifest") -> Iterator[str]:
         if name in manifest.parameters:
             yield f"parameter {name!r} is listed as covered and as uncovered"
     yield from _shares_problems(manifest)
+    yield from _checkpoint_problems(manifest)
     yield from _shards_problems(manifest)
+    yield from _processes_problems(manifest)
     for name, layer in manifest.layers.items():
         if layer.store == "steps" and manifest.training is None:
             yield f"the patterns of layer {name!r} come with a replay, but 'training' says nothing of one"
@@ -97,10 +101,15 @@ def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Ite
 def _file_problems(manifest: "Manifest") -> Iterator[str]:
     for name, entry in manifest.files.items():
         attached = _ATTACHED.fullmatch(name)
-        if name not in _OWN_FILES and attached is None and not name.startswith(SHARES):
+        if name not in _OWN_FILES and attached is None and not name.startswith((SHARES, UNEXPLAINED)):
             yield f"'files' lists {name!r}, which is no name of a run's file"
         elif entry.at and (attached is None or entry.at != f"media/{attached[1]}-{entry.xxh3}.{attached[2]}"):
             yield f"{name!r} lies at {entry.at!r}; expected a name after its content"
+    if manifest.rank:
+        for name in manifest.files:
+            if not name.startswith(SHARES):
+                yield f"'files' of process {manifest.rank} lists {name!r}, which process 0 has"
+        return
     if INITIAL not in manifest.files:
         yield f"'files' does not list {INITIAL!r}"
     if manifest.closed and not manifest.no_final and FINAL not in manifest.files:
@@ -122,13 +131,14 @@ def _shares_problems(manifest: "Manifest") -> Iterator[str]:
                 yield f"layer {name!r} keeps shares, but the run keeps none"
         return
     expected = {shares_file(step) for step in kept.horizons}
-    expected |= set() if kept.state is None else {shares_state_file(kept.state)}
+    expected |= {shares_state_file(step) for step in kept.states}
     for name in listed ^ expected:
         yield f"{name!r} is listed among the files or among the shares, but not among both"
     if list(kept.horizons) != sorted(set(kept.horizons)) or any(step > manifest.steps for step in kept.horizons):
         yield f"shares are kept after steps {list(kept.horizons)[:8]}; expected ascending steps up to {manifest.steps}"
-    if kept.state is not None and kept.state not in kept.horizons:
-        yield f"a state of shares is kept after step {kept.state}, but no shares are"
+    for step in kept.states:
+        if step not in kept.horizons:
+            yield f"a state of shares is kept after step {step}, but no shares are"
     if not kept.groupings:
         yield "'shares' has no grouping"
     for grouping in kept.groupings:
@@ -139,13 +149,35 @@ def _shares_problems(manifest: "Manifest") -> Iterator[str]:
                 yield f"a group of 'shares' has the value {cut(repr(part[1]))}, which is no {part[0]}"
 
 
+def _checkpoint_problems(manifest: "Manifest") -> Iterator[str]:
+    listed = {name for name in manifest.files if name.startswith(UNEXPLAINED)}
+    steps = list(manifest.checkpoints or ())
+    for name in listed ^ {unexplained_file(step) for step in steps}:
+        yield f"{name!r} is listed among the files or among the checkpoints, but not among both"
+    if steps != sorted(set(steps)) or any(not 0 < step <= manifest.steps for step in steps):
+        yield f"there are checkpoints after steps {steps[:8]}; expected ascending steps from 1 to {manifest.steps}"
+    if manifest.checkpoints is not None and any(layer.store != "keys+values" for layer in manifest.layers.values()):
+        yield "the run was made from checkpoints, but does not keep the patterns of all layers"
+
+
+def _processes_problems(manifest: "Manifest") -> Iterator[str]:
+    firsts = [first for first, _ in manifest.processes]
+    if firsts and (firsts[0] != 0 or firsts != sorted(set(firsts))):
+        yield f"numbers of processes hold from steps {firsts[:8]} on; expected ascending steps from 0 on"
+    if manifest.rank and firsts:
+        yield f"process {manifest.rank} says how many there are, which process 0 does"
+    if (manifest.rank or firsts) and RANK in manifest.columns:
+        yield f"{RANK!r} cannot be a user's column of several processes: every pattern has one of that name"
+
+
 def _shards_problems(manifest: "Manifest") -> Iterator[str]:
     index, step = -1, 0
     pooled: dict[str, int] = {}  # layer -> keys in its pool so far
     for shard in manifest.shards:
         if not index < shard.index <= MAX_INDEX:
             yield f"shard {shard.index} follows shard {index}; expected ascending numbers up to {MAX_INDEX}"
-        if shard.start != step or shard.stop < shard.start:
+        gap = shard.start > step and manifest.rank > 0  # a process may have taken no part for a while
+        if (shard.start != step and not gap) or shard.stop < shard.start:
             yield f"shard {shard.index} has steps {shard.start} to {shard.stop}; expected its start at {step}"
         index, step = shard.index, shard.stop
         yield from _shard_problems(manifest, shard)

@@ -29,6 +29,7 @@ class MemoryBlobs(Blobs):
     def __init__(self, location: str = "memory") -> None:
         self._location = location
         self._contents: dict[str, bytes] = {}
+        self._prefix = ""  # of all names, in a place within another one
         self._lock = threading.Lock()
         self._holder: object | None = None  # stands for whoever has the lease
 
@@ -44,7 +45,7 @@ class MemoryBlobs(Blobs):
 
     def size(self, name: str) -> int | None:
         """Return how many bytes a blob has; None where there is none of that name."""
-        content = self._contents.get(name)
+        content = self._contents.get(self._prefix + name)
         return None if content is None else len(content)
 
     def ranges(self, name: str, spans: Sequence[ByteSpan]) -> Sequence[memoryview]:
@@ -54,25 +55,32 @@ class MemoryBlobs(Blobs):
     def publish(self, name: str, write: Write) -> FileEntry:
         """Let `write` make the content of a blob, and publish it."""
         content = written_content(write)
-        self._contents[name] = content
+        self._contents[self._prefix + name] = content
         return content_entry(content)
 
     def replace(self, name: str, content: bytes, *, was: Tag | None) -> Tag:
         """Replace a blob if its content is still the one of the tag `was`."""
         with self._lock:
-            now = self._contents.get(name)
+            now = self._contents.get(self._prefix + name)
             if (None if now is None else content_tag(now)) != was:
                 raise changed_error(self, name)
-            self._contents[name] = bytes(content)
+            self._contents[self._prefix + name] = bytes(content)
         return content_tag(content)
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """Return the names of the blobs that begin with a prefix."""
-        return [name for name in tuple(self._contents) if name.startswith(prefix)]
+        mine = [name for name in tuple(self._contents) if name.startswith(self._prefix + prefix)]
+        return [name.removeprefix(self._prefix) for name in mine]
 
     def remove(self, name: str) -> None:
         """Remove a blob."""
-        self._contents.pop(name, None)
+        self._contents.pop(self._prefix + name, None)
+
+    def within(self, folder: str) -> "MemoryBlobs":
+        """Return a folder of this place as a place of its own; both see the same blobs."""
+        found = MemoryBlobs(f"{self._location}/{folder}")
+        found._contents, found._prefix = self._contents, f"{self._prefix}{folder}/"
+        return found
 
     @contextmanager
     def lease(self) -> Iterator[bool]:
@@ -90,6 +98,6 @@ class MemoryBlobs(Blobs):
 
     def _content(self, name: str) -> bytes:
         try:
-            return self._contents[name]
+            return self._contents[self._prefix + name]
         except KeyError:
             raise FileNotFoundError(2, "No such blob", f"{self.location}/{name}") from None

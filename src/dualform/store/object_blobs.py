@@ -82,6 +82,10 @@ class ObjectBlobs(Blobs):
     def __reduce__(self) -> tuple[Any, ...]:
         return ObjectBlobs, (str(self.address),)
 
+    def within(self, folder: str) -> "ObjectBlobs":
+        """Return a folder below this address as a place of its own."""
+        return ObjectBlobs(f"{self.address}/{folder}", cache=self.cache)
+
     @property
     def location(self) -> str:
         """The address."""

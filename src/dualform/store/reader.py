@@ -4,10 +4,10 @@ Everything is read where it lies and when it is asked for. A listed file that is
 cut short is an error at opening; changed bytes are found by `dualform.store.audit`.
 """
 
-import math
+import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,42 +16,32 @@ import xxhash
 from torch import Tensor
 
 from dualform.engine.description import LayerEntry, RunDescription
+from dualform.engine.explanation import Explanation
 from dualform.engine.facts_check import facts_problem
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
-from dualform.errors import CorruptError, ReplayError
+from dualform.errors import CorruptError, FormatError
 from dualform.identity.families import Facts
 from dualform.lazy import compute as pc
+from dualform.recording.rowcheck import SEVERITY
 from dualform.store.blobs import Blob, Blobs, Tag
-from dualform.store.checked_tables import (
-    BUDGET_RATIO,
-    MIN_BUDGET,
-    SchemaCheck,
-    column_names,
-    count_rows,
-    read_checked_table,
-)
 from dualform.store.derived_sums import StoredSums
-from dualform.store.format import FINAL, INITIAL, SHARES, STATE, shard_files
-from dualform.store.manifest import Manifest, ShardEntry
+from dualform.store.format import FINAL, INITIAL, MANIFEST, SHARES, STATE, UNEXPLAINED, rank_folder
+from dualform.store.joined_ranks import cut_shards, join_columns_of, join_shards, published_steps
+from dualform.store.manifest import Manifest
 from dualform.store.parameter_check import check_parameters
 from dualform.store.places import Place, as_blobs
-from dualform.store.pool import DIGESTS, REFERENCES
-from dualform.store.shard_check import (
-    annotations_columns_problem,
-    calls_columns_problem,
-    calls_problem,
-    steps_columns_problem,
-    steps_problem,
-)
-from dualform.store.stored_rows import FileRows, PooledRows
-from dualform.store.tables import CALLS, MARKS
+from dualform.store.shard_reading import CallColumns, Shard
+from dualform.store.tables import MARKS
 from dualform.store.tensors import OpenFiles, TensorFile
 
 if TYPE_CHECKING:
+    from dualform.store.joined_shares import JoinedShares
     from dualform.store.run_files import StoredFiles
+    from dualform.store.stored_rests import StoredRests
     from dualform.store.stored_shares import StoredShares
 
-CallColumns = dict[str, npt.NDArray[Any]]
+Others = tuple["Run | None", ...] | None
+"""The runs of the processes after the first."""
 MAX_OPEN_FILES = 100
 MAX_FACTOR_SPARSITY = (
     64  # entries of the dense table (steps, micros) for each factor that is there; honest steps have 1
@@ -60,179 +50,30 @@ FREE_FACTORS = 1 << 16  # factors that are added to those of the run before the 
 MAPPED_RUN_BYTES = 5 << 28  # size of a run up to which all of its files are mapped at once
 
 
-class Shard(PatternPart):
-    """One published shard, of which only steps before `stop` belong to the memory."""
-
-    def __init__(
-        self,
-        blobs: Blobs,
-        entry: ShardEntry,
-        manifest: Manifest,
-        before: Sequence["Shard"] = (),
-        *,
-        files: OpenFiles,
-    ) -> None:
-        self._blobs = blobs
-        self._before = before  # earlier shards, in which keys of a pool may lie
-        self.entry = entry
-        self.index, self.start, self.stop = entry.index, entry.start, entry.stop
-        self._files = files
-        self._manifest = manifest
-        self._names = shard_files(entry.index)
-        self._calls: dict[str, CallColumns] = {}
-        self._counts: dict[str, int] = {}
-
-    def count(self, layer: str) -> int:
-        """Return how many patterns of a layer this shard holds."""
-        if layer not in self._counts:
-            calls = self.calls(layer)
-            self._counts[layer] = int((calls["rows"] * calls["positions"]).sum())
-        return self._counts[layer]
-
-    def calls(self, layer: str) -> CallColumns:
-        """Return the calls of a layer, as columns."""
-        if layer not in self._calls:
-            table = self._calls_table.filter(pc.field("layer") == layer)
-            whole_columns = [field.name for field in CALLS if field.type != pa.string()]
-            columns: CallColumns = {
-                name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in whole_columns
-            }
-            known = "layout" in table.column_names  # which the first runs did not have
-            columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
-            columns["batch_axis"] = np.full(table.num_rows, self._manifest.batch_axis)
-            self._calls[layer] = columns
-        return self._calls[layer]
-
-    def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows:
-        """Return the stored keys or values of a layer; they are read from the file when some of them are taken."""
-        if self._manifest.layers[layer].store == "steps":
-            raise ReplayError(
-                f"The patterns of layer {layer!r} are not stored: they come back when the training is replayed. Open "
-                "the run with its training function, dualform.open(path, train=train), and ask with its own executor."
-            )
-        count = self.count(layer)
-        if what == "keys" and layer not in self.entry.pools:
-            return self._stored(f"{layer}/keys", count, below=self._table_rows(layer))
-        if what != "keys":
-            return self._stored(f"{layer}/{what}", count)
-        shards = [shard for shard in (*self._before, self) if layer in shard.entry.pools]
-        return PooledRows(
-            references=self.references(layer),
-            bases=[shard.entry.pools[layer][0] for shard in shards],
-            sources=[shard.pool(layer) for shard in shards],
-        )
-
-    def references(self, layer: str) -> Tensor:
-        """Return the key id of each pattern's key in the layer's pool, (n,)."""
-        base, count = self.entry.pools[layer]
-        return self._stored(f"{layer}/{REFERENCES}", self.count(layer), below=base + count).take(slice(None))[0]
-
-    def key_ids(self, layer: str) -> Tensor | None:
-        """Return the key id of each pattern's key in the layer's pool, (n,); None where the layer has no pool here."""
-        return self.references(layer) if layer in self.entry.pools else None
-
-    def key_range(self, layer: str) -> tuple[float, float] | None:
-        """Return the least and the greatest element of a layer's keys, as the manifest has it."""
-        return self.entry.key_range.get(layer)
-
-    def own_keys(self, layer: str) -> tuple[int, FileRows] | None:
-        """Return the key id of the first key of a layer's pool that lies in this shard, and the keys that do."""
-        return (self.entry.pools[layer][0], self.pool(layer)) if layer in self.entry.pools else None
-
-    def pool(self, layer: str) -> FileRows:
-        """Return the keys of a layer's pool that lie in this shard."""
-        return self._stored(f"{layer}/keys", self.entry.pools[layer][1])
-
-    def digests(self, layer: str) -> Tensor:
-        """Return the digests of the keys of a layer's pool that lie in this shard, (n, 2)."""
-        return self._stored(f"{layer}/{DIGESTS}", self.entry.pools[layer][1]).take(slice(None))[0]
-
-    def _stored(self, name: str, count: int, *, below: int | None = None) -> FileRows:
-        return FileRows(self._tensors, name, count, below)
-
-    def _table_rows(self, layer: str) -> int | None:
-        """Return the number of rows of the table that a layer's keys are looked up in; None for other layers."""
-        tables = [use.parameter for use in self._manifest.layers[layer].uses if use.parameter_map.takes_ids]
-        return min((math.prod(self._manifest.parameters[table].shape[:-1]) for table in tables), default=None)
-
-    def _tensors(self) -> TensorFile:
-        return self._files.get(self.blob("patterns"))
-
-    def stored_bytes(self, layer: str) -> int:
-        """Return the bytes of a layer's patterns in this shard's file, patterns from step `stop` on included."""
-        places = self._tensors().places
-        names = [name for name in places if name.startswith(f"{layer}/")]
-        mine = [places[name] for name in names if "/" not in name.removeprefix(f"{layer}/")]
-        return sum(place.shape[0] * place.row_bytes for place in mine)
-
-    @cached_property
-    def annotations(self) -> pa.Table:
-        """The user's columns in this shard."""
-        return self._read("annotations", self._columns_problem)
-
-    def annotation(self, name: str, *, keep: bool = True) -> pa.ChunkedArray | None:
-        """Return one of the user's columns, None where this shard does not have it; unless `keep`, read it alone."""
-        if keep:
-            return self.annotations[name] if name in self.annotations.column_names else None
-        if name not in column_names(self.blob("annotations")):
-            return None
-        return self._read("annotations", self._columns_problem, [name])[name]
-
-    def _columns_problem(self, schema: pa.Schema) -> str:
-        return annotations_columns_problem(schema, self._manifest.columns)
-
-    def annotated_rows(self) -> int:
-        """Return how many rows of the annotation table belong to steps before `stop`."""
-        calls = self._calls_table.filter(pc.field("annotation_offset").is_valid())
-        names = ("annotation_offset", "annotation_rows", "annotation_positions")
-        offset, rows, positions = (np.asarray(calls[name], dtype=np.int64) for name in names)
-        return int((offset + np.maximum(rows, 1) * np.maximum(positions, 1)).max(initial=0))
-
-    @cached_property
-    def steps(self) -> pa.Table:
-        """The optimizer facts in this shard."""
-        table = self._read("steps", steps_columns_problem)
-        calls = count_rows(self.blob("calls"))
-        self._require(steps_problem(table, self.entry, self._manifest, calls), "steps")
-        return self._kept(table)
-
-    @cached_property
-    def _calls_table(self) -> pa.Table:
-        table = self._read("calls", calls_columns_problem)
-        annotated = count_rows(self.blob("annotations"))
-        places = self._tensors().places
-        self._require(calls_problem(table, self.entry, self._manifest, places, annotated), "calls")
-        return self._kept(table)
-
-    def most_micros(self) -> int:
-        """Return the largest number of backwards that the calls of this shard have in one step."""
-        micro: int | None = pc.max(self._calls_table["micro"]).as_py()
-        return 0 if micro is None else micro + 1
-
-    def _require(self, problem: str, what: str) -> None:
-        if problem:
-            raise CorruptError(f"{self.blob(what)}: {problem}. Restore the run's files from a copy.")
-
-    def blob(self, what: str) -> Blob:
-        """Return one of the shard's files."""
-        return Blob(self._blobs, self._names[what])
-
-    def _kept(self, table: pa.Table) -> pa.Table:
-        return table.filter(pc.field("step") < self.entry.stop)
-
-    def _read(self, what: str, check: SchemaCheck, columns: list[str] | None = None) -> pa.Table:
-        size = sum(entry.bytes for entry in self.entry.files.values())
-        budget = max(MIN_BUDGET, BUDGET_RATIO * size)
-        return read_checked_table(self.blob(what), check, budget=budget, columns=columns)
-
-
 class Run(PatternSource):
     """A recorded run, opened for reading: a folder by its path, or wherever else it is kept."""
 
-    def __init__(self, place: Place, *, known: tuple[Manifest, Tag] | None = None) -> None:
+    def __init__(
+        self, place: Place, *, known: tuple[Manifest, Tag] | None = None, rank: int = 0, others: "Others" = None
+    ) -> None:
+        """Open a run.
+
+        Args:
+            place: where it is kept.
+            known: its manifest and the manifest's tag, where they were read already.
+            rank: of which process of several these are the files; 0 for the whole run.
+            others: the other processes of the run as they were opened elsewhere; by default they are opened now.
+        """
         self.blobs = as_blobs(place)
-        self.manifest, self.manifest_tag = Manifest.read_tagged(self.blobs) if known is None else known
+        self.published, self.manifest_tag = Manifest.read_tagged(self.blobs) if known is None else known
+        if self.published.rank != rank:
+            raise FormatError(
+                f"{self.blobs.location} has the patterns of process {self.published.rank} of a run; expected process "
+                f"{rank}. Open the folder of the whole run."
+            )
         self._check_sizes()
+        self.others = self._opened_others() if others is None else others
+        self.manifest = self._joined_manifest()
         size = sum(entry.bytes for shard in self.manifest.shards for entry in shard.files.values())
         files = OpenFiles(
             MAX_OPEN_FILES, keep_mapped=size <= MAPPED_RUN_BYTES and len(self.manifest.shards) <= MAX_OPEN_FILES
@@ -242,11 +83,63 @@ class Run(PatternSource):
             if entry.stop > entry.start:
                 shards.append(Shard(self.blobs, entry, self.manifest, tuple(shards), files=files))
         self.shards = tuple(shards)
+        self._parts: Sequence[PatternPart] = self.shards
+        if self.others:
+            by_rank = [self.shards, *(() if one is None else one.shards for one in self.others)]
+            self._parts = join_shards(by_rank, self.manifest.processes, self.manifest.steps)
         self._facts: dict[str, tuple[Facts, Factors]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let another process open the run as it is seen here, whatever was published since."""
-        return _opened_elsewhere, (self.blobs, self.manifest, self.manifest_tag)
+        return _opened_elsewhere, (self.blobs, self.published, self.manifest_tag, self.published.rank, self.others)
+
+    def _opened_others(self) -> "tuple[Run | None, ...]":
+        """Return the runs of the processes after the first, in the order of ranks; None where one has begun none."""
+        found: list[Run | None] = []
+        for rank in range(1, max((count for _, count in self.published.processes), default=1)):
+            place = self.blobs.within(rank_folder(rank))
+            if place.size(MANIFEST) is None:
+                found.append(None)
+                continue
+            other = Run(place, rank=rank)
+            for what in ("layers", "parameters"):
+                if getattr(other.published, what) != getattr(self.published, what):
+                    raise FormatError(
+                        f"{Blob(place, MANIFEST)} has other {what} than the manifest of the run. Restore both from one "
+                        "copy of the run."
+                    )
+            found.append(other)
+        return tuple(found)
+
+    def _joined_manifest(self) -> Manifest:
+        """Return the manifest as far as all processes have published what it lists."""
+        if not self.others:
+            return self.published
+        others = [None if one is None else one.published for one in self.others]
+        steps = published_steps([self.published, *others])
+        whole = steps == self.published.steps and all(one is not None and one.closed for one in others)
+        known = [one for one in others if one is not None]
+        rows = dict(self.published.rows)
+        for name, check in [entry for one in known for entry in one.rows.items()]:
+            if name not in rows or SEVERITY[check.outcome] > SEVERITY[rows[name].outcome]:
+                rows[name] = check
+        cut = cut_shards(self.published, steps)
+        shares = cut.shares
+        if shares is not None:
+            kept = [set() if one is None or one.shares is None else set(one.shares.horizons) for one in others]
+            both = tuple(step for step in shares.horizons if all(step in horizons for horizons in kept))
+            shares = dataclasses.replace(shares, horizons=both)
+        return dataclasses.replace(
+            cut,
+            shares=shares,
+            closed=self.published.closed and whole,
+            columns=join_columns_of([self.published, *known]),
+            rows=rows,
+        )
+
+    def all_shards(self) -> list[Shard]:
+        """Return the shards of all processes."""
+        return [*self.shards, *(shard for one in self.others if one is not None for shard in one.shards)]
 
     @cached_property
     def description(self) -> RunDescription:
@@ -268,6 +161,7 @@ class Run(PatternSource):
             factory=manifest.factory,
             factory_arguments=manifest.factory_arguments,
             training=manifest.training,
+            processes=max((count for _, count in manifest.processes), default=1),
         )
 
     @cached_property
@@ -283,9 +177,15 @@ class Run(PatternSource):
             manifest.batch_axis,
             manifest.columns,
         )
+        if self.others:
+            each = [None if one is None else one.digest for one in self.others]
+            parts = (*parts, manifest.processes, each)  # type: ignore[assignment]
         if manifest.shares is not None:
             files = [entry for name, entry in manifest.files.items() if name.startswith(SHARES)]
             parts = (*parts, manifest.shares, files)  # type: ignore[assignment]
+        if manifest.checkpoints is not None:
+            files = [entry for name, entry in manifest.files.items() if name.startswith(UNEXPLAINED)]
+            parts = (*parts, manifest.checkpoints, files)  # type: ignore[assignment]
         return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
     @property
@@ -301,20 +201,44 @@ class Run(PatternSource):
         return StoredFiles(self)
 
     @cached_property
-    def kept_shares(self) -> "StoredShares | None":
+    def kept_shares(self) -> "StoredShares | JoinedShares | None":
         """The shares by group that the run keeps; None where it keeps none."""
         from dualform.store.stored_shares import StoredShares  # which reads this run
 
-        return None if self.manifest.shares is None else StoredShares(self, self.manifest.shares)
+        if self.manifest.shares is None:
+            return None
+        own = StoredShares(self, self.manifest.shares)
+        if not self.others:
+            return own
+        from dualform.store.joined_shares import JoinedShares  # which reads this run
+
+        others = [one for one in self.others if one is not None and one.manifest.shares is not None]
+        each = [StoredShares(one, one.manifest.shares) for one in others if one.manifest.shares is not None]
+        return JoinedShares(self, [own, *each])
+
+    @cached_property
+    def _rests(self) -> "StoredRests | None":
+        """What no pattern explains at each checkpoint; None where the run was recorded."""
+        from dualform.store.stored_rests import StoredRests  # which reads this run
+
+        return None if self.manifest.checkpoints is None else StoredRests(self, self.manifest.checkpoints)
+
+    def unexplained(self, parameter: str, horizon: int) -> Tensor | None:
+        """Return what no pattern explains of a parameter at a checkpoint, float64; None where the run was recorded."""
+        return None if self._rests is None else self._rests.unexplained(parameter, horizon)
+
+    def explanation(self) -> Explanation | None:
+        """Return how much of the change between checkpoints patterns explain; None where the run was recorded."""
+        return None if self._rests is None else self._rests.explanation()
 
     @property
     def derived_sums(self) -> StoredSums:
         """The sums that are kept beside the run's patterns."""
         return StoredSums(self.blobs)
 
-    def parts(self) -> Sequence[Shard]:
-        """Return the published shards in the order of steps."""
-        return self.shards
+    def parts(self) -> Sequence[PatternPart]:
+        """Return the published shards in the order of steps; of several processes, joined."""
+        return self._parts
 
     @cached_property
     def steps_table(self) -> pa.Table:
@@ -359,7 +283,7 @@ class Run(PatternSource):
                 f"{Blob(self.blobs, 'steps')}: one step has {micros} factors, and most of {self.steps} steps have "
                 "none. Restore the run's files from a copy."
             )
-        if (called := max((shard.most_micros() for shard in self.shards), default=0)) > micros:
+        if (called := max((shard.most_micros() for shard in self.all_shards()), default=0)) > micros:
             raise CorruptError(
                 f"{Blob(self.blobs, 'calls')}: a call is of backward {called - 1} of its step, but no step had more "
                 f"than {micros}. Restore the run's files from a copy."
@@ -409,8 +333,16 @@ class Run(PatternSource):
 
     def files(self) -> dict[str, Any]:
         """Return every listed file with its entry, by the name that it lies under."""
-        listed = {entry.at or name: entry for name, entry in self.manifest.files.items()}
-        for shard in self.manifest.shards:
+        listed = self._own_files()
+        for rank, one in enumerate(self.others, start=1):
+            if one is not None:
+                listed |= {f"{rank_folder(rank)}/{name}": entry for name, entry in one.files().items()}
+        return listed
+
+    def _own_files(self) -> dict[str, Any]:
+        """Return the listed files of process 0."""
+        listed = {entry.at or name: entry for name, entry in self.published.files.items()}
+        for shard in self.published.shards:
             listed |= shard.files
         return listed
 
@@ -419,7 +351,7 @@ class Run(PatternSource):
         return Blob(self.blobs, self.manifest.files[name].at or name)
 
     def _check_sizes(self) -> None:
-        listed = self.files()
+        listed = self._own_files()
         sizes = self.blobs.sizes(list(listed))
         for name, entry in listed.items():
             found = sizes[name]
@@ -434,6 +366,6 @@ class Run(PatternSource):
             )
 
 
-def _opened_elsewhere(blobs: Blobs, manifest: Manifest, tag: Tag) -> Run:
+def _opened_elsewhere(blobs: Blobs, manifest: Manifest, tag: Tag, rank: int, others: Others) -> Run:
     """Open a run that another process has opened."""
-    return Run(blobs, known=(manifest, tag))
+    return Run(blobs, known=(manifest, tag), rank=rank, others=others)

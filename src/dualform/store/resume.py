@@ -17,10 +17,12 @@ from dualform.engine.rebuild import parts, states
 from dualform.engine.verification import compare
 from dualform.errors import ResumeError
 from dualform.identity.families.naming import same_optimizer
+from dualform.recording.annotations import RANK
 from dualform.recording.sinks import Start
 from dualform.store.attach import remove_unlisted
 from dualform.store.blobs import Blobs, Tag
 from dualform.store.format import FINAL, FROZEN, SHARES, UNCOVERED, shard_files, shares_file, shares_state_file
+from dualform.store.joined_ranks import cut_shards
 from dualform.store.manifest import Manifest
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
@@ -44,13 +46,51 @@ def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) ->
         step: where the checkpoint stands, if the user says so; otherwise it is found.
     """
     run = Run(blobs)
+    if run.manifest.checkpoints is not None:
+        raise ResumeError(
+            f"{run.name} was made from checkpoints, and no training can be added to it. Record to another folder."
+        )
     _same_shape(run.manifest, wanted)
+    if start.processes > 1 and RANK in run.manifest.columns:
+        raise ResumeError(
+            f"The run has a column {RANK!r}, which is the name of a process's number in a run of several processes. "
+            "Continue it in one process, or record to another folder."
+        )
     step = _step_of(run, start.parameters) if step is None else _checked_step(run, step)
     _prove(run, start, step)
-    manifest = _cut(run.manifest, step)
+    manifest = _cut(run.published, step)
+    manifest = dataclasses.replace(manifest, processes=_processes(manifest.processes, step, start.processes))
     tag = manifest.publish(blobs, was=run.manifest_tag)
     _remove_later_files(blobs, manifest)
     return manifest, tag
+
+
+def join_at(blobs: Blobs, wanted: Manifest, step: int) -> tuple[Manifest, Tag]:
+    """Cut the files of a process after the first back to the step where the run is continued; as `resume_at` returns.
+
+    Args:
+        blobs: where the files of this process are kept.
+        wanted: what a new run would be described as.
+        step: where the first process continues the run.
+    """
+    run = Run(blobs, rank=wanted.rank)
+    _same_shape(run.manifest, wanted)
+    manifest = _cut(run.published, step)
+    tag = manifest.publish(blobs, was=run.manifest_tag)
+    _remove_later_files(blobs, manifest)
+    return manifest, tag
+
+
+def _processes(before: Sequence[tuple[int, int]], step: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Return from which steps on how many processes recorded a run, once `count` continue it at a step.
+
+    >>> _processes([(0, 4), (50, 2)], 80, 3), _processes([(0, 4), (50, 2)], 50, 4), _processes([], 9, 2)
+    (((0, 4), (50, 2), (80, 3)), ((0, 4),), ((0, 1), (9, 2)))
+    """
+    found = [(first, number) for first, number in before or [(0, 1)] if first < step]
+    if not found or found[-1][1] != count:
+        found.append((step, count))
+    return () if found == [(0, 1)] else tuple(found)
 
 
 def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
@@ -61,12 +101,19 @@ def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
         return None
 
 
-def count_updates(run: Run) -> dict[str, int]:
-    """Return the number of updates of each parameter as its optimizer counts them, from before a warm start on."""
+def count_updates(run: Run, steps: int | None = None) -> dict[str, int]:
+    """Return the number of updates of each parameter as its optimizer counts them, from before a warm start on.
+
+    Args:
+        run: the run.
+        steps: count those of so many steps; by default of all.
+    """
     counts = {}
     for name in run.manifest.parameters:
         warm = run.initial_states.get(name, {}).get("step")
-        counts[name] = len(run.facts(name)[0].step) + (0 if warm is None else int(warm))
+        updated = run.facts(name)[0].step
+        taken = len(updated) if steps is None else int((updated < steps).sum())
+        counts[name] = taken + (0 if warm is None else int(warm))
     return counts
 
 
@@ -152,20 +199,15 @@ def _prove(run: Run, start: Start, step: int) -> None:
 
 
 def _cut(manifest: Manifest, step: int) -> Manifest:
-    kept = [shard for shard in manifest.shards if shard.start < step]
-    if kept and kept[-1].stop > step:
-        kept[-1] = dataclasses.replace(kept[-1], stop=step, parameters={})
+    manifest = cut_shards(manifest, step)
     files = {name: entry for name, entry in manifest.files.items() if name not in (FINAL, FROZEN, UNCOVERED)}
     shares = manifest.shares
     if shares is not None:
-        horizons = tuple(horizon for horizon in shares.horizons if horizon <= step)
-        shares = dataclasses.replace(shares, horizons=horizons, state=shares.state if shares.state == step else None)
-        named = {shares_file(horizon) for horizon in horizons}
-        named |= set() if shares.state is None else {shares_state_file(shares.state)}
+        shares = dataclasses.replace(shares, state=step if step in shares.states else None, earlier_state=None)
+        named = {shares_file(horizon) for horizon in shares.horizons}
+        named |= {shares_state_file(one) for one in shares.states}
         files = {name: entry for name, entry in files.items() if not name.startswith(SHARES) or name in named}
-    return dataclasses.replace(
-        manifest, shards=tuple(kept), files=files, closed=False, no_final="", uncovered_state=None, shares=shares
-    )
+    return dataclasses.replace(manifest, files=files, closed=False, no_final="", uncovered_state=None, shares=shares)
 
 
 def _remove_later_files(blobs: Blobs, manifest: Manifest) -> None:

@@ -53,7 +53,7 @@ def encode(rows: Tensor, dtype: torch.dtype, *, seed: int | None = None) -> tupl
     return _encode_int8(rows, largest, seed)
 
 
-def address_seed(layer: str, what: str, step: int, micro: int, call: int) -> int:
+def address_seed(layer: str, what: str, step: int, micro: int, call: int, rank: int = 0) -> int:
     """Return the seed of the noise for one call's keys or values, from what the patterns' addresses have in common.
 
     Args:
@@ -62,8 +62,9 @@ def address_seed(layer: str, what: str, step: int, micro: int, call: int) -> int
         step: the number of the step.
         micro: which backward of the step.
         call: which call of the layer in that backward.
+        rank: the number of the process, of several.
     """
-    return xxhash.xxh3_64_intdigest(f"{layer}/{what} {step} {micro} {call}".encode())
+    return xxhash.xxh3_64_intdigest(f"{layer}/{what} {step} {micro} {call}{f' {rank}' if rank else ''}".encode())
 
 
 def stored_dtypes(dtype: torch.dtype, *, pooled: bool) -> tuple[torch.dtype, torch.dtype]:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from dualform.errors import CorruptError, RunExistsError, StoreError
 from dualform.progress import bar
 from dualform.store.blobs import READ_BYTES, Blob, Blobs
-from dualform.store.format import MANIFEST
+from dualform.store.format import MANIFEST, rank_folder
 from dualform.store.places import Place, as_blobs
 from dualform.store.reader import Run
 
@@ -31,7 +31,7 @@ class CopiedRun:
 def copy_run(source: Place, target: Place) -> CopiedRun:
     """Copy a run to a place that holds none."""
     there = as_blobs(target)
-    run, content = _opened(as_blobs(source))
+    run, manifests = _opened(as_blobs(source))
     there.make_ready()
     with there.lease() as mine:
         if not mine:
@@ -49,17 +49,23 @@ def copy_run(source: Place, target: Place) -> CopiedRun:
                         f"{Blob(run.blobs, name)} is not the file that the manifest lists: it was changed, or replaced "
                         "by a recording that goes on. Copy the run again, or restore the file."
                     )
-        there.replace(MANIFEST, content, was=None)
-    return CopiedRun(there.location, len(listed) + 1, total + len(content))
+        for folder, content in manifests.items():
+            (there.within(folder) if folder else there).replace(MANIFEST, content, was=None)
+    return CopiedRun(there.location, len(listed) + len(manifests), total + sum(map(len, manifests.values())))
 
 
-def _opened(blobs: Blobs) -> tuple[Run, bytes]:
-    """Return a run, and the content of the very manifest that it was opened with."""
+def _opened(blobs: Blobs) -> tuple[Run, dict[str, bytes]]:
+    """Return a run, and the contents of the very manifests that it was opened with: folder -> content, "" the last."""
     for _ in range(ATTEMPTS):
         run = Run(blobs)
-        content, tag = blobs.load(MANIFEST)
-        if tag == run.manifest_tag:
-            return run, content
+        folders = {rank_folder(rank): one for rank, one in enumerate(run.others, start=1) if one is not None}
+        found: dict[str, bytes] = {}
+        for folder, one in [*folders.items(), ("", run)]:
+            content, tag = one.blobs.load(MANIFEST)
+            if tag == one.manifest_tag:
+                found[folder] = content
+        if len(found) == len(folders) + 1:
+            return run, found
     raise StoreError(f"{blobs.location} changes faster than it can be opened. Copy it when its recording rests.")
 
 

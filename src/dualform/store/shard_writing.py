@@ -56,7 +56,7 @@ class ShardWriter:
         self.manifest, self._tag = manifest, tag
         self._next = manifest.shards[-1].index + 1 if manifest.shards else 0
         self._earlier_rows = dict(manifest.rows)
-        seen, self._pools = read_pools(Run(self._blobs))
+        seen, self._pools = read_pools(Run(self._blobs, rank=manifest.rank))
         return PooledLayers(seen, self._pools)
 
     def attach(self, files: Files) -> None:
@@ -172,7 +172,7 @@ class ShardWriter:
         """Add keys or values of a call to the parts of a tensor, encoded if they are not, and their scales if any."""
         stored, scales = rows.rows, rows.scales
         if not rows.encoded:
-            seed = address_seed(call.layer, what, step, call.micro, call.call)
+            seed = address_seed(call.layer, what, step, call.micro, call.call, self.manifest.rank)
             stored, scales = encode(rows.rows, dtype, seed=seed)
         layer = call.layer
         tensors.setdefault(f"{layer}/{what}", []).append(stored.contiguous())

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dualform.binning import Bins
-from dualform.errors import ResumeError, StoreError
+from dualform.errors import RefusedError, ResumeError, StoreError
 from dualform.identity.families.optimizer_kind import find_optimizer_kind
 from dualform.recording.annotations import Binding
 from dualform.recording.keep import Shares
@@ -24,12 +24,14 @@ from dualform.store.format import shares_file, shares_state_file
 from dualform.store.label_text import label_text
 from dualform.store.manifest import GroupColumnEntry, GroupingEntry, Manifest, SharesEntry
 from dualform.store.reader import Run
-from dualform.store.stored_shares import grouping_names, stored_labels
+from dualform.store.stored_shares import StoredShares, grouping_names, stored_labels
 from dualform.store.tables import check_columns
 from dualform.store.tensors import publish_tensors
 from dualform.store.writer import DiskWriter
 
 Snapshot = Callable[[], dict[str, Tensor]]
+OWN_TENSORS = ("share", "keys", "counts", "lowest", "spread", "noise")
+"""The tensors of shares that each of several processes keeps of its own patterns; the others are the same in all."""
 
 
 class ShareWriter:
@@ -49,6 +51,11 @@ class ShareWriter:
 
     def open(self, start: Start) -> int:
         """Begin a run, or continue one; return the number of the first step to come."""
+        if start.processes > 1 and self._shares.rest:
+            raise RefusedError(
+                "Shares(rest=True) is not supported for a training in several processes: each would put other groups "
+                "into the rest. Record with Shares(groups=...) for all groups, or with coarser groups (dualform.bins)."
+            )
         self._kept_layers = {name for name, layer in start.layers.items() if not layer.shares_only}
         self._run.shares = SharesEntry(self._entries())
         first = self._run.open(start)
@@ -60,8 +67,15 @@ class ShareWriter:
         return first
 
     def _open_fold(self, start: Start, first: int) -> None:
-        run = Run(self._run.blobs)
-        self._fold.open(start, lambda name: run.initial[name], run.initial_states)
+        whole = Run(self._run.blobs)
+        self._fold.open(start, lambda name: whole.initial[name], whole.initial_states)
+        run = Run(self._run.place, rank=start.rank, others=())  # the files of this process
+        sizes = {count for _, count in whole.published.processes}
+        if first and len(sizes) > 1:
+            raise ResumeError(
+                f"{whole.name} keeps shares of {min(sizes)} and {max(sizes)} processes. A recording of shares goes on "
+                "in the same number of processes only; continue it so, or record to another folder."
+            )
         kinds = [find_optimizer_kind(name) for name in start.optimizers]
         averaged = int(any(kind is not None and kind.average is not None for kind in kinds))
         self._fold.require_memory(dict.fromkeys(start.parameters, averaged))
@@ -83,8 +97,8 @@ class ShareWriter:
                     "Load the state of the same checkpoint."
                 )
             return self._given
-        kept, entry = run.kept_shares, run.manifest.shares
-        found = None if kept is None else kept.resume_tensors(step)
+        entry = run.manifest.shares
+        found = None if entry is None else StoredShares(run, entry).resume_tensors(step)
         if found is None or entry is None:
             raise ResumeError(
                 f"{run.name} keeps no shares that can go on after step {step}. Give the recorder the state of your "
@@ -207,24 +221,32 @@ class ShareWriter:
         tensors = found.shares
         if closing and not self._shares.resumable and step not in self._shares.at:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rounding.")}
+        if self._run.rank:  # the rest is the same in every process
+            tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in OWN_TENSORS}
         replaced: list[str] = []
 
         def publish(blobs: Blobs, manifest: Manifest) -> dict[str, Any]:
             entry = manifest.shares
             before = SharesEntry(()) if entry is None else entry
-            kept = tuple(one for one in before.horizons if one in self._shares.at)
+            # Another process may be killed before it has published these; then the ones before are the last of all.
+            last = before.horizons[-1:] if manifest.rank or manifest.processes else ()
+            kept = tuple(one for one in before.horizons if one in self._shares.at or one in last)
             files = {name: one for name, one in manifest.files.items() if not name.startswith("shares/")}
             files |= {shares_file(one): manifest.files[shares_file(one)] for one in kept}
+            earlier = before.state if before.state in last else None
+            if earlier is not None:
+                files[shares_state_file(earlier)] = manifest.files[shares_state_file(earlier)]
             replaced.extend(name for name in manifest.files if name not in files)
             files[shares_file(step)] = publish_tensors(blobs, shares_file(step), tensors)
             if self._shares.resumable:
                 files[shares_state_file(step)] = publish_tensors(blobs, shares_state_file(step), found.resume)
-            shares = SharesEntry(self._entries(), (*kept, step), step if self._shares.resumable else None)
+            state = step if self._shares.resumable else None
+            shares = SharesEntry(self._entries(), (*kept, step), state, earlier)
             return {"files": files, "shares": shares, "columns": {**manifest.columns, **self._columns}}
 
         manifest = self._run.publish_beside(publish, lambda: parameters)
         for name in replaced:
-            self._run.blobs.remove(name)
+            self._run.place.remove(name)
         self._published = set(manifest.shares.horizons if manifest.shares is not None else ())
         return True
 

@@ -64,18 +64,10 @@ class StoredShares(ShareSource):
         self, parameter: str, by: tuple[str, ...], *, layer: str | None = None, horizon: int | None = None
     ) -> ParameterShares:
         """Return a parameter's shares; those of one layer's patterns alone where several layers use it."""
-        file, grouping = self._file(horizon), self._grouping(by)
-        entry = self._run.manifest.parameters[parameter]
-        dtype = _fold_dtype(entry.dtype)
-        total = torch.zeros(len(self._order[by]), *entry.shape, dtype=dtype)
-        for place, (name, layer_entry) in enumerate(self._run.manifest.layers.items()):
-            if layer not in (None, name):
-                continue
-            for number, use in enumerate(layer_entry.uses):
-                if use.parameter == parameter:
-                    self._add(total, file, by, (grouping, place, number))
+        file, entry = self._file(horizon), self._run.manifest.parameters[parameter]
+        total = self.shares_of(parameter, by, layer, horizon)
         at = list(self._run.manifest.parameters).index(parameter)
-        zeros = torch.zeros(entry.shape, dtype=dtype)
+        zeros = torch.zeros(entry.shape, dtype=total.dtype)
         return ParameterShares(
             self.labels(by),
             total,
@@ -100,6 +92,24 @@ class StoredShares(ShareSource):
                         name = f"share.{self._grouping(by)}.{place}.{number}.{group}"
                         total += file.tensor(name).double() if name in file.places else 0.0
         return final[parameter].double() - total
+
+    def explained(self, parameter: str, *, horizon: int) -> Tensor:
+        """Return what all groups together made of a parameter, in float64."""
+        by = self.groupings[0]
+        return self.shares_of(parameter, by, None, horizon).double().sum(0)
+
+    def shares_of(self, parameter: str, by: tuple[str, ...], layer: str | None, horizon: int | None) -> Tensor:
+        """Return each group's share of a parameter, (G, ...), of the patterns of one layer or of all."""
+        file, grouping = self._file(horizon), self._grouping(by)
+        entry = self._run.manifest.parameters[parameter]
+        total = torch.zeros(len(self._order[by]), *entry.shape, dtype=_fold_dtype(entry.dtype))
+        for place, (name, layer_entry) in enumerate(self._run.manifest.layers.items()):
+            if layer not in (None, name):
+                continue
+            for number, use in enumerate(layer_entry.uses):
+                if use.parameter == parameter:
+                    self._add(total, file, by, (grouping, place, number))
+        return total
 
     def _add(self, total: Tensor, file: TensorFile, by: tuple[str, ...], use: tuple[int, int, int]) -> None:
         for place, group in enumerate(self._order[by]):
@@ -170,7 +180,7 @@ class StoredShares(ShareSource):
 
     def resume_tensors(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return the shares after a step and what a recording of them goes on from; None where it is not kept."""
-        if self._kept.state != step:
+        if step not in self._kept.states:
             return None
         shares = self._file(step).tensors()
         return shares, TensorFile(self._run.blob(shares_state_file(step))).tensors()

@@ -243,6 +243,7 @@ class AccumulatedCalls:
         *,
         unstored: Collection[str] = (),
         marker: ParameterMarker | None = None,
+        rank: int = 0,
     ) -> None:
         """Take calls.
 
@@ -251,15 +252,21 @@ class AccumulatedCalls:
             pooled: says which layers' identical keys are stored once.
             unstored: the layers whose patterns are let go of at once; only their calls' places are kept.
             marker: marks the parameters after each step; None where the training is not to be run again.
+            rank: the number of this process, of several.
         """
         self._dtypes = dtypes
         self._pooled = pooled
         self._unstored = frozenset(unstored)
         self._marker = marker
+        self._rank = rank
         self._copier = HostCopier()
         self._records: dict[int, CallRecord] = {}  # by number
         self._inputs: dict[int, Tensor] = {}  # checksums of keys that owe nothing to the parameters, by number
         self._bytes = 0  # of all of them, as they will be in the CPU's memory
+
+    def stores(self, layer: str) -> bool:
+        """Say whether a layer's patterns are stored."""
+        return layer not in self._unstored
 
     def add(self, record: CallRecord) -> None:
         """Take a call that was just accumulated."""
@@ -306,7 +313,7 @@ class AccumulatedCalls:
                 found.extend([TakenRows(keys)] if values is None else [TakenRows(keys), TakenRows(values)])
                 continue
             of_keys, of_values = stored_dtypes(self._dtypes[record.layer], pooled=in_pool)
-            seed = partial(_seed, record.layer, facts.step, call)
+            seed = partial(_seed, record.layer, facts.step, call, self._rank)
             # Keys of a pool are known by the bytes that were trained with.
             found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys"))
             if values is not None:
@@ -341,9 +348,9 @@ class AccumulatedCalls:
         return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy, marks)
 
 
-def _seed(layer: str, step: int, call: StepCall, what: str) -> int:
+def _seed(layer: str, step: int, call: StepCall, rank: int, what: str) -> int:
     """Return the seed of the noise that keys or values of a call are rounded with."""
-    return address_seed(layer, what, step, call.micro, call.call)
+    return address_seed(layer, what, step, call.micro, call.call, rank)
 
 
 def _encoded(rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int], what: str) -> TakenRows:

@@ -33,13 +33,13 @@ from dualform.recording.sinks import CallRecord, LayerStart, PreparedStep, Start
 from dualform.recording.surroundings import find_surroundings
 from dualform.recording.watch import Dtype, stored_dtype
 from dualform.store.blobs import Blobs
-from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STARTING, STATE
+from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STARTING, STATE, rank_folder
 from dualform.store.host_copy import HostCopier, HostCopy
 from dualform.store.kept_state import ShardState, StateKeeper
 from dualform.store.manifest import Manifest, SharesEntry
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
-from dualform.store.resume import count_updates, find_step, resume_at
+from dualform.store.resume import count_updates, find_step, join_at, resume_at
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
 from dualform.store.taken_steps import AccumulatedCalls, PooledLayers, TakenRows, TakenStep
@@ -111,9 +111,12 @@ class DiskWriter:
     ) -> None:
         self.blobs = blobs
         self.path = blobs.location  # as messages call the run
+        self.rank = 0  # the number of this process among those that record the run
+        self.place = blobs  # where the files of this process are kept
         self.dtype = dtype
         self.taken_bytes = 0  # of the keys and values of all steps handed over
         self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
+        self.checkpoints: tuple[int, ...] | None = None  # of a run that is made from checkpoints: those so far
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
@@ -145,20 +148,35 @@ class DiskWriter:
     # On the training thread ---------------------------------------------------------------------------------------
 
     def open(self, start: Start) -> int:
-        """Begin a run, or continue one; return the number of the first step to come."""
-        self._shards = ShardWriter(self.blobs, self._describe(start))
+        """Begin a run, or continue one; return the number of the first step to come.
+
+        Of several processes the first has to open its writer before the others, which join the run where it begins.
+        """
+        self.rank = start.rank
+        if start.processes > 1 and self._training is not None:
+            raise RefusedError(
+                "keep=Steps() is not supported for a training in several processes: a replay runs in one process. "
+                "Keep patterns, or shares."
+            )
+        if self.rank:
+            self.place = self.blobs.within(rank_folder(self.rank))
+        self._shards = ShardWriter(self.place, self._describe(start))
         layers = self._shards.manifest.layers
         self._accumulated = AccumulatedCalls(
             self._dtypes(),
             PooledLayers(),
             unstored=[name for name, layer in layers.items() if layer.store == "steps"],
             marker=None if self._training is None else ParameterMarker(),
+            rank=self.rank,
         )
-        self._keeper = StateKeeper(start.state)
+        self._keeper = StateKeeper(None if self.rank else start.state)
+        steps = 0
         try:
-            self.blobs.make_ready()
+            self.place.make_ready()
             self._take_lock()
-            if self.blobs.size(MANIFEST) is not None:
+            if self.rank:
+                steps = self._join()
+            elif self.blobs.size(MANIFEST) is not None:
                 self._continue(start)
             else:
                 self._begin(start)
@@ -175,27 +193,27 @@ class DiskWriter:
             if isinstance(error, OSError) and not isinstance(error, StoreError | RunExistsError):
                 raise StoreError(f"{self.path} cannot be written: {error}. Choose another folder.") from error
             raise
-        return self._shards.manifest.steps
+        return steps if self.rank else self._shards.manifest.steps
 
     def _remove_unborn(self) -> None:
         """Remove the files of a run whose beginning failed before its manifest: they would pass for somebody else's."""
-        if self._locked and self.blobs.size(MANIFEST) is None:
-            self.blobs.remove_unpublished()
+        if self._locked and self.place.size(MANIFEST) is None:
+            self.place.remove_unpublished()
             for name in (INITIAL, FROZEN, STARTING):
                 with contextlib.suppress(OSError):
-                    self.blobs.remove(name)
+                    self.place.remove(name)
 
     def _take_lock(self) -> None:
         """Hold the folder's lock; an interrupted recording of this process may still be publishing there."""
-        if not self._stack.enter_context(self.blobs.lease()):
+        if not self._stack.enter_context(self.place.lease()):
             self._stack.close()
-            earlier = _writer_here(self.blobs)
+            earlier = _writer_here(self.place)
             if earlier is not None and earlier._left:
                 earlier._wait_for_worker(WAIT_SECONDS)
-            if not self._stack.enter_context(self.blobs.lease()):
-                raise RunExistsError(_occupied_text(self.blobs))
+            if not self._stack.enter_context(self.place.lease()):
+                raise RunExistsError(_occupied_text(self.place))
         self._locked = True
-        place = self.blobs.identity()
+        place = self.place.identity()
         _writing[place] = (os.getpid(), weakref.ref(self))
         self._stack.callback(_writing.pop, place, None)
 
@@ -206,6 +224,10 @@ class DiskWriter:
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a column has changed its type."""
         check_columns(self._columns, binding)
+
+    def wants_values(self, layer: str) -> bool:
+        """Say whether the values of a layer are stored, or looked at before they are."""
+        return self._accumulated.stores(layer)
 
     def call(self, record: CallRecord) -> None:
         """Keep a call's patterns until their step, or until they are discarded."""
@@ -229,7 +251,8 @@ class DiskWriter:
         self._check_whole()
         try:
             self._queue.wait_for_room(self._accumulated.nbytes())  # before memory is taken for the copies
-            taken = self._accumulated.join(facts)
+            # Facts and samples are the same in every process; process 0 logs them.
+            taken = self._accumulated.join(replace(facts, facts=(), samples={}) if self.rank else facts)
             if not self._checked:
                 self._check_space(taken)
             size = taken.nbytes
@@ -268,7 +291,7 @@ class DiskWriter:
         self.flush(snapshot)
         try:
             self._shards.check_alone()
-            self._shards.publish_manifest(**publish(self.blobs, self._shards.manifest))
+            self._shards.publish_manifest(**publish(self.place, self._shards.manifest))
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
@@ -276,8 +299,10 @@ class DiskWriter:
         return self._shards.manifest
 
     def attach(self, files: Files) -> None:
-        """Queue files; they are published before anything that is handed over later."""
+        """Queue files; they are published before anything that is handed over later. Process 0 keeps them for all."""
         self._check_whole()
+        if self.rank:
+            return
         size = sum(
             len(content) if isinstance(content, str) else sum(tensor.nbytes for tensor in content.values())
             for content in files.values()
@@ -299,6 +324,9 @@ class DiskWriter:
             self._check_whole()
             try:
                 self._shards.check_alone()
+                if self.rank:
+                    self._shards.publish_manifest(closed=True)
+                    return
                 entry = publish_tensors(self.blobs, FINAL, final)
                 state, files = self._keeper.finish(self.blobs, self._shards.manifest.uncovered_state)
                 self._shards.publish_manifest(
@@ -316,7 +344,7 @@ class DiskWriter:
             self._drain({})
             self._check_whole()
             try:
-                self._shards.publish_manifest(closed=True, no_final=reason)
+                self._shards.publish_manifest(closed=True, no_final="" if self.rank else reason)
             except OSError as error:
                 raise StoreError(f"The end of the recording could not be written: {error}.") from error
         finally:
@@ -418,6 +446,9 @@ class DiskWriter:
             factory_arguments=self._factory_arguments,
             shares=self.shares,
             training=self._training,
+            checkpoints=self.checkpoints,
+            rank=start.rank,
+            processes=((0, start.processes),) if start.processes > 1 and not start.rank else (),
         )
 
     def _stored_dtype(self, name: str, layer: LayerStart) -> str | None:
@@ -455,10 +486,22 @@ class DiskWriter:
             )
         step = None if self._resume is True else int(self._resume)
         pooled = self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled)
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
         self._columns = dict(self._shards.manifest.columns)
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
+
+    def _join(self) -> int:
+        """Join the run that process 0 has just begun or continued, and return the number of its first step to come."""
+        step = Manifest.read(self.blobs).steps
+        if self.place.size(MANIFEST) is None:
+            self.place.remove_unpublished()
+            self._shards.publish_manifest()
+            return step
+        pooled = self._shards.continue_from(*join_at(self.place, self._shards.manifest, step))
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
+        self._columns = dict(self._shards.manifest.columns)
+        return step
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype that each layer is stored in."""
@@ -489,7 +532,8 @@ class DiskWriter:
 
     def _look(self, snapshot: Callable[[], Snapshot], *, wait: bool = False) -> _Seal:
         """Return what ends a shard here: the parameters and the uncovered state as they are now, on their way."""
-        parameters = snapshot()  # nothing where they are not those of the last step; then the rest is not either
+        # Nothing where they are not those of the last step; then the rest is not either. Process 0 keeps both.
+        parameters = {} if self.rank else snapshot()
         state = self._keeper.after_step() if parameters else None
         values = {} if state is None else state.values
         copy = self._copier.copy([*parameters.values(), *values.values()])

@@ -19,7 +19,7 @@ from dualform.show import preparation
 from dualform.show.job import Cancelled
 from dualform.show.lru_cache import LruCache
 from dualform.show.viewer.opened import Opened
-from dualform.store.reader import Shard
+from dualform.store.shard_reading import Shard
 from helpers.served import Running
 from helpers.small_models import pictures, record_pictures
 

@@ -1,0 +1,83 @@
+"""What recording adds to a training step, in one process and in several with the same rows each.
+
+    python benchmarks/process_overhead.py
+    torchrun --nproc_per_node 2 benchmarks/process_overhead.py
+
+Plain and recorded steps alternate in one program, ten at a time; the least and the median time of each are printed.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import dualform
+
+ROWS = 64  # of each process
+WIDTH = 512
+ROUNDS = 12
+STEPS = 10  # of each kind in a round
+FIRST_STEPS = 40  # which are checked in full, and not measured
+
+
+def make(*, wrapped: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a network of three linear layers and its optimizer."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
+    model: nn.Module = nn.Sequential(*layers)
+    if wrapped:
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Any, steps: int) -> list[float]:
+    """Train, and return the seconds of each step."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(ROWS, 256, generator=generator), torch.randint(10, (ROWS,), generator=generator)
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        if recorder is not None:
+            recorder.annotate(label=labels)
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def main() -> None:
+    """Measure, and print one line."""
+    torch.set_num_threads(1)
+    several = "RANK" in os.environ
+    names = [tempfile.mkdtemp()]
+    if several:
+        torch.distributed.init_process_group("gloo")
+        torch.distributed.broadcast_object_list(names)
+    plain, recorded = make(wrapped=several), make(wrapped=several)
+    alone: list[float] = []
+    with_recording: list[float] = []
+    with dualform.record(*recorded, f"{names[0]}/run") as recorder:
+        take_steps(*recorded, recorder, FIRST_STEPS)
+        take_steps(*plain, None, STEPS)
+        for _ in range(ROUNDS):
+            alone += take_steps(*plain, None, STEPS)
+            with_recording += take_steps(*recorded, recorder, STEPS)
+    if not several or torch.distributed.get_rank() == 0:
+        count = torch.distributed.get_world_size() if several else 1
+        for what, of in (("least", min), ("median", statistics.median)):
+            before, after = 1e3 * of(alone), 1e3 * of(with_recording)
+            print(f"{count} processes, {what} time of a step: {before:.2f} ms alone, {after:.2f} ms recorded")
+    if several:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Processes of torch.distributed as a world: what they tell each other, and how long they wait."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+
+from dualform.errors import RefusedError
+from dualform.recording import process_group
+from dualform.recording.process_group import ProcessGroup
+from helpers.together import run_together
+
+
+def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr(process_group, "ARRIVAL_SECONDS", 0.2)
+
+    def work(rank: int) -> str:
+        world = ProcessGroup()
+        assert (world.rank, world.size) == (rank, 3)
+        mine = torch.tensor([1.0, rank])
+        assert world.sum(mine).tolist() == [3.0, 3.0]
+        assert mine.tolist() == [1.0, rank]
+        assert (world.any(rank == 2), world.any(False)) == (True, False)
+        assert world.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        world.barrier()
+        groups = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1])]
+        if rank == 1:
+            return ""
+        two = ProcessGroup(groups[0])
+        assert (two.rank, two.size) == (rank // 2, 2)
+        assert two.sum(torch.ones(1)).item() == 2.0
+        if rank == 2:
+            return ""
+        begin = time.monotonic()
+        two.barrier()  # the other one does not come
+        assert time.monotonic() - begin < 30.0
+        with pytest.raises(RefusedError) as refused:
+            ProcessGroup(groups[0])
+        return str(refused.value)
+
+    told = run_together(tmp_path, work, size=3)
+    assert told[1:] == ["", ""]
+    assert told[0].startswith("Process 0 records, and processes [2] did not begin to within")
