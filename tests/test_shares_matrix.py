@@ -14,7 +14,8 @@ from dualform.store.reader import Run
 from test_exactness_matrix import LAYERS, OPTIMIZERS, B, D, L
 
 STEPS = 7  # RAdam leaves its first phase after the fifth
-WITHIN = {torch.float32: 1e-5, torch.float64: 1e-11}
+WITHIN = {torch.float32: 1e-5, torch.float64: 1e-12}
+"""How far shares may be apart, over the parameter's change, without the factors of `tolerance`."""
 EMPTY_GRADIENT = "in_proj_bias"  # its part for keys has the gradient zero, and rounding is all there is
 
 
@@ -44,13 +45,42 @@ def fit(
     return model
 
 
-def without_the_worst(apart: Tensor) -> float:
-    """Return the norm of differences but for 2 % of the elements, at least one.
+def tolerance(optimizer: str, dtype: torch.dtype, *, own_order: bool) -> float:
+    """Return how far all elements of live shares may be from those of the patterns, over the parameter's change.
 
-    Where the gradient of an element nearly vanishes, Adam makes of its rounding as much as of a gradient.
+    Differences are rounding, and in float64 nearly nothing amplifies it. Two things do in both dtypes:
+
+    - Muon raises small directions of a gradient, and their rounding, up to 485-fold.
+    - Some layers add up their weight gradient in an order of their own (`sums_in_own_order`). The patterns, summed in
+      another order, drive a replay of the optimizer whose second moments differ by rounding from the live ones, and a
+      step that divides by the size of a gradient amplifies the difference. SGD divides by nothing.
+
+    In float32 an element whose gradient nearly vanishes is known to few digits, and all optimizers but SGD make as much
+    of its rounding as of a gradient; `without_the_worst` leaves such elements out.
     """
-    kept = apart.flatten().sort().values
+    found = WITHIN[dtype] * (10 if optimizer == "Muon" else 1)
+    if optimizer == "SGD":
+        return found
+    if dtype == torch.float32:
+        return 100 * found
+    return 10 * found if own_order else found
+
+
+def without_the_worst(apart: Tensor) -> float:
+    """Return the norm of differences but for 2 % of the elements, at least one."""
+    kept = apart.abs().flatten().sort().values
     return float(kept[: len(kept) - max(1, len(kept) // 50)].norm())
+
+
+def compared(name: str, differences: Tensor) -> Tensor:
+    """Return the differences of a parameter's elements that mean anything: all but those of an attention's key bias.
+
+    Its true gradient is zero, so that rounding is all that there is of it, and its shares are made of rounding.
+    """
+    if EMPTY_GRADIENT not in name:
+        return differences
+    queries, _, values = differences.chunk(3, dim=-1)
+    return torch.cat([queries, values], dim=-1)
 
 
 CASES = [
@@ -64,27 +94,28 @@ CASES = [
 @pytest.mark.mostly_slow(fast=10)
 @pytest.mark.parametrize(("layer", "optimizer"), CASES)
 def test_live_shares_are_those_of_the_patterns(layer: str, optimizer: str) -> None:
-    for dtype, within in WITHIN.items():
+    for dtype in WITHIN:
         blobs = MemoryBlobs()
         model = fit(blobs, layer, OPTIMIZERS[optimizer], dtype, [dualform.Shares(by="label"), dualform.Patterns()])
         run = Run(blobs)
         live, patterns = run.kept_shares, dualform.open(blobs).share_source("label")
         assert live is not None
-        if optimizer == "Muon":  # which raises small directions of a gradient, and their rounding, up to 485-fold
-            within *= 10
-        own_order = sums_in_own_order(layer.partition(",")[0])
+        in_own_order = sums_in_own_order(layer.partition(",")[0])
         for name, parameter in model.named_parameters():
             found, expected = live.shares(name, ("label",)), patterns.shares(name, ("label",))
             assert found.labels == expected.labels
             weight = parameter.detach().double()
             scale = float((weight - run.initial[name].double()).norm()) or 1.0
-            if EMPTY_GRADIENT not in name and not (own_order and name.startswith("layer.")):
-                apart = (found.shares.double() - expected.shares.double()).abs()
-                assert without_the_worst(apart) <= within * scale, name
-                assert without_the_worst(found.unexplained.double().abs()) <= within * scale, name
-                assert float(apart.norm()) <= 100 * within * scale, name
+            own_order = in_own_order and name.startswith("layer.")
+            apart = compared(name, found.shares.double() - expected.shares.double())
+            unexplained = compared(name, found.unexplained.double())
+            for difference in (apart, unexplained):
+                assert float(difference.norm()) <= tolerance(optimizer, dtype, own_order=own_order) * scale, name
+                if not own_order:
+                    few = WITHIN[dtype] * (10 if optimizer == "Muon" else 1)
+                    assert without_the_worst(difference) <= few * scale, name
             whole = found.start + found.shares.double().sum(dim=0) + found.unexplained + found.rounding
-            assert float((whole - weight).norm()) <= 0.1 * within * float(weight.norm()), name
+            assert float((whole - weight).norm()) <= 0.1 * WITHIN[dtype] * float(weight.norm()), name
 
 
 @pytest.mark.mostly_slow(fast=3)

@@ -45,6 +45,11 @@ PHASES = {  # mark after which the kill comes -> part of the kills of recordings
     OPENED: 0.5,
     CLOSING: 0.25,
 }
+KINDS = {
+    dualform.Patterns: "recordings of patterns",
+    dualform.Shares: "recordings of shares",
+    dualform.Steps: "recordings of steps",
+}
 FELL = {  # last mark that a killed process sent -> what it was doing
     None: "SIGKILLs before the recording began",
     BEGINS: "SIGKILLs while a recording began or was resumed",
@@ -119,6 +124,7 @@ class _Campaign:
     def run(self) -> None:
         """Do every part."""
         counts = self.outcome.counts
+        counts |= {f"of these, of {kind}": 0 for kind in KINDS.values()}
         counts |= {"SIGKILLs while attaching": 0, "SIGKILLs while a cache file was written": 0}
         counts |= {"SIGKILLs of a run that is published by time": 0}
         counts |= {"runs brought to their end": 0, "examinations": 0, "killed before a manifest": 0}
@@ -224,6 +230,7 @@ class _Campaign:
             last, killed, _, _ = self._kill(children.record, arguments, mark, delay)
             if killed:
                 self.outcome.counts[FELL[last]] += 1
+                self.outcome.counts[f"of these, of {KINDS[type(training.keep)]}"] += 1
             step, at = self._checkpoint(training, path, self._examine(training, path))
         self._kill(children.record, (training.name, path, step, at, None), None, 0.0)
         self._examine(training, path, ended=True)

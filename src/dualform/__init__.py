@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from dualform.effects.output_gradients import contrast
     from dualform.errors import DualformError
     from dualform.indexing import indexed
-    from dualform.opening import open
+    from dualform.opening import from_checkpoints, open
     from dualform.recording.estimate import estimate
     from dualform.recording.keep import Patterns, Shares, Steps
     from dualform.recording.layers import register_layer
     from dualform.recording.recorder import Recorder
     from dualform.replaying.replay_training import replay
+    from dualform.replaying.restartable import Restartable
     from dualform.replaying.training import record_training
     from dualform.store.record_to_folder import record
 
@@ -29,6 +30,7 @@ _HOME = {
     "Memory": "dualform.attend.memory",
     "Patterns": "dualform.recording.keep",
     "Recorder": "dualform.recording.recorder",
+    "Restartable": "dualform.replaying.restartable",
     "Shares": "dualform.recording.keep",
     "Spotlight": "dualform.attend.spotlight",
     "Steps": "dualform.recording.keep",
@@ -37,6 +39,7 @@ _HOME = {
     "bins": "dualform.binning",
     "contrast": "dualform.effects.output_gradients",
     "estimate": "dualform.recording.estimate",
+    "from_checkpoints": "dualform.opening",
     "indexed": "dualform.indexing",
     "open": "dualform.opening",
     "record": "dualform.store.record_to_folder",
@@ -51,6 +54,7 @@ __all__ = [
     "Memory",
     "Patterns",
     "Recorder",
+    "Restartable",
     "Shares",
     "Spotlight",
     "Steps",
@@ -60,6 +64,7 @@ __all__ = [
     "bins",
     "contrast",
     "estimate",
+    "from_checkpoints",
     "indexed",
     "open",
     "record",

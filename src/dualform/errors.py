@@ -87,3 +87,15 @@ class DataError(DualformError, RuntimeError):
 
 class ReplayError(DualformError, RuntimeError):
     """A training cannot be run again, or is not the recorded one when it is."""
+
+
+class ReplayNeededError(DualformError, RuntimeError):
+    """A question needs a replay of the training, where replays are asked for first.
+
+    Attributes:
+        seconds: about how long the replay takes: as long as the recorded training took.
+    """
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds

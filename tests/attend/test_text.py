@@ -70,6 +70,33 @@ def test_totals_and_counts_by_place_equal_the_dense_ones(run):
     assert memory.place_counts(LAYER).tolist() == np.bincount(places, minlength=len(corpus.train)).tolist()
 
 
+def test_scores_by_place_are_totals_best_and_counts_of_all_layers_in_one_reading(run):
+    memory, corpus = run[0], run[0].corpus()
+    queries = {name: torch.randn(3, memory.layers[name].d_in) for name in (LAYER, "softmax")}
+    scores = memory.place_scores(queries)
+    assert list(scores) == [LAYER, "softmax"]
+    for name, query in queries.items():
+        size = len(corpus.train)
+        found = scores[name]
+        torch.testing.assert_close(found.sums[:, :size], memory.place_totals(name, query))
+        assert torch.equal(found.counts[:size], memory.place_counts(name))
+        best = memory.attend(queries={name: query})[name].top(1)
+        torch.testing.assert_close(found.best.max(dim=1).values, best.values[:, 0, 0])
+        assert found.best.argmax(dim=1).tolist() == list(best.columns["place"])
+    with pytest.raises(UnknownLayerError, match="'head' was not recorded"):
+        memory.place_scores({"head": torch.zeros(1, 4)})
+
+
+def test_a_prompt_whose_scores_are_known_reads_no_pattern(run, monkeypatch):
+    memory, model = run
+    asked = memory.attend_text(model, "the wolf", layers=[LAYER, "softmax"])
+    entries = {name: memory.layers[name] for name in (LAYER, "softmax")}
+    tokens = torch.tensor([[memory.corpus().numbers[word] for word in ("the", "wolf")]])
+    scores = memory.place_scores(last_queries(model, tokens, entries))
+    monkeypatch.setattr(type(memory._table.executor), "run", lambda *_: pytest.fail("patterns were read"))
+    assert memory.attend_text(model, "the wolf", layers=[LAYER, "softmax"], scores=scores) == asked
+
+
 def test_annotations_are_what_the_corpus_says(run):
     memory, _ = run
     corpus = memory.corpus()

@@ -1,9 +1,13 @@
 """The language studies on a tiny text: small, whole, and everything that they promise."""
 
+import json
 import math
+import os
 import shutil
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,22 +16,35 @@ from torch.nn import functional
 
 import dualform
 from dualform.errors import DataError, StoreError
-from dualform.experiments.language import study
+from dualform.experiments.language import measure, study
 from dualform.experiments.language.language_summary import example_tables, language_section, summarise_language
 from dualform.experiments.language.language_training import (
+    LanguageTraining,
     fit,
     held_out_loss,
     make_language_model,
     quality,
+    repeatable_kernels,
     train_language_model,
     windows,
 )
-from dualform.experiments.language.measure import HeldOut, ask_held_out, carried, chance
-from dualform.experiments.language.plans import DEFAULT, MODELS, PAPER_STUDIES, Storage, plan
+from dualform.experiments.language.measure import (
+    HeldOut,
+    ask_held_out,
+    carried,
+    chance,
+    replay_scores,
+    replayed_agreement,
+)
+from dualform.experiments.language.plans import DEFAULT, MODELS, PAPER_STUDIES, WIDE_FROM, Storage, plan
 from dualform.experiments.language.prompt_examples import choose_prompts
 from dualform.experiments.language.storage import Budget, announce, budget, bytes_of
 from dualform.experiments.language.study import reproduce_language
 from dualform.experiments.page import write_page
+from dualform.experiments.reproduction import ReproductionOptions
+from dualform.recording.estimate import size_text
+from dualform.show.model_loading import load_model
+from dualform.show.terminal_tables import plain
 from helpers.texts import tiny_corpus, tiny_study
 
 Usage = namedtuple("Usage", "total used free")
@@ -103,6 +120,92 @@ def test_two_runs_of_one_seed_are_the_same(found, tmp_path):
         assert again[name] == findings[name], name
 
 
+# A study whose run keeps steps
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory):
+    """Findings of the same study from a run of patterns and from one of steps, and the folder of the second."""
+    folder = tmp_path_factory.mktemp("steps")
+    plan, corpus = tiny_study(model="lstm", updates=12), tiny_corpus()
+    stored = reproduce_language(plan, corpus, folder / "stored", seed=0, keep=False)
+    steps = replace(plan, memory="steps")
+    return stored, reproduce_language(steps, corpus, folder / "study", seed=0, valid=corpus.test[:60]), folder / "study"
+
+
+def test_a_run_of_steps_gives_the_findings_of_a_run_of_patterns(replayed):
+    stored, steps, folder = replayed
+    assert dualform.open(folder / "run").layers["softmax"].store == "steps"
+    assert steps["quality"]["value"] == stored["quality"]["value"]
+    assert steps["quality"]["validation"] > 0
+    assert steps["prompts"] == stored["prompts"]
+    assert steps["agreement"] == stored["agreement"]
+    assert steps["steps_memory"]["replays"] == 1  # for all layers, the held-out prompts and the examples
+    for mine, other in zip(steps["examples"], stored["examples"], strict=True):
+        assert (mine["prompt"], mine["next"], mine["goes_on"]) == (other["prompt"], other["next"], other["goes_on"])
+        for layer, same in zip(mine["layers"], other["layers"], strict=True):
+            for by in ("by_pattern", "by_total"):
+                assert [p["attention"] for p in layer[by]] == pytest.approx(
+                    [p["attention"] for p in same[by]], rel=1e-4
+                )
+
+
+def test_tables_and_page_of_a_run_of_steps(replayed, tmp_path):
+    _, findings, folder = replayed
+    for grid in summarise_language([findings, findings]):
+        assert all(len(row) == len(grid.columns) for row in grid.rows), grid.title
+    write_page(tmp_path / "results.md", [language_section("text", [findings], command="a command")])
+    page = (tmp_path / "results.md").read_text()
+    assert "perplexity of the validation part" in page
+    assert "The training was run again once" in page
+    size = sum(
+        path.stat().st_size for path in (folder / "run").rglob("*") if path.is_file() and "cache" not in str(path)
+    )
+    assert f"| the run folder | {size_text(size)} |" in page
+    assert page.count("The model says next") == 3
+
+
+def test_a_replay_that_ended_early_is_said_to_have(replayed):
+    found = replayed[1]
+    whole = language_section("text", [found], command="a command").text[-1]
+    early = {**found, "steps_memory": {**found["steps_memory"], "asked_steps": 5}}
+    assert "later patterns are left out" not in whole
+    assert "as far as step 5 of 12" in language_section("text", [early], command="a command").text[-1]
+
+
+def test_a_recipe_that_the_held_out_part_chose_is_said_to_be(replayed):
+    found = replayed[1]
+    other = {**found, "study": {**found["study"], "name": "aesop", "model": "transformer"}}
+    for one, said in ((found, False), (other, True)):
+        assert ("by the same held-out part" in language_section("text", [one], command="a command").text[0]) == said
+
+
+def test_scores_that_do_not_fit_in_memory_take_more_replays(replayed, monkeypatch):
+    _, findings, folder = replayed
+    corpus, plan = tiny_corpus(), replace(tiny_study(model="lstm", updates=12), memory="steps")
+    training = LanguageTraining(plan, corpus, seed=0, device="cpu")
+    memory = dualform.open(folder / "run", train=training)
+    model = load_model(memory, None).model.eval()
+    prompts = ask_held_out(model, corpus, context=10)
+    monkeypatch.setattr(measure, "MAX_SCORES_BYTES_CPU", 2 * (len(corpus.train) + 1) * 30 * 40)
+    scores = replay_scores(memory, model, prompts, [])
+    assert scores.replays == math.ceil(len(prompts.true) / 40) > 1
+    assert replayed_agreement(corpus, scores, prompts) == findings["agreement"]
+
+
+def test_kernels_are_repeatable_inside_the_training_alone(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    filling: Any = torch.utils.deterministic
+    with repeatable_kernels("cpu"):
+        assert not torch.are_deterministic_algorithms_enabled()
+    with repeatable_kernels("cuda"):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not filling.fill_uninitialized_memory
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert filling.fill_uninitialized_memory
+
+
 # Training
 
 
@@ -117,6 +220,22 @@ def test_windows_read_the_text_in_streams():
         stream = torch.cat([w.places[row] for w in read[:each]])
         assert stream.tolist() == list(range(row * length, row * length + each * recipe.unroll))
     assert max(int(w.places.max()) for w in read) + 1 < len(corpus.train)  # every token has one that follows
+
+
+def test_shifted_windows_begin_elsewhere_in_each_epoch_and_stay_in_their_streams():
+    corpus, plain = tiny_corpus(), tiny_study(updates=60).recipe
+    recipe = replace(plain, shifted=True)
+    read = list(windows(corpus, recipe))
+    assert len(read) == 60
+    assert [w.places.tolist() for w in read] == [w.places.tolist() for w in windows(corpus, recipe)]
+    shifts = {int(w.places[0, 0]) for w in read if w.first}
+    assert len(shifts) > 1
+    assert all(0 <= shift < recipe.unroll for shift in shifts)
+    length = (len(corpus.train) - 1) // recipe.batch
+    for window in read:
+        for row, places in enumerate(window.places.tolist()):
+            assert row * length <= places[0] == places[-1] - recipe.unroll + 1
+            assert places[-1] < (row + 1) * length
 
 
 def test_a_short_text_gets_fewer_streams_and_a_shorter_one_an_error():
@@ -157,7 +276,7 @@ def test_held_out_loss_is_the_mean_over_all_tokens():
     with torch.no_grad():
         logits, _ = model(streams[:, :-1])  # the state carried on is the state of one long pass
     expected = functional.cross_entropy(logits.flatten(0, 1), streams[:, 1:].flatten())
-    assert held_out_loss(model, corpus, unroll=10) == pytest.approx(float(expected), rel=1e-5)
+    assert held_out_loss(model, corpus.test, unroll=10) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_quality_is_counted_in_the_units_of_the_text():
@@ -232,6 +351,8 @@ def test_what_is_said_beforehand():
 
 def test_plans_are_the_papers_with_paper():
     assert plan("aesop", paper=True).recipe == PAPER_STUDIES["aesop"]
+    assert plan("aesop", paper=True).memory == "steps"
+    assert plan("aesop").memory == plan("text", model="transformer").memory == "patterns"
     assert plan("wikitext2").recipe == DEFAULT["wikitext2", "lstm"]
     recipe = plan("wikitext2", paper=True, wide=True).recipe
     assert (recipe.units, recipe.dropout, recipe.batch, recipe.updates) == (200, 0.5, 128, 10_000)
@@ -283,9 +404,6 @@ def test_prompts_are_spread_over_the_held_out_part(found):
 def test_all_patterns_carry_the_whole_logit(found, monkeypatch):
     findings, folder, _ = found
     memory = dualform.open(folder / "run").at(step=3)
-    from dualform.experiments.language import measure
-    from dualform.show.model_loading import load_model
-
     model = load_model(memory, None).model.eval()
     total = memory.attend(queries={"softmax": torch.zeros(1, memory.layers["softmax"].d_in)})["softmax"].count()
     monkeypatch.setattr(measure, "CARRIED", (1, total))
@@ -327,3 +445,26 @@ def test_no_gpu_is_said(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="torch sees no GPU"):
         reproduce_language(tiny_study(), tiny_corpus(), tmp_path / "x", seed=0, device="cuda")
     assert not (tmp_path / "x").exists()
+
+
+# What is published
+
+DOCS = Path(__file__).parents[2] / "docs"
+KEPT = sorted((DOCS / "findings").glob("*-0/findings.json"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
+def test_a_published_section_is_made_of_the_findings_that_are_kept(path, tmp_path):
+    found = json.loads(path.read_text())
+    made = found["study"]
+    options = ReproductionOptions(made["name"], device="cuda", model=made["model"], paper=made["paper"])
+    wide = found["corpus"]["vocabulary"] > WIDE_FROM
+    assert made == plain(plan(made["name"], model=made["model"], paper=made["paper"], wide=wide))
+    name = path.parent.name.removesuffix("-0")
+    write_page(tmp_path / "one.md", [language_section(name, [found], command=options.command(made["name"]))])
+    begin, end = f"<!-- section {name} -->", f"<!-- end {name} -->"
+    of_page, of_findings = (
+        text.read_text().partition(begin)[2].partition(end)[0] for text in (DOCS / "results.md", tmp_path / "one.md")
+    )
+    assert of_findings
+    assert of_page == of_findings

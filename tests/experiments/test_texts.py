@@ -12,7 +12,7 @@ from dualform.experiments.datasets import aesop, moby_dick, sources, wikitext2
 from dualform.experiments.datasets.contents import SourceError, cut_book, read_zip
 from dualform.experiments.datasets.textfile import read_text_file
 from dualform.experiments.datasets.textset import TextSet, Title
-from dualform.experiments.language.corpora import make_corpus
+from dualform.experiments.language.corpora import encode_part, make_corpus
 from dualform.tokens import split_lines
 from helpers.texts import tiny_text
 
@@ -52,13 +52,14 @@ def test_wikitext_has_pages_and_its_own_unknown_words():
     train = " \n = Boulter = \n \n He <unk> a film . \n \n = = Career = = \n \n W = \n = Points ; L = \n Losses \n"
     test = " \n = Other = \n \n A film \n"
     files = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
-    contents = dict(zip(files, (train, test, test), strict=True))
+    contents = dict(zip(files, (train, " A film ends \n", test), strict=True))
     text = wikitext2.build_wikitext2({file: content.encode() for file, content in contents.items()})
     corpus = make_corpus(text)
     assert (corpus.titles, corpus.starts.tolist()) == (("Boulter",), [0])  # only a blank line stands ahead of it
     assert corpus.vocabulary.count("<unk>") == 1
     assert corpus.words(corpus.train[:7]) == ["<eos>", "=", "Boulter", "=", "<eos>", "<eos>", "He"]
     assert corpus.words(corpus.test[-3:]) == ["<unk>", "film", "<eos>"]
+    assert corpus.words(encode_part(text.valid, corpus)) == ["<unk>", "film", "<unk>", "<eos>"]
 
 
 @pytest.mark.data

@@ -1,4 +1,4 @@
-"""A model of letters that a run can remember by name, and a text to train it on that is full of markup."""
+"""Small models that a run can remember by name; and for letters a text to train on that is full of markup."""
 
 from pathlib import Path
 from typing import Any
@@ -92,3 +92,8 @@ def record_pictures(folder: Path, *, annotate: bool = True, **options: Any) -> P
             loss.backward()
             optimizer.step()
     return model
+
+
+def small_classifier() -> nn.Module:
+    """Four numbers in, three classes out."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

@@ -15,7 +15,14 @@ import dualform
 from dualform.errors import StoreError
 from dualform.store.folder import own_files, remove_folder
 from dualform.store.folder_blobs import FolderBlobs
-from dualform.store.format import LOCK, shard_files, shares_file, shares_state_file
+from dualform.store.format import (
+    LOCK,
+    restart_file,
+    shard_files,
+    shares_file,
+    shares_state_file,
+    unexplained_file,
+)
 from dualform.store.manifest import Manifest
 from helpers.small import batch, network, recorded, sgd, state, train
 
@@ -50,7 +57,7 @@ def test_leftovers_of_a_killed_attachment_are_removed_by_the_next(run: Path) -> 
     assert len(names) == 2
 
 
-@pytest.mark.parametrize("folder", ["cache", "steps", "media", "shards", "shares"])
+@pytest.mark.parametrize("folder", ["cache", "steps", "media", "shards", "shares", "unexplained", "restart"])
 def test_nothing_behind_a_link_is_deleted(run: Path, tmp_path: Path, folder: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -129,7 +136,9 @@ def test_leftovers_of_killed_shares_are_removed_when_the_recording_goes_on(run: 
     }
 
 
-@pytest.mark.parametrize("name", [*shard_files(7).values(), shares_file(7), shares_state_file(7)])
+@pytest.mark.parametrize(
+    "name", [*shard_files(7).values(), shares_file(7), shares_state_file(7), unexplained_file(7), restart_file(7)]
+)
 def test_every_name_of_the_format_is_known_as_ours(run: Path, name: str) -> None:
     (run / name).parent.mkdir(parents=True)
     (run / name).write_bytes(b"")

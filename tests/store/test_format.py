@@ -164,6 +164,7 @@ def test_a_manifest_survives_its_own_text(whole: Path) -> None:
 
 
 OPTIONAL = {
+    "checkpoints",
     "no_final",
     "rows",
     "shares",

@@ -19,6 +19,7 @@ from torch import Tensor
 from dualform.attend.conditions import Condition, ConditionRows, holds, undecided
 from dualform.attend.kept_groups import KeptGroups, find_kept_groups
 from dualform.binning import Bins, By, bin_edges, grouping_columns, label_order
+from dualform.engine.addresses import annotation_rows
 from dualform.engine.jobs import Executor, Pass
 from dualform.engine.local import LocalExecutor
 from dualform.engine.reading import PatternRange, count_kept, kept_patterns, kept_rows
@@ -86,7 +87,7 @@ class NumberedGroups:
         self._table = table
         self._layer = layer
         self._numbered = numbered
-        self._found: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}  # of the last parts read
+        self._found: dict[int, tuple[npt.NDArray[np.int64], Tensor]] = {}  # of the last parts read
 
     def of(self, wanted: PatternRange, device: torch.device) -> Tensor:
         """Return the groups of a range's patterns, (n,)."""
@@ -96,11 +97,12 @@ class NumberedGroups:
         if found is None:
             table = self._table
             rows = kept_rows(part, self._layer, table.horizon, table.mask)
-            found = rows, table.numbered_codes_of(part, self._layer, self._numbered)
+            codes = torch.from_numpy(table.numbered_codes_of(part, self._layer, self._numbered))
+            found = rows, codes.to(device)  # of a whole part: to copy each range would make it wait for a GPU
             self._found = {part.index: found, **dict(list(self._found.items())[:1])}
         rows, codes = found
         start = int(np.searchsorted(rows, wanted.rows[0]))
-        return torch.from_numpy(codes[start : start + len(wanted)]).to(device)
+        return codes[start : start + len(wanted)].to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +310,8 @@ class Table:
         self.require([groups.column])
         self.run.require_patterns(layer, f"a table by {groups.column!r}")
         kept = kept_rows(part, layer, self.horizon, self.mask)
-        rows = part.addresses(layer)["annotation"][kept]
+        rows = annotation_rows(part.calls(layer))
+        rows = rows if len(kept) == len(rows) else rows[kept]
         column = part.annotation(groups.column, keep=False)
         found = np.full(len(kept), groups.size, dtype=np.int64)
         if column is not None:
@@ -318,7 +321,10 @@ class Table:
                     f"Column {groups.column!r} goes from {values.min()} to {values.max()}; expected numbers from 0 "
                     f"to {groups.size - 1}."
                 )
-            found[rows >= 0] = values[rows[rows >= 0]]
+            known = rows >= 0
+            if known.all():
+                return values[rows]
+            found[known] = values[rows[known]]
         return found
 
     def _encode(self, layer: str, part: str | Bins) -> tuple[list[Any], npt.NDArray[np.int64]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualform.engine.source import PatternSource, groupings_text
-from dualform.engine.verification import stored_bytes
+from dualform.engine.verification import percent_text, stored_bytes
 from dualform.identity.families.naming import class_name
 from dualform.recording.estimate import size_text
 
@@ -27,6 +27,7 @@ class Info:
     shares: tuple[tuple[str, ...], ...] = ()  # the groupings by which shares are kept
     horizons: tuple[int, ...] = ()  # after how many steps shares are kept
     no_final: str = ""  # why a closed run has no final weights
+    explained: float | None = None  # of a run made from checkpoints: the explained share of the change of its weights
     not_kept: Mapping[str, str] | None = None  # uncovered state whose final values are not kept, and why; None: no word
 
     def __repr__(self) -> str:
@@ -35,6 +36,8 @@ class Info:
             lines.append("still being recorded, or cut off; this is what was published")
         if self.no_final:
             lines.append(f"no final weights were kept: {self.no_final}")
+        if self.explained is not None:
+            lines.append(f"made from checkpoints: explains {percent_text(self.explained)} of the change of the weights")
         if self.view:
             lines.append(f"view: {self.view}")
         lines += [
@@ -66,6 +69,7 @@ def _rows(layer: Mapping[str, Any]) -> str:
 def describe_run(run: PatternSource, view: str) -> Info:
     """Describe a run; `view` says which part of it is looked at."""
     described = run.description
+    explanation = run.explanation()
     layers = {
         name: {
             "kind": entry.kind,
@@ -92,6 +96,7 @@ def describe_run(run: PatternSource, view: str) -> Info:
         shares=() if run.kept_shares is None else run.kept_shares.groupings,
         horizons=() if run.kept_shares is None else run.kept_shares.horizons,
         no_final=described.no_final,
+        explained=None if explanation is None else explanation.explained,
         not_kept=_not_kept(run),
     )
 

@@ -43,12 +43,22 @@ from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.beside_patterns import KnownState, Media, lossy_text
 from dualform.engine.coverage import Coverage, coverage
 from dualform.engine.description import LayerEntry, RowsEntry
+from dualform.engine.explanation import Explanation
 from dualform.engine.fingerprints import matching_steps
 from dualform.engine.jobs import Executor
 from dualform.engine.local import LocalExecutor
+from dualform.engine.reducers import PlaceState
 from dualform.engine.share_source import ParameterShares
 from dualform.engine.source import Cost, PatternSource
-from dualform.engine.verification import LayerCheck, Verification, by_layer, compare, compare_shares, verify
+from dualform.engine.verification import (
+    LayerCheck,
+    Verification,
+    by_layer,
+    compare,
+    compare_shares,
+    percent_text,
+    verify,
+)
 from dualform.errors import QueryError, SelectionError
 from dualform.lazy import compute as pc
 from dualform.pieces import Tokenizer
@@ -142,6 +152,14 @@ class Memory:
     def coverage(self) -> Coverage:
         """How much of what was trained the recorded layers cover."""
         return coverage(self._run)
+
+    @cached_property
+    def explanation(self) -> Explanation | None:
+        """How much of the change between checkpoints patterns explain, where `dualform.from_checkpoints` made the run.
+
+        None where the training was recorded: its patterns explain all of it, as `verify` proves.
+        """
+        return self._run.explanation()
 
     def info(self) -> Info:
         """Describe the memory."""
@@ -490,6 +508,7 @@ class Memory:
             },
             asked,
             self._states,
+            self._cache,
         )
 
     def _states(self) -> Sequence[tuple[int, Mapping[str, Tensor]]]:
@@ -510,6 +529,7 @@ class Memory:
         context: int | None = None,
         tokenizer: Tokenizer | None = None,
         other_model: bool = False,
+        scores: Mapping[str, PlaceState] | None = None,
     ) -> TextSpotlight:
         """Ask which passages of the training text the last token of a prompt attends to.
 
@@ -527,6 +547,8 @@ class Memory:
             tokenizer: turns the prompt into tokens where the text is in a tokenizer's pieces: an object with
                 `encode` and `decode`.
             other_model: whether the model is meant to be another than the recorded one; see `attend`.
+            scores: layer -> the prompt's attention to each token of the training text, as `place_scores` returned it
+                for the layer's query at the prompt's last token. No pattern is read for these layers.
         """
         chosen = text.check_layers(self.layers if layers is None else _layer_names(layers), self.layers)
         found = text.attend_text(
@@ -541,11 +563,23 @@ class Memory:
             goes_on=goes_on,
             context=context,
             tokenizer=tokenizer,
+            scores=scores,
         )
         if not other_model:
             self._say_other_model(model)
         self._say_unknown(list(chosen))
         return found
+
+    @in_own_dtype
+    def place_scores(self, queries: Mapping[str, Tensor]) -> dict[str, PlaceState]:
+        """Return how much each layer's queries (Q, d_in) attend to each of the N tokens of the training text.
+
+        All layers are answered by one reading of the patterns: of a run of steps, by one replay. Per layer the answer
+        has the total over a token's patterns (Q, N + 1), the largest attention to one of them (Q, N + 1), and the
+        number of patterns (N + 1,); the last of the N + 1 is for patterns that have no place in the text.
+        """
+        text.check_layers(list(queries), self.layers)
+        return text.score_places(self._table, queries, self._run.require_files().corpus(fitting=True))
 
     @in_own_dtype
     def place_totals(self, layer: str, queries: Tensor) -> Tensor:
@@ -605,6 +639,24 @@ class Memory:
             self._shared.said.add(self._conditions)
             warn_user(f"The mask {self._describe()}: {message}", MaskWarning)
 
+    def _say_unexplained(self) -> None:
+        """Warn once of a mask on patterns that explain only a part of the change between checkpoints."""
+        explanation = self.explanation if self._conditions else None
+        if explanation is None or "explanation" in self._shared.said:
+            return
+        if explanation.explained == 0:
+            raise QueryError(
+                f"{self.location} was made from checkpoints, and its patterns explain nothing of the change of the "
+                "weights: a mask on them would say nothing of the training. Give dualform.from_checkpoints the data "
+                "and the optimizer's settings of this training."
+            )
+        self._shared.said.add("explanation")
+        warn_user(
+            f"The memory was made from checkpoints, and its patterns explain {percent_text(explanation.explained)} of "
+            "the change of the weights. A mask takes away the updates of these patterns, and nothing of the rest.",
+            MaskWarning,
+        )
+
     def _require_values(self) -> None:
         """Raise where no layer's values are kept."""
         if not self._run.exact_parameters():
@@ -613,6 +665,7 @@ class Memory:
     def _exact_parts(self) -> dict[str, rebuild.ParameterParts]:
         if self._parts is None:
             self._require_values()
+            self._say_unexplained()
             self._parts = view_parts(self._table)
             self._say_unknown()
         return self._parts

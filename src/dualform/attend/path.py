@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,15 @@ from dualform.attend.groups import Table
 from dualform.binning import Bins, By, label_order
 from dualform.drawing import picture_of
 from dualform.effects.output_gradients import Quantity, measure_quantity
-from dualform.effects.path_contributions import PathParts, PathProbe, PathSettings, path_fold, step_bins
+from dualform.effects.path_contributions import PathParts, PathSettings, path_fold, state_between, step_bins
+from dualform.effects.path_probe import PathProbe
+from dualform.effects.path_samples import chunk_length, find_sample_parts
 from dualform.engine.model_layers import move
+from dualform.engine.parameter_steps import optimizer_of
 from dualform.engine.reading import kept_rows
 from dualform.engine.source import PatternPart
-from dualform.errors import QueryError, SelectionError
+from dualform.errors import QueryError, ReplayError, SelectionError
+from dualform.identity.families.naming import class_name
 from dualform.logits import logits_of
 from dualform.modes import evaluating
 
@@ -27,6 +31,21 @@ PATH_NOTE = (
     "A path contribution is an account of this training: start, parts and the rest add up to the output. It is no "
     "prediction of what another training would give; effects are."
 )
+
+PathPer = Literal["sample", "layer"]
+"""What single path contributions are those of, where there are no groups."""
+
+SAMPLE = "sample"
+"""The column that numbers training samples."""
+
+STEERING_GROUPS = 16
+"""Groups that samples are merged into while segments are chosen, by how much these groups' parts change."""
+
+KNOT_BYTES = 1 << 31
+"""The most bytes of weights along the path that are kept for single samples; beyond it steps are replayed again."""
+
+REFERENCE_BATCH = 1024
+"""Reference inputs that the model sees at once, where there are several kinds of targets."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +117,16 @@ class PathContributions(Answer):
                     cells.append(row.get(column))
         return pa.table(columns)
 
+    def top(self, count: int = 5, *, query: int = 0) -> list[tuple[Any, float]]:
+        """Return the groups with the largest parts of one input, by size, each with its signed part."""
+        if not 0 <= query < len(self.values):
+            raise QueryError(f"query is {query}; expected one of the {len(self.values)} inputs, counted from 0.")
+        if count < 1:
+            raise QueryError(f"count is {count}; expected at least 1.")
+        row = self.values[query]
+        places = row.abs().topk(min(count, len(row))).indices.tolist()
+        return [(self.groups[place], float(row[place])) for place in places]
+
     def waterfall(self, query: int = 0) -> Any:
         """Return a matplotlib figure of one input's parts: from the start to the output, a bar for each."""
         return picture_of(self, query)
@@ -154,15 +183,75 @@ class PathGroups:
 def find_path_contributions(
     table: Table,
     asked: Asked,
-    by: By,
+    by: By | None,
     *,
+    per: PathPer | None,
     against: Any,
     over: Bins | None,
     tolerance: float,
     known_state: Sequence[tuple[int, Mapping[str, Tensor]]],
 ) -> PathContributions:
-    """Find what each group of patterns added to a quantity of each input's output."""
+    """Find what each group of patterns, each sample or each layer added to a quantity of each input's output."""
     run = table.run
+    _check_question(table, by, per, over, tolerance)
+    groups = None if per == "layer" else PathGroups(table, SAMPLE if by is None else by)
+    axis = run.description.batch_axis
+    targets = _fixed_targets(asked, axis)
+    batches, reference = list(asked.batches), None
+    if against is not None:
+        reference = _Reference(asked, targets, against, axis)
+        batches, targets = reference.batches, reference.targets
+    units = None if reference is None else reference.units
+    probe = PathProbe(asked.model, batches, targets, asked.quantity, run.layers, batch_axis=axis, units=units)
+    probe.check_rows()
+    samples = groups if per == "sample" else None
+    followed = groups if samples is None else _Merged(samples, STEERING_GROUPS)
+    count = 1 if groups is None else len(groups.labels)
+    every = None if samples is None else chunk_length(table.horizon)
+    narrowest = min([table.horizon, *([] if every is None else [every]), *([] if over is None else [int(over.width)])])
+    settings = PathSettings(
+        count if samples is None else STEERING_GROUPS,
+        tolerance=tolerance,
+        by_layer=per == "layer",
+        knot_bytes=0 if samples is None else KNOT_BYTES,
+        longest=max(1, narrowest // 2),  # two segments at least between forced ends, so that they can be compared
+        ends_every=every,
+    )
+    fold = path_fold(
+        run,
+        probe,
+        horizon=table.horizon,
+        by=followed,
+        settings=settings,
+        known_state=known_state,
+        bins=None if over is None else step_bins(over.width),
+    )
+    (found,) = table.executor.run(run, [fold])
+    parts = found.parts
+    if samples is not None:
+        state_at = state_between(known_state)
+        try:
+            single = find_sample_parts(run, probe, found.segments, samples, count, state_at=state_at, knots=found.knots)
+        except ReplayError as error:
+            raise QueryError(
+                "Path contributions of single samples go backwards through the steps. A replay only goes forwards, and "
+                "this run's patterns are too many to be held for it. Store them: "
+                "dualform.replay(train, path, keep=dualform.Patterns()); or ask by groups: by= a column."
+            ) from error
+        parts = torch.cat([single, parts[:, STEERING_GROUPS:]], dim=1)
+    return _answer(found, parts, groups, asked.quantity, probe, over, reference)
+
+
+def _check_question(table: Table, by: By | None, per: PathPer | None, over: Bins | None, tolerance: float) -> None:
+    """Raise unless path contributions can be asked for in this way."""
+    run = table.run
+    if per is not None and per not in get_args(PathPer):
+        raise QueryError(f"per is {per!r}; expected one of {get_args(PathPer)}, or by= a column.")
+    if (by is None) == (per is None):
+        given = "neither" if by is None else "both"
+        raise QueryError(f"path_contributions got {given} of by and per; expected by= a column, or per=...")
+    if per is not None and over is not None:
+        raise QueryError(f"over needs groups: give by= a column in place of per={per!r}.")
     if table.conditions:
         raise SelectionError(
             "A masked view is no training that took place, so its output has no path. Ask the whole memory, and look "
@@ -172,48 +261,66 @@ def find_path_contributions(
         raise SelectionError(f"over is bins of {over.column!r}; expected dualform.bins('step', width=...).")
     if not 0 < tolerance < 1:
         raise QueryError(f"tolerance is {tolerance}; expected a number between 0 and 1, for example 0.02.")
+    run.require_recorded("a path contribution")
     for layer in run.layers:
+        run.require_patterns(layer, "a path contribution")
         run.require_values(layer)
-    groups = PathGroups(table, by)
-    axis = run.description.batch_axis
-    targets = _fixed_targets(asked, axis)
-    batches, reference = list(asked.batches), None
-    if against is not None:
-        reference = _Reference(asked, targets, against, axis)
-        batches, targets = reference.batches, reference.targets
-    probe = PathProbe(asked.model, batches, targets, asked.quantity, run.layers, batch_axis=axis)
-    fold = path_fold(
-        run,
-        probe,
-        horizon=table.horizon,
-        groups=len(groups.labels),
-        by=groups,
-        settings=PathSettings(tolerance=tolerance),
-        known_state=known_state,
-        bins=None if over is None else step_bins(over.width),
-    )
-    (found,) = table.executor.run(run, [fold])
-    return _answer(found, groups, asked.quantity, probe.names, over, reference)
+    if per == "sample":
+        if SAMPLE not in table.names:
+            raise SelectionError(
+                'per="sample" needs a column "sample": record with annotate(sample=ids). '
+                f"There are: {', '.join(table.names)}."
+            )
+        for entry in run.layers.values():
+            for parameter in entry.parameters.values():
+                kind = optimizer_of(run, parameter)
+                if not kind.is_elementwise:
+                    raise QueryError(
+                        f"Parameter {parameter!r} was trained by {class_name(kind.name)}, whose steps mix rows of a "
+                        "gradient: path contributions of single samples are known for optimizers that multiply it "
+                        "element by element (SGD, Adam and their kin). Ask by groups: by= a column."
+                    )
+
+
+class _Merged:
+    """Many groups merged into a few, to steer how finely a path is followed."""
+
+    def __init__(self, groups: PathGroups, count: int) -> None:
+        self._groups = groups
+        self._count = count
+
+    def codes(self, part: PatternPart, layer: str) -> npt.NDArray[np.int64]:
+        """Return the merged group of each pattern of a part and layer; -1 for those of later steps."""
+        codes = self._groups.codes(part, layer)
+        merged: npt.NDArray[np.int64] = np.where(codes < 0, -1, codes % self._count)
+        return merged
 
 
 def _answer(
     found: PathParts,
-    groups: PathGroups,
+    parts: Tensor,
+    groups: PathGroups | None,
     quantity: Quantity,
-    layers: Sequence[str],
+    probe: PathProbe,
     over: Bins | None,
     reference: "_Reference | None",
 ) -> PathContributions:
-    size = len(groups.labels)
-    flat = found.parts.sum(2)
+    """Return the answer; parts are (U, G + 3, L), and where there are no groups, each layer is one."""
+    layers = tuple(probe.names)
+    if groups is None:  # (U, 1 + 3, L): the one group's parts through each layer become groups
+        through = torch.diag_embed(parts[:, 0])
+        parts = torch.cat([through, parts[:, 1:]], dim=1)
+    labels = layers if groups is None else groups.labels
+    size = len(labels)
+    flat = parts.sum(2)
     numbers = {
         "values": flat[:, :size],
         "start": found.before + flat[:, size],
         "rest": flat[:, size + 1],
         "state": flat[:, size + 2],
-        "residual": found.residual,
+        "residual": found.after - found.before - flat.sum(1),
         "output": found.after,
-        "by_layer": found.parts[:, :size],
+        "by_layer": parts[:, :size],
         "by_step": None if found.bins is None else found.bins[:, :size],
     }
     if reference is not None:
@@ -221,12 +328,12 @@ def _answer(
     bins = 0 if found.bins is None else found.bins.shape[2]
     return PathContributions(
         quantity=getattr(quantity, "__name__", "quantity") if callable(quantity) else quantity,
-        by=groups.columns,
-        groups=groups.labels,
-        layers=tuple(layers),
+        by=("layer",) if groups is None else groups.columns,
+        groups=labels,
+        layers=layers,
         steps=tuple(i * over.width for i in range(bins)) if over is not None else (),
         parts_error=found.parts_error,
-        evaluations=found.evaluations,
+        evaluations=probe.evaluations,
         **numbers,  # type: ignore[arg-type]
     )
 
@@ -251,30 +358,36 @@ def _fixed_targets(asked: Asked, axis: int) -> Tensor | None:
 
 
 class _Reference:
-    """Reference inputs beside the ones that were asked about: each asked quantity is measured on all of them."""
+    """Reference inputs beside the ones that were asked about: every quantity that is asked is measured on all of them.
+
+    Attributes:
+        batches: the inputs that were asked about, then the reference inputs once for each kind of target.
+        targets: of all of these, where there are any.
+        units: (n,) each asked input is a unit of its own, and the reference inputs of one kind of target are one unit.
+    """
 
     def __init__(self, asked: Asked, targets: Tensor | None, against: Any, axis: int) -> None:
         if not isinstance(against, Tensor) or any(not isinstance(batch, Tensor) for batch in asked.batches):
             raise QueryError("against needs inputs that are tensors: (R, ...) beside inputs (M, ...).")
-        if axis or (targets is not None and targets.dim() != 1):
-            raise QueryError("against needs one target for each input, along the first axis.")
+        if axis:
+            raise QueryError("against needs inputs, and one target for each, along the first axis.")
         self._count = sum(len(batch) for batch in asked.batches)
-        self._size = len(against)
-        if not self._size:
+        size = len(against)
+        if not size:
             raise QueryError("against is empty; expected reference inputs (R, ...).")
-        self.batches: list[Any] = list(asked.batches)
-        if targets is None:
-            self._of = torch.zeros(self._count, dtype=torch.int64)
-            self.targets = None
-            wanted = 1
-        else:
-            kinds, self._of = targets.cpu().unique(return_inverse=True)
-            self.targets = torch.cat([targets.cpu(), kinds.repeat_interleave(self._size)])
-            wanted = len(kinds)
-        self.batches += [against for _ in range(wanted)]
+        self.targets = None
+        self._of = torch.zeros(self._count, dtype=torch.int64)
+        kinds = 1
+        if targets is not None:
+            different, self._of = targets.cpu().unique(dim=0, return_inverse=True)
+            self.targets = torch.cat([targets.cpu(), different.repeat_interleave(size, dim=0)])
+            kinds = len(different)
+        together = max(1, REFERENCE_BATCH // size)  # kinds of targets in a batch
+        counts = [min(together, kinds - first) for first in range(0, kinds, together)]
+        self.batches: list[Any] = [*asked.batches, *(torch.cat([against] * count) for count in counts)]
+        self.units = torch.cat([torch.arange(self._count), self._count + torch.arange(kinds).repeat_interleave(size)])
 
     def less_mean(self, rows: Tensor) -> Tensor:
         """Return each input's numbers less the mean of those of the reference inputs with the same target."""
-        means = rows[self._count :].unflatten(0, (-1, self._size)).mean(1)
-        less: Tensor = rows[: self._count] - means[self._of]
+        less: Tensor = rows[: self._count] - rows[self._count :][self._of]
         return less

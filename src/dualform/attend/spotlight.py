@@ -8,12 +8,14 @@ from torch import Tensor
 
 from dualform.attend.answers import Effects, Vote, add_effects
 from dualform.attend.by_layer import ByLayer
+from dualform.attend.kept_paths import find_kept, keep_path, name_path
 from dualform.attend.layer import LayerSpotlight
-from dualform.attend.path import Asked, PathContributions, find_path_contributions
+from dualform.attend.path import Asked, PathContributions, PathPer, find_path_contributions
 from dualform.attend.questions import Per, Question, answer_all
 from dualform.binning import Bins, By
 from dualform.drawing import notebook_html
 from dualform.effects.moments import outside
+from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.measures import Of
 from dualform.errors import QueryError
 from dualform.threads import in_own_dtype
@@ -26,6 +28,7 @@ class Spotlight(ByLayer[LayerSpotlight]):
     layers: Mapping[str, LayerSpotlight]
     asked: Asked | None = None
     known_state: Callable[[], Sequence[tuple[int, Mapping[str, Tensor]]]] = tuple
+    cache: AnswerCache | None = None
 
     def __repr__(self) -> str:
         return "\n".join(repr(layer) for layer in self.layers.values())
@@ -83,9 +86,15 @@ class Spotlight(ByLayer[LayerSpotlight]):
 
     @in_own_dtype
     def path_contributions(
-        self, by: By, *, against: Any = None, over: Bins | None = None, tolerance: float = 0.02
+        self,
+        by: By | None = None,
+        *,
+        per: PathPer | None = None,
+        against: Any = None,
+        over: Bins | None = None,
+        tolerance: float = 0.02,
     ) -> PathContributions:
-        """Say what each group of training patterns added to a quantity of the whole network's output.
+        """Say what each group of training patterns, or each sample, added to a quantity of the whole network's output.
 
         The parts, the start and the rest add up to the output. They account for this training and predict no other.
         Needs `memory.attend(model, inputs, targets=..., quantity=...)`; ask for a difference, such as
@@ -94,26 +103,57 @@ class Spotlight(ByLayer[LayerSpotlight]):
 
         Args:
             by: a column, `dualform.bins(column, width=...)`, or several of these.
+            per: in place of `by`: "sample" for the parts of single samples, which are found backwards through the steps
+                and cost more, or "layer" for the parts of all training through each layer.
             against: reference inputs (R, ...): every number is then that of the input less their mean.
             over: `dualform.bins("step", width=...)`: also the parts of each bin of steps.
             tolerance: how much parts may change when the path is followed twice as finely, and how large the residual
                 may be, both relative. What was reached is in the answer.
         """
+        first, name = self._path_question(by=by, per=per, against=against, over=over, tolerance=tolerance)
+        if (kept := find_kept(self.cache, name)) is not None:
+            return kept
+        assert self.asked is not None, "checked above"
+        found = find_path_contributions(
+            first._table,
+            self.asked,
+            by,
+            per=per,
+            against=against,
+            over=over,
+            tolerance=tolerance,
+            known_state=self.known_state(),
+        )
+        return keep_path(self.cache, name, found)
+
+    @in_own_dtype
+    def kept_path_contributions(
+        self,
+        by: By | None = None,
+        *,
+        per: PathPer | None = None,
+        against: Any = None,
+        over: Bins | None = None,
+        tolerance: float = 0.02,
+    ) -> PathContributions | None:
+        """Return the path contributions to the same question if it was asked before and its answer is kept."""
+        _, name = self._path_question(by=by, per=per, against=against, over=over, tolerance=tolerance)
+        return find_kept(self.cache, name)
+
+    def _path_question(self, **options: Any) -> tuple[LayerSpotlight, tuple[Any, ...] | None]:
+        """Return a layer's spotlight, which has the view, and the name of a question with these options."""
         if self.asked is None:
             raise QueryError(
                 "Path contributions are those to a quantity of the output: ask "
                 'memory.attend(model, inputs, targets=..., quantity="logit").'
             )
         first = next(iter(self.layers.values()))
-        return find_path_contributions(
-            first._table,
-            self.asked,
-            by,
-            against=against,
-            over=over,
-            tolerance=tolerance,
-            known_state=self.known_state(),
-        )
+        table = first._table
+        named = None
+        if not table.conditions:  # a mask is refused
+            covered = table.run.description.parameters
+            named = name_path(self.asked, table.horizon, covered, known_state=self.known_state(), **options)
+        return first, named
 
     def outside(self) -> dict[str, str]:
         """Return the layers that contribute nothing to effects, and why."""

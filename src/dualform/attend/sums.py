@@ -115,7 +115,7 @@ class LayerSums:
     def starts(self) -> dict[ParameterUse, Tensor]:
         """Return each parameter's part that no pattern added, by use: the rest of the start, and Muon's rounding.
 
-        Where the run keeps shares, what no pattern explains is in it too.
+        Where the run keeps shares, or was made from checkpoints, what no pattern explains is in it too.
         """
         run, horizon = self.table.run, self.table.horizon
         entry = run.require_values(self.layer)
@@ -133,6 +133,8 @@ class LayerSums:
         for use in entry.uses:
             start = replayed.get(use.parameter)
             start = rebuild.start(run, use.parameter, horizon=horizon) if start is None else start
+            unexplained = run.unexplained(use.parameter, horizon)
+            start = start if unexplained is None else start + unexplained
             found[use] = start.to(self.like.device)
         return found
 

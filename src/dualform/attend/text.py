@@ -1,7 +1,8 @@
 """Spotlights on text: what the last token of a prompt attends to, as passages, documents and tokens of the text.
 
 One pass over a layer's patterns gives everything: per place in the text the best single pattern, the total over all its
-patterns, and how many those are. Totals of documents and tokens are sums of those.
+patterns, and how many those are. Totals of documents and tokens are sums of those. The passes of all layers share one
+reading, which for a run of steps is one replay.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,6 +50,7 @@ def attend_text(
     goes_on: int | None,
     context: int | None = None,
     tokenizer: Tokenizer | None = None,
+    scores: Mapping[str, PlaceState] | None = None,
 ) -> TextSpotlight:
     """Ask what the last token of a prompt attends to; see `Memory.attend_text`.
 
@@ -64,6 +66,7 @@ def attend_text(
         goes_on: how many tokens the model goes on with.
         context: how many tokens the model takes; by default as the model says.
         tokenizer: of a text in pieces.
+        scores: layer -> the attention of this prompt to each place of the text (Q = 1), where it is known already.
     """
     if top < 1 or around < 0:
         raise QueryError(
@@ -90,10 +93,10 @@ def attend_text(
     following = next_tokens(model, corpus, read, count=top, batch_axis=batch_axis)
     count = GOES_ON[corpus.unit] if goes_on is None else goes_on
     said, notes = go_on(model, corpus, read, count=count, context=context, batch_axis=batch_axis)
-    found = {}
-    for name, query in queries.items():
-        places = score_places(table, name, query, corpus)
-        found[name] = _text_layer(name, places, corpus, top=top, around=around)
+    known = {} if scores is None else {name: scores[name] for name in queries if name in scores}
+    unknown = {name: query for name, query in queries.items() if name not in known}
+    places = {**known, **score_places(table, unknown, corpus)}
+    found = {name: _text_layer(name, places[name], corpus, top=top, around=around) for name in queries}
     return TextSpotlight(
         prompt=read.text,
         notes=(*read.notes, *notes, *_left_out_notes(empty), *_left_out_notes(reasons)),
@@ -124,22 +127,28 @@ def _any_place(table: Table, layer: str, groups: Numbered) -> bool:
     return any(bool((codes < groups.size).any()) for codes in table.numbered_codes(layer, groups))
 
 
-def score_places(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> PlaceState:
-    """Attend every pattern of a layer by queries (Q, d_in), by place in the text; the last group has no place."""
-    return _attend(table, layer, queries, corpus, GroupPlaces(len(corpus.train) + 1))
+def score_places(table: Table, queries: Mapping[str, Tensor], corpus: Corpus) -> dict[str, PlaceState]:
+    """Attend every pattern of some layers by each layer's queries (Q, d_in), by place in the text, in one reading.
+
+    The last group of the answers is that of patterns without a place.
+    """
+    reducer = GroupPlaces(len(corpus.train) + 1)
+    jobs = [_place_pass(table, layer, rows, corpus, reducer) for layer, rows in queries.items()]
+    return dict(zip(queries, table.executor.run(table.run, jobs), strict=True)) if jobs else {}
 
 
 def place_totals(table: Table, layer: str, queries: Tensor, corpus: Corpus) -> Tensor:
     """Return the total attention of queries (Q, d_in) to each place of the text, (Q, N)."""
     size = len(corpus.train)
-    return _attend(table, layer, queries, corpus, GroupSums(size + 1))[:, :size]
+    return table.answer(_place_pass(table, layer, queries, corpus, GroupSums(size + 1)))[:, :size]
 
 
-def _attend(table: Table, layer: str, queries: Tensor, corpus: Corpus, reducer: Reducer[Any, R]) -> R:
+def _place_pass(table: Table, layer: str, queries: Tensor, corpus: Corpus, reducer: Reducer[Any, R]) -> Pass[R]:
+    """Return the pass that attends a layer's patterns by queries (Q, d_in), by place in the text."""
     rows = queries if takes_ids(table.run.layer(layer).uses) else queries.float()
     groups = NumberedGroups(table, layer, _place_groups(table, corpus))
     like = rows if rows.is_floating_point() else torch.empty(0, device=rows.device)
-    return table.answer(Pass(layer, table, reducer, like, rows, PatternMeasure("attention"), groups=groups))
+    return Pass(layer, table, reducer, like, rows, PatternMeasure("attention"), groups=groups)
 
 
 def place_counts(table: Table, layer: str, corpus: Corpus) -> Tensor:

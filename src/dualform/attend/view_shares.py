@@ -112,9 +112,11 @@ class ViewShares(ShareSource):
         if parameter in run.shared_parameters():
             kept = table.kept_groups(None).shares(parameter)
             return kept.start, kept.unexplained, kept.rounding
+        unexplained = run.unexplained(parameter, horizon)
         if not run.is_replayed(parameter):
             start = rebuild.start(run, parameter, horizon=horizon)
-            return start, torch.zeros_like(start), torch.zeros_like(start)
+            zeros = torch.zeros_like(start)
+            return start, zeros if unexplained is None else unexplained, zeros
 
         def fold() -> dict[str, Tensor]:
             tensors: dict[str, Tensor] = {}
@@ -127,4 +129,4 @@ class ViewShares(ShareSource):
 
         parts = self._cache.get(("start and rounding", layer, horizon), fold)
         start, rounding = parts[f"{parameter} start"], parts[f"{parameter} rounding"]
-        return start, torch.zeros_like(start), rounding
+        return start, torch.zeros_like(start) if unexplained is None else unexplained, rounding

@@ -29,7 +29,10 @@ def demo_command(
 def reproduce_command(
     study: Annotated[
         str,
-        typer.Argument(help="single, joint, continual, aesop, wikitext2, text, sources, or all.", show_default=False),
+        typer.Argument(
+            help="single, joint, continual, aesop, wikitext2, text, sources, path, checkpoints, questions, or all.",
+            show_default=False,
+        ),
     ],
     data_set: Annotated[
         str | None,

@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, and the memory that they select."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +35,14 @@ TrainOption = Annotated[
     str | None,
     typer.Option("--train", help="package.module:function that runs the training, for a run that keeps steps."),
 ]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        help="For texts in pieces: package.module:name of an object with encode and decode, a tokenizer.json, or a "
+        "folder of transformers.",
+    ),
+]
 AtOption = Annotated[int | None, typer.Option("--at", help="Look back from after this many steps.")]
 
 
@@ -55,9 +63,13 @@ def open_view(
     """
     import dualform
 
-    function = None if train is None else import_named(train, option="--train")
-    memory = dualform.open(run, executor=executor, train=function, trust=trust)
+    memory = dualform.open(run, executor=executor, train=training_named(train), trust=trust)
     return select_view(memory, where=where, without=without, at=at)
+
+
+def training_named(train: str | None) -> Any:
+    """Return the training function that the option --train names; None where it is not given."""
+    return None if train is None else import_named(train, option="--train")
 
 
 def select_view(memory: "Memory", *, where: str | None, without: str | None, at: int | None) -> "Memory":

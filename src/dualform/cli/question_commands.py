@@ -12,6 +12,7 @@ from dualform.cli.options import (
     JsonOption,
     ModelOption,
     RunArgument,
+    TokenizerOption,
     TrainOption,
     TrustOption,
     WhereOption,
@@ -27,10 +28,7 @@ def attend_command(
     model: ModelOption = None,
     text: Annotated[str | None, typer.Option("--text", help="A prompt, for a language model.")] = None,
     token_ids: Annotated[str | None, typer.Option("--token-ids", help='A prompt as tokens: "12 5 9".')] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", help="With --text: package.module:name of an object with encode and decode."),
-    ] = None,
+    tokenizer: TokenizerOption = None,
     context: Annotated[
         int | None,
         typer.Option("--context", help="With --text: how many tokens the model takes; default: as it says.", min=1),
@@ -39,8 +37,19 @@ def attend_command(
     test: Annotated[list[int], typer.Option("--test", "-t", help="Which inputs to ask about; repeatable.")] = [0],  # noqa: B006
     layer: Annotated[list[str], typer.Option("--layer", "-l", help="Only these layers; repeatable.")] = [],  # noqa: B006
     by: Annotated[str | None, typer.Option(help="Totals by columns: label, task,label or step:500.")] = None,
-    of: Annotated[str, typer.Option(help="attention, magnitude, contribution or effect.")] = "attention",
-    quantity: Annotated[str, typer.Option(help="What effects are effects on: margin or loss.")] = "margin",
+    of: Annotated[str, typer.Option(help="attention, magnitude, contribution, effect or path.")] = "attention",
+    quantity: Annotated[
+        str | None, typer.Option(help="Of effects: margin (the default) or loss. Of path, for a contrast: logit too.")
+    ] = None,
+    contrast: Annotated[
+        str | None,
+        typer.Option(help="With --of path: 9,7 for 9 rather than 7; default: said rather than the target or second."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="With --of path: reference inputs, the first so many inputs or a file.")
+    ] = None,
+    over: Annotated[str | None, typer.Option(help="With --of path: bins of steps too, as step:100.")] = None,
+    tolerance: Annotated[float, typer.Option(help="With --of path: how far parts may be off, relative.")] = 0.02,
     top: Annotated[
         int | None, typer.Option(help="How many patterns to list; 0 for none; default 5, where patterns are kept.")
     ] = None,
@@ -55,13 +64,18 @@ def attend_command(
     executor: ExecutorOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages."""
+    """Ask what inputs attend to: totals by group, and the top training patterns; with --text, the top passages.
+
+    With --of path: where the network's output comes from, an account of this training and no prediction of retraining.
+    """
     from dualform.show.grouping import parse_by
     from dualform.show.input_answers import DEFAULT_TOP, answer_inputs, show_answers
     from dualform.show.prompt_answers import answer_prompt
     from dualform.show.terminal_tables import print_json
     from dualform.show.text_output import show_text
 
+    if of != "path" and (contrast is not None or against is not None or over is not None):
+        raise QueryError("--contrast, --against and --over are about where an output comes from: add --of path.")
     memory = open_view(run, where=where, without=without, at=at, executor=executor, train=train, trust=trust)
     prompt = _prompt(text, token_ids, tokenizer=tokenizer, context=context)
     if prompt is not None:
@@ -81,6 +95,30 @@ def attend_command(
         else:
             show_text(spotlight)
         return
+    if of == "path":
+        from dualform.show.path_answers import answer_path, parse_contrast, show_paths
+
+        if layer or top is not None:
+            raise QueryError("--of path goes through all layers and lists all groups: leave --layer and --top out.")
+        paths = answer_path(
+            memory,
+            model=model,
+            inputs=inputs,
+            tests=test,
+            by=None if by is None else parse_by(by),
+            quantity=quantity,
+            units=None if contrast is None else parse_contrast(contrast),
+            against=against,
+            over=over,
+            tolerance=tolerance,
+            accept_untrained=accept_untrained,
+            trust=trust,
+        )
+        if json:
+            print_json(paths)
+        else:
+            show_paths(paths)
+        return
     answers = answer_inputs(
         memory,
         model=model,
@@ -89,7 +127,7 @@ def attend_command(
         layers=layer,
         by=None if by is None else parse_by(by),
         of=of,
-        quantity=quantity,
+        quantity=quantity or "margin",
         top=top,
         per=per,
         largest=not smallest,

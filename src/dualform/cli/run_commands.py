@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from dualform.cli.options import AtOption, JsonOption, ModelOption, RunArgument, TrainOption, TrustOption, open_view
+from dualform.cli.options import (
+    AtOption,
+    ExecutorOption,
+    JsonOption,
+    ModelOption,
+    RunArgument,
+    TrainOption,
+    TrustOption,
+    open_view,
+)
 from dualform.errors import QueryError
 from dualform.named_code import import_named
 from dualform.printable import printable
@@ -35,13 +44,14 @@ def verify_command(
     at: AtOption = None,
     train: TrainOption = None,
     trust: TrustOption = False,
+    executor: ExecutorOption = None,
     json: JsonOption = False,
 ) -> None:
     """Check every file, rebuild every weight from the patterns, and compare with the live ones."""
     from dualform.show.model_loading import make_model
     from dualform.show.terminal_tables import print_json
 
-    memory = open_view(run, at=at, train=train, trust=trust)
+    memory = open_view(run, at=at, executor=executor, train=train, trust=trust)
     outcome = memory.verify(None if model is None else make_model(model))
     factory_hint = "" if outcome.passed or model is None else FACTORY_HINT.format(model)
     hint = " ".join(filter(None, (outcome.hint, factory_hint)))

@@ -182,6 +182,8 @@ def run_backward(
     quantity: Quantity,
     watched: Mapping[str, Watched],
     batch_axis: int,
+    *,
+    reach: Sequence[nn.Parameter] | None = None,
 ) -> BackwardPass:
     """Run a batch forward, and the sum of its inputs' quantities backward; the model's gradients stay as they are.
 
@@ -193,6 +195,8 @@ def run_backward(
         quantity: the quantity.
         watched: the layers to watch.
         batch_axis: which leading axis of inputs and outputs counts the inputs.
+        reach: parameters that the backward has to come to, by default all; a few small ones (biases) in each watched
+            layer spare it the gradients of the large ones.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
@@ -207,7 +211,8 @@ def run_backward(
             found = quantity_of_batch(model, batch, targets, first, quantity, batch_axis)
             if not found.requires_grad:
                 raise QueryError("The quantity does not depend on the model's parameters, so it has no effects.")
-            torch.autograd.grad(found.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+            wanted = [p for p in (model.parameters() if reach is None else reach) if p.requires_grad]
+            torch.autograd.grad(found.sum(), wanted, allow_unused=True)
         finally:
             try:
                 freeze()

@@ -8,194 +8,110 @@ and W is, at every step, the sum of what is left of the start and of each group'
 groups: part_g = sum over segments of ⟨mean gradient on the segment, change of share_g⟩. What is left of the start
 changes too (decay), and belongs to the start's part.
 
-A segment of several steps is replaced by its chord. How much that matters is seen by halving it: each segment is
-computed whole and in two halves, the halves count, and their difference steers how long the next segment is. The mean
-gradient is taken at a few points of each chord (Gauss and Legendre's); how much that matters is the residual, the
-change of f that the parts do not add up to.
+A segment of several steps is replaced by its chord. How much that matters is seen by comparing two segments with one
+chord over both: the finer ones count, and the difference steers how long the next segments are. The mean gradient is
+taken at a few points of each chord (Gauss and Legendre's); how much that matters is the residual, the change of f that
+the parts do not add up to.
 
 It is an account of this training, not a prediction of another one.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dualform.effects.output_gradients import Quantity, inputs_of_queries, quantity_of_batch, run_backward
-from dualform.effects.path_shares import PathShares, SharesNow
-from dualform.engine.description import LayerEntry
+from dualform.effects.path_probe import PathProbe, State
+from dualform.effects.path_samples import Segment, between, nodes_of
+from dualform.effects.path_shares import PathFollowing, PathShares, takes_decay
 from dualform.engine.jobs import Fold
-from dualform.engine.model_layers import find_watched, move
 from dualform.engine.parameter_steps import Following, GroupsByPart, Onlooker
 from dualform.engine.source import PatternSource
-from dualform.identity.parameter_use import ParameterUse
-from dualform.modes import evaluation_copy
-from dualform.recording.watch import plain_name
 
 MOST_POINTS = 8
-SHORTEST = 1  # steps of half a segment
-GROW_BELOW = 0.25  # of the tolerance: a segment whose parts change less than this when halved is followed by a longer
+SHRINK_ABOVE = 0.75
+"""Change of all parts so far, of the tolerance, when two segments each are taken as one: above it segments shrink."""
+GROW_BELOW = 0.375
+"""The same change below which segments grow."""
+RESIDUAL_OF_TOLERANCE = 0.25
+"""The residual so far, of the tolerance, above which a segment's gradient is taken at twice as many points."""
+FEWER_POINTS_BELOW = 1 / 16
+"""The residual, of the largest that may be, below which the next segment begins with half as many points."""
+FEWEST_SEGMENTS = 32
+"""The fewest segments that a path is cut into, so that what happens along it is seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathSettings:
-    """How finely a path is followed.
+    """How many groups are followed along a path, and how finely.
 
     Attributes:
+        groups: how many groups there are.
         tolerance: how much parts may change when segments are halved, and the residual be, both relative.
         points: at how many points of a segment the gradient is taken at first; by default more where the tolerance is
             small.
-        halves: the steps of half a segment at first.
-        longest: the most steps of half a segment; with 1 every step is a segment.
+        shortest: the fewest steps of a segment, which it has at first.
+        longest: the most steps of a segment; with 1 every step is a segment.
+        by_layer: whether parts through each layer are asked for, and not only their sums.
+        knot_bytes: the most bytes of weights at the ends of segments that are kept, for the way back; 0 for none.
+        ends_every: segments end after multiples of so many steps, whatever else they do; None for nowhere.
     """
 
+    groups: int
     tolerance: float = 0.02
     points: int | None = None
-    halves: int = 1
+    shortest: int = 1
     longest: int = 1 << 20
+    by_layer: bool = False
+    knot_bytes: int = 0
+    ends_every: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathParts:
-    """What was found along a path, for M inputs, G groups and L layers, float64.
+    """What was found along a path, for U units of inputs, G groups and L layers, float64.
 
     Attributes:
-        before: (M,) the quantity before the first step.
-        after: (M,) the quantity after the last.
-        parts: (M, G + 3, L) the part of each group through each layer; then those of the start, of rounding, and of the
+        before: (U,) the quantity before the first step.
+        after: (U,) the quantity after the last.
+        parts: (U, G + 3, L) the part of each group through each layer; then those of the start, of rounding, and of the
             state that no layer covers, which stands in the first layer's column.
-        changes: (M, G + 3) how much the parts change when every segment is taken whole instead of in halves; segments
-            whose halves are single steps do not count, since the path is straight there.
-        bins: (M, G + 3, B) the parts of each bin of steps, where they were asked for.
+        changes: (U, G + 3, L) how much the parts change when two segments each are taken as one; single steps do not
+            count, since the path is straight there.
+        by_layer: whether parts through each layer were asked for, and not only their sums.
+        bins: (U, G + 3, B) the parts of each bin of steps, where they were asked for.
         evaluations: how many times the gradient of all inputs was found.
-        segments: how many segments there were, and the steps of the longest.
-        longest: the steps of the longest segment.
+        segments: the segments, in their order.
+        knots: the weights at the ends of all segments, by step, in their own dtypes; None if they were not kept.
     """
 
     before: Tensor
     after: Tensor
     parts: Tensor
     changes: Tensor
+    by_layer: bool
     bins: Tensor | None
     evaluations: int
-    segments: int
-    longest: int
+    segments: tuple[Segment, ...]
+    knots: Mapping[int, Mapping[str, Tensor]] | None
 
     @property
     def residual(self) -> Tensor:
-        """The change of the quantity that the parts do not add up to, (M,)."""
+        """The change of the quantity that the parts do not add up to, (U,)."""
         return self.after - self.before - self.parts.sum((1, 2))
 
     @property
     def parts_error(self) -> float:
-        """How far the parts are from those of a finer path, relative to their size: an estimate.
+        """How far the parts are from those of the path itself, relative to their size: an estimate.
 
-        Halving a segment takes three quarters of its error away, so that a third of the change is left.
+        Halving a segment takes three quarters of its error away where the path is smooth, so that a third of the change
+        is left; where steps are noise it takes half of the error's square away, so that all of it is left. Two thirds.
         """
-        size = float(self.parts.sum(2).abs().sum())
-        return float(self.changes.abs().sum()) / 3 / size if size else 0.0
-
-
-State = Mapping[str, Tensor]
-"""Uncovered parameters and buffers, by name."""
-
-
-class PathProbe:
-    """The model on the way: finds the quantity of every input, and its gradient's product with changes of weights."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Any],
-        targets: Tensor | None,
-        quantity: Quantity,
-        layers: Mapping[str, LayerEntry],
-        *,
-        batch_axis: int,
-    ) -> None:
-        """Prepare a copy of the model.
-
-        Args:
-            model: a model of the recorded structure, on the device to compute on; it stays as it is.
-            batches: what it is called with, one after the other.
-            targets: of all inputs together; the model's own answer, where None, must be made into targets before.
-            quantity: the quantity.
-            layers: all recorded layers.
-            batch_axis: which leading axis of inputs and outputs counts the inputs.
-        """
-        self._model = evaluation_copy(model)
-        self._parameters = {plain_name(name): p for name, p in self._model.named_parameters()}
-        self._buffers = {plain_name(name): b for name, b in self._model.named_buffers()}
-        self.device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        self._batches = [move(batch, self.device) for batch in batches]
-        self._targets = targets
-        self._quantity = quantity
-        self._layers = layers
-        self._axis = batch_axis
-        self._watched = find_watched(self._model, layers)
-        self.names = list(layers)
-        self.evaluations = 0
-
-    @torch.no_grad()
-    def put(self, weights: Mapping[str, Tensor], state: State) -> None:
-        """Give the model these weights and this uncovered state."""
-        for name, tensor in (*weights.items(), *state.items()):
-            found = self._parameters.get(name, self._buffers.get(name))
-            if found is not None:
-                found.copy_(tensor)
-
-    @torch.no_grad()
-    def quantity(self) -> Tensor:
-        """Return the quantity of every input, (M,), float64."""
-        found: list[Tensor] = []
-        for batch in self._batches:
-            taken = sum(map(len, found))
-            each = quantity_of_batch(self._model, batch, self._targets, taken, self._quantity, self._axis)
-            found.append(each.double().cpu())
-        return torch.cat(found)
-
-    def products(self, changes: Mapping[str, Tensor]) -> Tensor:
-        """Return ⟨gradient of the quantity, change⟩ through each layer, (M, K, L), float64.
-
-        Args:
-            changes: K changes of each parameter, (K, ...).
-        """
-        self.evaluations += 1
-        taken, products = 0, []
-        kinds = len(next(iter(changes.values())))
-        for batch in self._batches:
-            backward = run_backward(self._model, batch, self._targets, taken, self._quantity, self._watched, self._axis)
-            count = len(backward.quantity)
-            taken += count
-            total = torch.zeros(kinds, count, len(self.names), dtype=torch.float64)
-            for column, name in enumerate(self.names):
-                for call in backward.calls[name]:
-                    if not call.reached:
-                        continue
-                    keys = call.keys().detach().flatten(0, -2)
-                    values = call.values(torch.zeros(0, device=self.device))
-                    of = inputs_of_queries(call, count, self._axis)
-                    for k in range(kinds):
-                        each = self._rows(self._layers[name].uses, changes, k, keys, values)
-                        total[k, :, column].index_add_(0, of, each)
-            products.append(total.transpose(0, 1))
-        return torch.cat(products)
-
-    @staticmethod
-    def _rows(
-        uses: Sequence[ParameterUse], changes: Mapping[str, Tensor], k: int, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Return ⟨gradient, change⟩ of each row of one layer's call, (n,), float64 on the CPU."""
-        total = torch.zeros(len(values), dtype=torch.float64)
-        for use in uses:
-            if use.parameter in changes:
-                change = changes[use.parameter][k].to(values)
-                total += (use.parameter_map.apply(change, keys) * values).double().sum(1).cpu()
-        return total
+        parts, changes = (self.parts, self.changes) if self.by_layer else (self.parts.sum(2), self.changes.sum(2))
+        size = float(parts.abs().sum())
+        return 2 / 3 * float(changes.abs().sum()) / size if size else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,9 +120,19 @@ class _Point:
 
     step: int
     weights: Mapping[str, Tensor]
-    parts: Mapping[str, Tensor]  # (G + 2, ...)
     state: State
-    quantity: Tensor
+    quantity: Tensor  # (U,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chord:
+    """A piece of the path between two points: the changes of all shares, and the parts that its chord gives."""
+
+    start: _Point
+    end: _Point
+    changes: Mapping[str, Tensor]  # (G + 2, ...) each
+    parts: Tensor  # (U, G + 3, L)
+    points: int
 
 
 class _Path(Onlooker):
@@ -214,107 +140,148 @@ class _Path(Onlooker):
 
     def __init__(
         self,
-        followings: Mapping[str, Following[SharesNow]],
+        followings: Mapping[str, Following[Tensor]],
         probe: PathProbe,
         settings: PathSettings,
         state_at: Callable[[int], State],
         horizon: int,
         bins: Callable[[int], int] | None,
+        final: Mapping[str, Tensor] | None,
     ) -> None:
-        self._followings = followings
+        self._followings: dict[str, PathFollowing] = {}
+        for name, following in followings.items():
+            assert isinstance(following, PathFollowing), "a path is looked at through the shares that follow it"
+            self._followings[name] = following
         self._probe = probe
         self._settings = settings
         self._state_at = state_at
         self._horizon = horizon
         self._bins = bins
-        by_tolerance = 2 if settings.tolerance >= 1e-3 else 4 if settings.tolerance >= 1e-6 else MOST_POINTS
-        self._points = settings.points or by_tolerance
-        self._half = max(SHORTEST, settings.halves)
-        self._first = self._here = self._look(0)
-        self._middle: _Point | None = None
+        self._final = final
+        by_tolerance = 1 if settings.tolerance >= 1e-3 else 4 if settings.tolerance >= 1e-6 else MOST_POINTS
+        self._points = self._fewest_points = settings.points or by_tolerance
+        self._length = settings.shortest
+        self._first = self._here = self._arrive(0, {name: each.result() for name, each in self._followings.items()})
+        self._earlier: _Chord | None = None  # the first half of a pair, until the second is complete
+        self._left = torch.zeros_like(self._first.quantity)  # the residual so far
         self._sums: Tensor | None = None
         self._changes: Tensor | None = None
         self._binned: dict[int, Tensor] = {}
-        self._segments = self._longest = 0
+        self._segments: list[Segment] = []
+        self._knots: dict[int, Mapping[str, Tensor]] | None = {} if settings.knot_bytes else None
+        self._room = settings.knot_bytes
+        self._keep_knot(self._first)
 
-    def _look(self, steps: int) -> _Point:
+    def _keep_knot(self, point: _Point) -> None:
+        """Keep the weights at the end of a segment, as the model has them, while there is room for them."""
+        if self._knots is None:
+            return
+        self._knots[point.step] = {name: self._probe.as_parameter(name, w) for name, w in point.weights.items()}
+        self._room -= sum(tensor.nbytes for tensor in self._knots[point.step].values())
+        if self._room < 0:
+            self._knots = None
+
+    def _arrive(self, steps: int, weights: Mapping[str, Tensor]) -> _Point:
         """Return the path after so many steps."""
-        found = {name: following.result() for name, following in self._followings.items()}
-        weights = {name: now.parameter for name, now in found.items()}
         state = self._state_at(steps)
         self._probe.put(weights, state)
-        return _Point(steps, weights, {name: now.parts for name, now in found.items()}, state, self._probe.quantity())
+        return _Point(steps, weights, state, self._probe.quantity())
 
     def after_step(self, step: int) -> None:
-        """Integrate where a segment or its first half is complete."""
+        """Integrate where a segment is complete."""
         done = step + 1
-        last = done == self._horizon or (self._bins is not None and self._bins(done) != self._bins(step))
-        if self._middle is None:
-            if last or done == self._here.step + self._half:
-                self._middle = self._look(done)
-                if last:
-                    self._close(self._middle, None)
-        elif last or done == self._middle.step + self._half:
-            self._close(self._middle, self._look(done))
-
-    def _close(self, middle: _Point, end: _Point | None) -> None:
-        """Take a segment in: two halves, or only one where the path or a bin of steps ends."""
-        here, self._middle = self._here, None
-        first = self._integral(here, middle)
-        self._add(first, here, middle)
-        if end is None:
-            self._here = middle
+        every = self._settings.ends_every
+        last = done == self._horizon or (every is not None and done % every == 0)
+        last |= self._bins is not None and self._bins(done) != self._bins(step)
+        if not last and done < self._here.step + self._length:
             return
-        second = self._integral(middle, end)
-        self._add(second, middle, end)
-        halves = first + second
-        whole = self._integral(here, end)
-        difference = (halves - whole).sum(2)
-        exact = end.step - here.step == 2  # the path is straight within a step: halves of one step are no chords
-        counted = torch.zeros_like(difference) if exact else difference
-        self._changes = counted if self._changes is None else self._changes + counted
-        self._here = end
-        self._steer(halves.sum(2), difference, end.quantity - here.quantity)
+        segment = self._segment(done)
+        self._add(segment)
+        if self._earlier is not None:
+            self._compare(self._earlier, segment)
+            self._earlier = None
+        elif not last:
+            self._earlier = segment
+        self._here = segment.end
+        self._keep_knot(segment.end)
 
-    def _add(self, parts: Tensor, start: _Point, end: _Point) -> None:
-        self._sums = parts if self._sums is None else self._sums + parts
-        self._segments += 1
-        self._longest = max(self._longest, end.step - start.step)
+    def _segment(self, done: int) -> _Chord:
+        """Look at every parameter, and integrate along the chord from the last look."""
+        looks = {name: following.look() for name, following in self._followings.items()}
+        end = self._arrive(done, {name: look.parameter for name, look in looks.items()})
+        changes = {name: look.changes for name, look in looks.items()}
+        parts = self._integral(self._here, end, changes)
+        while (missed := self._missed(parts, end)) > 1 and self._points < MOST_POINTS:
+            self._points *= 2
+            parts = self._integral(self._here, end, changes)
+        used = self._points
+        if missed < FEWER_POINTS_BELOW:
+            self._points = max(self._fewest_points, self._points // 2)
+        return _Chord(self._here, end, changes, parts, used)
+
+    def _missed(self, parts: Tensor, end: _Point) -> float:
+        """Return what the parts so far, with those of a new segment, do not add up to, relative to what they may miss.
+
+        More points can only mend what the new segment misses, so four times that is the most that counts.
+        """
+        moved, so_far = end.quantity - self._here.quantity, end.quantity - self._first.quantity
+        here = moved - parts.sum((1, 2))
+        left = here + self._left
+        size = max(float(moved.abs().sum()), float(so_far.abs().sum()))
+        missed = min(float(left.abs().sum()), 4 * float(here.abs().sum()))
+        return missed / (RESIDUAL_OF_TOLERANCE * self._settings.tolerance * size) if size else 0.0
+
+    def _add(self, segment: _Chord) -> None:
+        parts = segment.parts
+        self._left = self._left + (segment.end.quantity - segment.start.quantity - parts.sum((1, 2)))
+        self._sums = parts.clone() if self._sums is None else self._sums.add_(parts)
+        self._segments.append(Segment(segment.start.step, segment.end.step, segment.points))
         if self._bins is not None:
-            at = self._bins(start.step)
+            at = self._bins(segment.start.step)
             flat = parts.sum(2)
             self._binned[at] = self._binned[at] + flat if at in self._binned else flat
 
-    def _steer(self, halves: Tensor, difference: Tensor, change: Tensor) -> None:
-        """Choose the length and the points of the next segment by what this one's halving changed."""
-        size = float(halves.abs().sum())
-        changed = float(difference.abs().sum()) / size if size else 0.0
-        tolerance = self._settings.tolerance
-        if changed > tolerance:
-            self._half = max(SHORTEST, self._half // 2)
-        elif changed < GROW_BELOW * tolerance:
-            self._half = min(self._settings.longest, 2 * self._half)
-        left = float((change - halves.sum(1)).abs().sum())
-        if size and left / size > tolerance / 2 and self._points < MOST_POINTS:
-            self._points *= 2
+    def _compare(self, first: _Chord, second: _Chord) -> None:
+        """Integrate two segments as one, to see what their chords are worth, and choose how to go on."""
+        start, end = first.start, second.end
+        changes = {name: change.add_(second.changes[name]) for name, change in first.changes.items()}
+        halves = first.parts + second.parts
+        whole = self._integral(start, end, changes)
+        difference = halves - whole
+        exact = end.step - start.step == 2  # the path is straight within a step: halves of one step are no chords
+        counted = torch.zeros_like(difference) if exact else difference
+        self._changes = counted if self._changes is None else self._changes + counted
+        self._steer(difference if exact else self._changes)
 
-    def _integral(self, start: _Point, end: _Point) -> Tensor:
-        """Return the parts of one segment, (M, G + 3, L)."""
-        changes = {name: end.parts[name] - part for name, part in start.parts.items()}
-        nodes, weights = np.polynomial.legendre.leggauss(self._points)
+    def _steer(self, changed: Tensor) -> None:
+        """Choose the length of the next segments by how far all parts so far are from those of segments twice as long.
+
+        Parts through each layer are compared, since the parts of one group alone through all layers telescope.
+        """
+        assert self._sums is not None, "two segments were added"
+        size = float(self._sums.abs().sum())
+        error = float(changed.abs().sum()) / size if size else 0.0
+        tolerance = self._settings.tolerance
+        if error > SHRINK_ABOVE * tolerance:
+            self._length = max(self._settings.shortest, self._length // 2)
+        elif error < GROW_BELOW * tolerance:
+            self._length = min(self._settings.longest, 2 * self._length)
+
+    def _integral(self, start: _Point, end: _Point, changes: Mapping[str, Tensor]) -> Tensor:
+        """Return the parts of one chord, (U, G + 3, L)."""
         total: Tensor | None = None
-        for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
-            at = float(node)
-            self._probe.put(_between(start.weights, end.weights, at), _between(start.state, end.state, at))
-            found = self._probe.products(changes) * float(weight)
+        for at, weight in nodes_of(self._points):
+            self._probe.put(between(start.weights, end.weights, at), between(start.state, end.state, at))
+            found = self._probe.products(changes) * weight
             total = found if total is None else total + found
         assert total is not None, "there is at least one point"
+        total = total.cpu()
         other = torch.zeros_like(total[:, :1])
         other[:, 0, 0] = self._state_part(start, end)
         return torch.cat([total, other], dim=1)
 
     def _state_part(self, start: _Point, end: _Point) -> Tensor:
-        """Return what the change of the uncovered state did to the quantity, (M,): the mean over both ends' weights."""
+        """Return what the change of the uncovered state did to the quantity, (U,): the mean over both ends' weights."""
         if all(torch.equal(end.state[name], tensor) for name, tensor in start.state.items()):
             return torch.zeros_like(start.quantity)
         self._probe.put(start.weights, end.state)
@@ -325,32 +292,30 @@ class _Path(Onlooker):
     def result(self) -> PathParts:
         """Return the parts."""
         end = self._here
-        layers = len(self._probe.names)
-        rows = len(next(iter(self._first.parts.values()))) + 1
-        nothing = torch.zeros(len(end.quantity), rows, layers, dtype=torch.float64)
+        nothing = torch.zeros(len(end.quantity), self._settings.groups + 3, len(self._probe.names), dtype=torch.float64)
         parts = nothing if self._sums is None else self._sums
         bins = None
         if self._bins is not None:
             count = max(self._binned, default=-1) + 1
             empty = torch.zeros_like(parts.sum(2))
             bins = torch.stack([self._binned.get(i, empty) for i in range(count)], dim=2) if count else empty[..., None]
+        after = end.quantity
+        if self._final is not None:  # what no pattern explains, from the rebuilt weights to the live ones
+            self._probe.put(self._final, end.state)
+            after = self._probe.quantity()
+            parts = parts.clone()
+            parts[:, -2, 0] += after - end.quantity
         return PathParts(
             before=self._first.quantity,
-            after=end.quantity,
+            after=after,
             parts=parts,
-            changes=torch.zeros_like(parts.sum(2)) if self._changes is None else self._changes,
+            changes=torch.zeros_like(parts) if self._changes is None else self._changes,
+            by_layer=self._settings.by_layer,
             bins=bins,
             evaluations=self._probe.evaluations,
-            segments=self._segments,
-            longest=self._longest,
+            segments=tuple(self._segments),
+            knots=self._knots,
         )
-
-
-def _between(start: Mapping[str, Tensor], end: Mapping[str, Tensor], at: float) -> dict[str, Tensor]:
-    return {
-        name: torch.lerp(tensor, end[name], at) if tensor.is_floating_point() else end[name]
-        for name, tensor in start.items()
-    }
 
 
 def state_between(known: Sequence[tuple[int, State]]) -> Callable[[int], State]:
@@ -366,7 +331,7 @@ def state_between(known: Sequence[tuple[int, State]]) -> Callable[[int], State]:
             return (after[0] if after else before[-1])[1] if known else {}
         (early, first), (late, last) = before[-1], after[0]
         shared = {name: tensor for name, tensor in first.items() if name in last}
-        return {**last, **_between(shared, last, (steps - early) / (late - early))}
+        return {**last, **between(shared, last, (steps - early) / (late - early))}
 
     return at
 
@@ -376,32 +341,34 @@ def path_fold(
     probe: PathProbe,
     *,
     horizon: int,
-    groups: int,
     by: GroupsByPart | None,
     settings: PathSettings,
     known_state: Sequence[tuple[int, State]] = (),
     bins: Callable[[int], int] | None = None,
-) -> Fold[SharesNow]:
+) -> Fold[Tensor]:
     """Return the fold that finds path contributions; its result is `PathParts`.
 
     Args:
         source: the source of the patterns.
         probe: the model and the inputs.
         horizon: how many steps.
-        groups: how many groups of patterns there are.
         by: the group of each pattern.
-        settings: how finely the path is followed.
+        settings: how many groups there are, and how finely the path is followed.
         known_state: the uncovered state, and after how many steps it was so.
         bins: the bin of each step, where parts are wanted by bins of steps.
     """
     parameters = tuple(dict.fromkeys(p for entry in source.layers.values() for p in entry.parameters.values()))
     state_at = state_between(known_state)
+    final = source.final if horizon == source.steps else None
+    longest = max(settings.shortest, min(settings.longest, horizon // FEWEST_SEGMENTS))
+    settings = replace(settings, longest=longest)
     return Fold(
         parameters,
         horizon,
-        PathShares(groups),
+        PathShares(settings.groups, any(takes_decay(source, name) for name in parameters), probe.device),
         by,
-        lambda followings: _Path(followings, probe, settings, state_at, horizon, bins),
+        lambda followings: _Path(followings, probe, settings, state_at, horizon, bins, final),
+        from_settings=True,
     )
 
 

@@ -1,156 +1,249 @@
-"""Each group's share of every parameter at any step on the way, for path contributions.
+"""How each group's share of a parameter changes from one look at the path to the next, for path contributions.
 
-An optimizer whose steps are numbers (SGD) lets many steps be followed at once: values are multiplied with what their
-step's gradient has become by now, and one product per group adds all of them. The others follow every step.
+An optimizer whose steps are numbers (SGD) is not taken again: the values of many steps are multiplied with what their
+steps' gradients have become by now, and one product per group adds all of them. The others follow every step.
 """
 
+import dataclasses
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.engine.parameter_steps import Following, GroupsByPart, RetakenStep, SettingsRow
 from dualform.engine.shares import GroupsOfCalls
+from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import StoredCall
 from dualform.identity.families.elementwise import ElementwiseStep
+from dualform.identity.families.optimizer_kind import Move, StepMap, StepMatrix, follow_together
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
+from dualform.identity.grouped_products import RowGroups, gradients_by_group
 from dualform.identity.parameter_use import ParameterUse
+
+PENDING_BYTES = 1 << 28
+"""Bytes of keys and values of one parameter after which steps of numbers are followed, to bound what is held."""
 
 
 @dataclass(frozen=True, slots=True)
-class SharesNow:
-    """A parameter after some step, and what it is made of, float64: parameter = start + shares + rest.
+class ShareChanges:
+    """A parameter after some step, and what changed it since the last look.
 
     Attributes:
-        parameter: the parameter itself.
-        parts: (G + 2, ...) each group's share, then what is left of the start, then the rest, which is rounding.
+        parameter: the parameter, float64.
+        changes: (G + 2, ...) the change of each group's share, of what is left of the start, and of the rest, which is
+            rounding. They sum to the change of the parameter.
     """
 
     parameter: Tensor
-    parts: Tensor
+    changes: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PathShares:
-    """Follow the shares of so many groups, to be looked at after any step."""
+    """Follow the shares of so many groups, to be looked at after any step.
+
+    Attributes:
+        groups: how many groups there are.
+        decays: whether any step of numbers takes from the parameter itself, so that shares have to be kept for it.
+        device: where shares are kept and products are taken.
+    """
 
     groups: int
+    decays: bool = True
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
 
     def start(self, replay: OptimizerReplay, groups: GroupsByPart | None) -> "PathFollowing":
         """Return the following of one parameter."""
         kind = _ManySteps if replay.kind.has_coefficients else _EveryStep
-        return kind(replay, self.groups, groups)
+        return kind(replay, self, groups)
 
 
-class PathFollowing(Following[SharesNow]):
-    """What each group, the start and rounding have made of one parameter so far, followed through its steps."""
+class PathFollowing(Following[Tensor]):
+    """What each group, the start and rounding do to one parameter, followed through its steps.
 
-    def __init__(self, replay: OptimizerReplay, groups: int, by: GroupsByPart | None) -> None:
+    Shares have the parameter's dtype, at least float32: rounding that they take is part of the rest.
+    """
+
+    def __init__(self, replay: OptimizerReplay, settings: PathShares, by: GroupsByPart | None) -> None:
         self._replay = replay
-        self._groups = groups
+        self._groups = settings.groups
+        self._device = settings.device
         self._groups_of = GroupsOfCalls(by)
         self._shape = replay.parameter.shape
+        self._dtype = torch.promote_types(replay.parameter.dtype, torch.float32)
+        self._parameter = replay.parameter.detach().to(self._device, torch.float64, copy=True)
 
     @abstractmethod
-    def shares(self) -> Tensor:
-        """Return each group's share and what is left of the start by now, (G + 1, ...), float64."""
+    def look(self) -> ShareChanges:
+        """Return where the parameter has come to, and each change since the last look."""
 
-    def result(self) -> SharesNow:
-        """Return where the parameter and its shares have come to; may be asked after any step."""
-        parameter = self._replay.parameter.detach().to(torch.float64, copy=True)
-        known = self.shares()
-        return SharesNow(parameter, torch.cat([known, (parameter - known.sum(0))[None]]))
+    def result(self) -> Tensor:
+        """Return the parameter as it was at the last look."""
+        return self._parameter
 
     def _codes(self, call: StoredCall) -> Tensor:
         """Return the group of each pattern of a call, (n,), -1 for none."""
         found = self._groups_of.of(call)
         return torch.zeros(len(call.values), dtype=torch.int64) if found is None else found
 
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, *self._shape, dtype=self._dtype, device=self._device)
+
+    def _there(self, rows: Tensor) -> Tensor:
+        """Return rows on the device, numbers in the dtype of the shares."""
+        return rows.to(self._device, self._dtype) if rows.is_floating_point() else rows.to(self._device)
+
 
 class _EveryStep(PathFollowing):
     """Shares that move with every step, by its linear map."""
 
-    def __init__(self, replay: OptimizerReplay, groups: int, by: GroupsByPart | None) -> None:
-        super().__init__(replay, groups, by)
-        self._start = replay.share()
-        self._shares = [Share(torch.zeros_like(self._start.weight)) for _ in range(groups)]
+    def __init__(self, replay: OptimizerReplay, settings: PathShares, by: GroupsByPart | None) -> None:
+        super().__init__(replay, settings, by)
+        start = replay.share()
+        self._weights = self._zeros(self._groups + 1)
+        self._averages = self._zeros(self._groups + 1)
+        self._weights[-1] = start.weight
+        self._averages[-1] = start.average
+        self._looked_at = self._weights.clone()
         self._gradients: dict[int, Tensor] = {}  # of the step that comes next, by group
 
     def before_step(self, row: SettingsRow) -> None:
         self._gradients = {}
 
     def add_call(self, call: StoredCall, use: ParameterUse, gradient: Tensor, factor: float) -> None:
-        codes = self._codes(call)
-        for group in codes.unique().tolist():
+        groups = RowGroups.of_codes(self._codes(call))
+        values, keys = (groups.sort(self._there(rows)) for rows in (call.values, call.keys))
+        found = gradients_by_group(use.parameter_map, values, keys, groups, self._shape, self._dtype)
+        for group, part in zip(groups.present, found, strict=True):
             if group >= 0:
-                part = call.exact(use, self._shape, codes == group) * factor
-                self._gradients[group] = part + self._gradients[group] if group in self._gradients else part
+                scaled = part * factor
+                self._gradients[group] = scaled + self._gradients[group] if group in self._gradients else scaled
 
     def after_step(self, taken: RetakenStep) -> None:
-        self._start.step(taken.linear, None)
-        for group, share in enumerate(self._shares):
-            share.step(taken.linear, self._gradients.get(group))
+        gradients = [self._gradients.get(group) for group in range(self._groups + 1)]
+        linear = taken.linear
+        if isinstance(linear, ElementwiseStep):
+            linear = step_in_dtype(linear, self._dtype, self._device)
+            follow_together([Move(linear, list(self._weights), list(self._averages), gradients)])
+            return
+        for place, gradient in enumerate(gradients):
+            share = Share(self._weights[place].double(), self._averages[place].double())
+            share.step(linear, None if gradient is None else gradient.double())
+            self._weights[place], self._averages[place] = share.weight, share.average
 
-    def shares(self) -> Tensor:
-        return torch.stack([*(share.weight for share in self._shares), self._start.weight])
+    def look(self) -> ShareChanges:
+        before = self._parameter
+        self._parameter = self._replay.parameter.detach().to(self._device, torch.float64, copy=True)
+        known = self._weights - self._looked_at
+        self._looked_at.copy_(self._weights)
+        rest = (self._parameter - before - known.sum(0, dtype=torch.float64)).to(self._dtype)
+        return ShareChanges(self._parameter, torch.cat([known, rest[None]]))
+
+
+def takes_decay(source: PatternSource, parameter: str) -> bool:
+    """Say whether any step took weight decay from a parameter."""
+    settings = source.facts(parameter)[0].settings
+    return "weight_decay" in settings and bool(np.any(np.nan_to_num(np.asarray(settings["weight_decay"], float))))
+
+
+def step_in_dtype(step: ElementwiseStep, dtype: torch.dtype, device: torch.device) -> ElementwiseStep:
+    """Return a step with its matrices in a dtype, on a device."""
+
+    def there(factor: Tensor | float) -> Tensor | float:
+        return factor.to(device, dtype) if isinstance(factor, Tensor) else factor
+
+    return dataclasses.replace(
+        step, beta=there(step.beta), on_average=there(step.on_average), on_gradient=there(step.on_gradient)
+    )
 
 
 class _ManySteps(PathFollowing):
-    """Shares under an optimizer whose steps are numbers: brought up to date only when they are looked at."""
+    """Shares under an optimizer whose steps are numbers: brought up to date only when they are looked at.
 
-    def __init__(self, replay: OptimizerReplay, groups: int, by: GroupsByPart | None) -> None:
-        super().__init__(replay, groups, by)
+    What is held beside the changes is each group's average, and its share where weights decay.
+    """
+
+    def __init__(self, replay: OptimizerReplay, settings: PathShares, by: GroupsByPart | None) -> None:
+        super().__init__(replay, settings, by)
         start = replay.share()
-        zeros = start.weight.new_zeros(groups, *self._shape)
-        self._weights = torch.cat([zeros, start.weight[None]])
-        self._averages = torch.cat([zeros, start.average[None]])
-        self._maps: list[ElementwiseStep] = []  # of the steps that are not followed yet
+        self._averages = self._zeros(self._groups + 1)
+        self._averages[-1] = start.average
+        self._shares: Tensor | None = None  # where there is decay: what is left of the start, and each group's
+        if settings.decays:
+            self._shares = self._zeros(self._groups + 1)
+            self._shares[-1] = start.weight
+        self._earlier: Tensor | None = None  # changes since the last look that were followed already
+        self._maps: list[StepMatrix] = []  # of the steps that are not followed yet
         self._calls: list[tuple[int, StoredCall, ParameterUse, float, Tensor]] = []  # of those steps, by place in _maps
+        self._pending = 0
 
-    def add_call(self, call: StoredCall, use: ParameterUse, gradient: Tensor, factor: float) -> None:
-        self._calls.append((len(self._maps), call, use, factor, self._codes(call)))
+    def add_step(self, linear: StepMap, calls: Sequence[tuple[StoredCall, ParameterUse, float]]) -> None:
+        matrix = linear.matrix
+        assert matrix is not None, "an optimizer with coefficients has steps of numbers"
+        for call, use, factor in calls:
+            self._calls.append((len(self._maps), call, use, factor, self._codes(call)))
+            self._pending += call.keys.nbytes + call.values.nbytes
+        self._maps.append(matrix)
+        if self._pending > PENDING_BYTES:
+            changes = self._follow()
+            self._earlier = changes if self._earlier is None else self._earlier.add_(changes)
 
     def after_step(self, taken: RetakenStep) -> None:
-        assert isinstance(taken.linear, ElementwiseStep), "an optimizer with coefficients has steps of numbers"
-        self._maps.append(taken.linear)
+        raise AssertionError("steps of numbers are not taken again")
 
-    def shares(self) -> Tensor:
-        """Follow the steps since the last look."""
-        if self._maps:
-            self._follow()
-            self._maps, self._calls = [], []
-        return self._weights
+    def look(self) -> ShareChanges:
+        changes = self._follow()
+        if self._earlier is not None:
+            changes += self._earlier
+            self._earlier = None
+        self._parameter = self._parameter + changes.sum(0, dtype=torch.float64)
+        return ShareChanges(self._parameter, changes)
 
-    def _follow(self) -> None:
-        # What (W, m, g) before each step become after the last, in W and in m: from the last step to the first.
-        w_of_w, w_of_m, m_of_w, m_of_m = 1.0, 0.0, 0.0, 1.0
+    def _follow(self) -> Tensor:
+        """Follow the steps that are not followed yet, and return the changes, (G + 2, ...), of which the last is 0."""
+        # What (W, m) and each step's gradient become after the last step: from the last step to the first.
+        whole = StepMatrix()
         on_weight, on_average = [0.0] * len(self._maps), [0.0] * len(self._maps)
         for i in range(len(self._maps) - 1, -1, -1):
-            step = self._maps[i]
-            beta, p, q = float(step.beta), float(step.on_average), float(step.on_gradient)
-            # m' = alpha m + beta d, W' = kappa W - P m' - Q d, with d = sign g + decay W
-            d_in_w, d_in_m, m_in_w, m_in_m = -(p * beta + q), beta, -p * step.alpha, step.alpha
-            w_in_w, w_in_m = step.kappa + step.decay * d_in_w, step.decay * d_in_m
-            on_weight[i] = step.sign * (w_of_w * d_in_w + w_of_m * d_in_m)
-            on_average[i] = step.sign * (m_of_w * d_in_w + m_of_m * d_in_m)
-            w_of_w, w_of_m = w_of_w * w_in_w + w_of_m * w_in_m, w_of_w * m_in_w + w_of_m * m_in_m
-            m_of_w, m_of_m = m_of_w * w_in_w + m_of_m * w_in_m, m_of_w * m_in_w + m_of_m * m_in_m
-        weights = w_of_w * self._weights + w_of_m * self._averages
-        averages = m_of_w * self._weights + m_of_m * self._averages
-        self._weights, self._averages = weights, averages
+            whole = whole.after(self._maps[i])
+            on_weight[i], on_average[i] = whole.gradient
+        changes = self._zeros(self._groups + 2)
+        known = changes[:-1]
+        torch.mul(self._averages, whole.weight[1], out=known)
+        self._averages *= whole.average[1]
+        if self._shares is not None:
+            known += (whole.weight[0] - 1.0) * self._shares
+            self._averages += whole.average[0] * self._shares
+        else:
+            assert whole.weight[0] == 1.0, "steps without decay leave the parameter as it is"
         for use in dict.fromkeys(use for _, _, use, _, _ in self._calls):
-            mine = [(i, call, factor, codes) for i, call, u, factor, codes in self._calls if u == use]
-            keys = torch.cat([call.keys for _, call, _, _ in mine])
-            codes = torch.cat([codes for *_, codes in mine])
-            order = codes.argsort(stable=True)
-            keys = keys[order]
-            bounds = torch.searchsorted(codes[order], torch.arange(self._groups + 1)).tolist()
-            for total, numbers in ((self._weights, on_weight), (self._averages, on_average)):
-                if not any(numbers):
-                    continue
-                values = torch.cat([call.values * (numbers[i] * factor) for i, call, factor, _ in mine])[order]
-                for group in range(self._groups):
-                    rows = slice(bounds[group], bounds[group + 1])
-                    if rows.stop > rows.start:
-                        total[group] += use.parameter_map.gradient(values[rows], keys[rows], self._shape)
+            self._add_products(use, ((known, on_weight), (self._averages, on_average)))
+        if self._shares is not None:
+            self._shares += known
+        self._maps, self._calls, self._pending = [], [], 0
+        return changes
+
+    def _add_products(self, use: ParameterUse, totals: Sequence[tuple[Tensor, Sequence[float]]]) -> None:
+        """Add the pending patterns' gradients to some totals, each multiplied with its step's number."""
+        mine = [(place, call, factor, codes) for place, call, u, factor, codes in self._calls if u == use]
+        keys = self._there(torch.cat([call.keys for _, call, _, _ in mine]))
+        values = self._there(torch.cat([call.values for _, call, _, _ in mine]))
+        steps = torch.repeat_interleave(
+            torch.tensor([place for place, *_ in mine]), torch.tensor([len(codes) for *_, codes in mine])
+        )
+        factors = torch.tensor([factor for _, _, factor, _ in mine], dtype=torch.float64)
+        scale = factors.repeat_interleave(torch.tensor([len(codes) for *_, codes in mine]))
+        groups = RowGroups.of_codes(torch.cat([codes for *_, codes in mine]))
+        keys, values = groups.sort(keys), groups.sort(values)
+        for total, numbers in totals:
+            if not any(numbers):
+                continue
+            each = (torch.tensor(numbers, dtype=torch.float64)[steps] * scale).to(self._device, self._dtype)
+            scaled = values * groups.sort(each[:, None])
+            found = gradients_by_group(use.parameter_map, scaled, keys, groups, self._shape, self._dtype)
+            for group, part in zip(groups.present, found, strict=True):
+                if group >= 0:
+                    total[group] += part

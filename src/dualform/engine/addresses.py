@@ -46,6 +46,25 @@ def addresses(calls: Calls, patterns: npt.NDArray[np.int64] | None = None) -> di
     }
 
 
+SHAPE_COLUMNS = ("rows", "positions", "inner", "annotation_rows", "annotation_positions", "batch_axis")
+"""The columns of calls that say how the patterns of a call lie among the rows of its annotations."""
+
+
+def annotation_rows(calls: Calls) -> npt.NDArray[np.int64]:
+    """Return each pattern's row in the part's annotation table, or -1: `addresses(calls)["annotation"]`.
+
+    Calls of one shape, such as those of a training with batches of one size, differ in their offsets alone; the rows of
+    the first are found for all of them.
+    """
+    offsets = calls["annotation_offset"]
+    uniform = len(offsets) > 1 and all((calls[name] == calls[name][0]).all() for name in SHAPE_COLUMNS)
+    if not uniform or (offsets < 0).any():
+        return addresses(calls)["annotation"]
+    first = addresses({name: column[:1] for name, column in calls.items()})["annotation"] - offsets[0]
+    rows: npt.NDArray[np.int64] = (offsets[:, None] + first[None]).reshape(-1)
+    return rows
+
+
 def _annotation_rows(
     calls: Calls,
     at: npt.NDArray[np.int64],

@@ -18,6 +18,7 @@ from dualform.engine.part_states import (
     pieces_of,
     receive_job,
     require_cpu,
+    run_onlookers_here,
     run_whole,
     send_job,
     without_codes,
@@ -42,6 +43,10 @@ class DistributedExecutor:
 
     def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job. Every process of the group has to call this, as often as the others."""
+        return run_onlookers_here(self._run, source, jobs)
+
+    def _run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job, of which this process finds its own part."""
         rank, size = self._place()
         failure: DualformError | None = None
         sent: list[tuple[bytes, Any]] = []

@@ -32,26 +32,27 @@ class RunningFolds:
     """
 
     def __init__(self, source: PatternSource, folds: Sequence[Fold[Any]]) -> None:
-        self._parameters: dict[tuple[str, int], ParameterSteps] = {}  # by parameter and horizon
+        # by parameter, horizon, and whether steps that follow from settings are not taken again
+        self._parameters: dict[tuple[str, int, bool], ParameterSteps] = {}
         self._followings: list[dict[str, Following[Any]]] = []
         self._onlookers: list[tuple[int, Onlooker] | None] = []  # each fold's, with its horizon
         for fold in folds:
             horizon = min(fold.horizon, source.steps)
+            mine = {}
             for name in fold.parameters:
-                if (name, horizon) not in self._parameters:
-                    self._parameters[name, horizon] = ParameterSteps(source, name)
-            mine = {
-                name: self._parameters[name, horizon].follow(fold.follower, fold.groups) for name in fold.parameters
-            }
+                at = (name, horizon, fold.from_settings)
+                if at not in self._parameters:
+                    self._parameters[at] = ParameterSteps(source, name, from_settings=fold.from_settings)
+                mine[name] = self._parameters[at].follow(fold.follower, fold.groups)
             self._followings.append(mine)
             self._onlookers.append(None if fold.onlooker is None else (horizon, fold.onlooker(mine)))
-        self._reader = StepReader(source, {name for name, _ in self._parameters})
-        self.steps = max((horizon for _, horizon in self._parameters), default=0)
+        self._reader = StepReader(source, {name for name, *_ in self._parameters})
+        self.steps = max((horizon for _, horizon, _ in self._parameters), default=0)
 
     def take(self, step: int) -> None:
         """Take a step of every parameter again."""
         calls = self._reader.calls(step)
-        for (_, horizon), parameter in self._parameters.items():
+        for (_, horizon, _), parameter in self._parameters.items():
             if step < horizon:
                 parameter.take(step, calls)
         for horizon, onlooker in filter(None, self._onlookers):

@@ -155,6 +155,8 @@ class Fold(Generic[R]):
         follower: what to find out along the steps of each parameter.
         groups: each pattern's group, for followers that tell groups apart; None if all are in group 0.
         onlooker: makes what looks at all parameters together, given their followings.
+        from_settings: whether steps whose maps follow from settings alone (SGD's) are not taken again: the followings
+            of such parameters are given `Following.add_step` in place of gradients, and the replay stays at the start.
     """
 
     parameters: tuple[str, ...]
@@ -162,6 +164,7 @@ class Fold(Generic[R]):
     follower: Follower[R]
     groups: GroupsByPart | None = None
     onlooker: Callable[[Mapping[str, Following[R]]], Onlooker] | None = None
+    from_settings: bool = False
 
 
 Job = Pass[Any] | Fold[Any]

@@ -70,6 +70,10 @@ class Following(ABC, Generic[R]):
     def after_step(self, taken: RetakenStep) -> None:
         """Take in a step."""
 
+    def add_step(self, linear: StepMap, calls: Sequence[tuple[StoredCall, ParameterUse, float]]) -> None:
+        """Take in a step that is not taken again: its map, and its calls, each with what multiplies its gradient."""
+        raise NotImplementedError("this following needs its parameter's steps taken again")
+
     @abstractmethod
     def result(self) -> R:
         """Return what was found."""
@@ -95,13 +99,17 @@ class Onlooker(ABC):
 
 
 class ParameterSteps:
-    """One parameter on its way through the steps, and what follows it."""
+    """One parameter on its way through the steps, and what follows it.
 
-    def __init__(self, source: PatternSource, name: str) -> None:
+    With `from_settings`, steps are not taken again where their maps follow from settings alone.
+    """
+
+    def __init__(self, source: PatternSource, name: str, *, from_settings: bool = False) -> None:
         facts, self._factors = source.facts(name)
         kind = optimizer_of(source, name)
         initial, state = source.initial[name], source.initial_states.get(name, {})
         self._name = name
+        self._from_settings = from_settings and kind.has_coefficients
         self._settings = facts.settings
         self._update_at = {int(step): i for i, step in enumerate(facts.step)}
         if problem := state_problem(kind, state, self._row(0) if len(facts.step) else {}):
@@ -118,13 +126,16 @@ class ParameterSteps:
         return following
 
     def take(self, step: int, calls: Sequence[StoredCall]) -> RetakenStep | None:
-        """Take a step again and return it, or None if this parameter was not updated in it."""
+        """Take a step again and return it, or None if this parameter was not updated in it, or not taken again."""
         if step not in self._update_at:
             return None
         # Autograd reaches the last call first, and sums in the order in which it reaches them.
         backward = [(call, use) for call in reversed(calls) for use in call.entry.uses]
         mine = [(call, use) for call, use in backward if use.parameter == self._name]
         row = self._row(self._update_at[step])
+        if self._from_settings:
+            self._show(step, row, mine)
+            return None
         for following in self.followings:
             following.before_step(row)
         micros = [m for m in sorted({call.micro for call, _ in mine}) if self._factors[step, m] != 0.0]
@@ -141,6 +152,14 @@ class ParameterSteps:
         for following in self.followings:
             following.after_step(taken)
         return taken
+
+    def _show(self, step: int, row: SettingsRow, mine: Sequence[tuple[StoredCall, ParameterUse]]) -> None:
+        """Show a step that is not taken again to what follows."""
+        kind = self.replay.kind
+        linear: StepMap = kind.read_settings(kind.decode(row), self.replay.parameter.dtype)
+        factors = [(call, use, float(self._factors[step, call.micro])) for call, use in mine]
+        for following in self.followings:
+            following.add_step(linear, [each for each in factors if each[2] != 0.0])
 
     def _gradient(self, mine: Sequence[tuple[StoredCall, ParameterUse]], factors: Mapping[int, float]) -> Tensor:
         """Return the step's gradient as autograd summed it, and show each call's to what follows."""

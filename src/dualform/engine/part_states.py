@@ -6,7 +6,7 @@ bit for any number of workers, as long as their processors compute alike.
 """
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any, Literal
@@ -265,6 +265,20 @@ def folds_joined(jobs: Sequence[Job], found: Mapping[str, Sequence[Mapping[str, 
     for job in jobs:
         if isinstance(job, Fold):
             yield {name: next(rest[name])[name] for name in job.parameters}
+
+
+def run_onlookers_here(
+    run: Callable[[PatternSource, Sequence[Job]], list[Any]], source: PatternSource, jobs: Sequence[Job]
+) -> list[Any]:
+    """Return the result of each job: folds with an onlooker run in this process, the other jobs by `run`.
+
+    An onlooker sees all parameters together after each step, so that its fold cannot be cut by parameters.
+    """
+    here = [isinstance(job, Fold) and job.onlooker is not None for job in jobs]
+    other = iter(run(source, [job for job, mine in zip(jobs, here, strict=True) if not mine]))
+    folds = [job for job in jobs if isinstance(job, Fold) and job.onlooker is not None]
+    folded = iter(run_folds(source, folds) if folds else ())
+    return [next(folded if mine else other) for mine in here]
 
 
 def run_whole(source: PatternSource, jobs: Sequence[Fold[Any] | Sweep[Any]]) -> list[Any]:

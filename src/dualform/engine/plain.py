@@ -72,6 +72,15 @@ class RunningPass:
         groups_of = one_group(len(wanted), device) if job.groups is None else job.groups.of(wanted, device)
         return block, measured, groups_of
 
+    def state(self) -> Any:
+        """Return the state of all patterns so far; the pass goes on with it."""
+        self._merge()
+        return self._total
+
+    def go_on(self, state: Any) -> None:
+        """Begin with the state of earlier patterns, which another pass of the same question returned."""
+        self._total = state
+
     def result(self) -> Any:
         """Return the answer."""
         self._merge()

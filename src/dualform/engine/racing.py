@@ -66,9 +66,13 @@ class RacingBest:
 
     def result(self) -> BestState:
         """Return the best measures, best first, and their patterns."""
+        return self._reducer.result(self.state())
+
+    def state(self) -> BestState:
+        """Return the reducer's state of all patterns so far; the race goes on with it."""
         for group in list(self._waiting):
             self._settle(group)
-        return self._reducer.result(self._state)
+        return self._state
 
     def _candidates(self, group: int, measures: Tensor, ids: Tensor) -> Ranked | Candidates:
         limits = self._limits.get(group)

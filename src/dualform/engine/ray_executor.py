@@ -31,6 +31,7 @@ from dualform.engine.part_states import (
     pieces_of,
     receive_job,
     require_cpu,
+    run_onlookers_here,
     run_whole,
     send_job,
     send_source,
@@ -70,6 +71,10 @@ class RayExecutor:
 
     def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job."""
+        return run_onlookers_here(self._run, source, jobs)
+
+    def _run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job, by the workers."""
         require_cpu(jobs)
         if not jobs:
             return []

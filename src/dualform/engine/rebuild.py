@@ -24,12 +24,12 @@ from dualform.recording.sinks import RESIDUAL
 
 @dataclass(frozen=True, slots=True)
 class ParameterParts:
-    """A parameter in two parts, float64; three where its optimizer rounds coarsely, or where the run keeps shares."""
+    """A parameter in two parts, float64, and a third where there is a rest or the optimizer rounds coarsely."""
 
     start: Tensor  # what decay and momentum left of the start
     share: Tensor  # what the kept patterns added
     rounding: Rounding | None = None
-    rest: Tensor | None = None  # of a run that keeps shares: what no pattern explains, and rounding
+    rest: Tensor | None = None  # what no pattern explains: of a run made from checkpoints, or that keeps shares
     noise: float = 0.0  # the size of what coarsely rounded gradients did beyond their patterns, at random
 
     @property
@@ -52,14 +52,18 @@ def parts(
     scalar = shares(source, view, executor, layers=layers)
     found = {
         name: ParameterParts(
-            start(source, name, horizon=horizon), share, noise=coefficient_noise(source, name, horizon)
+            start(source, name, horizon=horizon),
+            share,
+            rest=source.unexplained(name, horizon),
+            noise=coefficient_noise(source, name, horizon),
         )
         for name, share in scalar.items()
     }
     if replayed_parameters(source, layers):
         fold = fold_shares(source, layers, horizon=horizon, groups=1, by=MaskGroup(view.mask))
         for name, outcome in executor.run(source, [fold])[0].items():
-            found[name] = ParameterParts(outcome.start, outcome.shares[0], outcome.rounding, noise=outcome.noise)
+            rest = source.unexplained(name, horizon)
+            found[name] = ParameterParts(outcome.start, outcome.shares[0], outcome.rounding, rest, outcome.noise)
     return found
 
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from dualform.identity.families import Coefficients, Facts, derive, find_optimiz
 from dualform.identity.families.optimizer_facts import CoefficientsOf
 from dualform.recording.estimate import size_text
 from dualform.recording.media import Files
+
+if TYPE_CHECKING:
+    from dualform.engine.explanation import Explanation  # which needs verifications, and these a source
 
 Factors = npt.NDArray[np.float64]
 """What a parameter's gradient was multiplied with between backward and step, (steps, micros)."""
@@ -234,6 +237,30 @@ class PatternSource(ABC):
     def kept_shares(self) -> ShareSource | None:
         """Exact sums by group that the run keeps itself; None where it keeps none."""
         return None
+
+    def unexplained(self, parameter: str, horizon: int) -> Tensor | None:
+        """Return what no pattern explains of a parameter after so many steps, float64, in its shape.
+
+        None where the training itself was recorded: patterns explain all of it then, up to rounding. Of a run that was
+        made from checkpoints it is known at these alone; elsewhere `SelectionError` says so.
+        """
+        return None
+
+    def explanation(self) -> "Explanation | None":
+        """Return how much of the change between checkpoints patterns explain; None where the training was recorded."""
+        return None
+
+    def require_recorded(self, what: str) -> None:
+        """Raise where the run was made from checkpoints, for questions that follow the weights from step to step.
+
+        Args:
+            what: the question, for the message.
+        """
+        if self.explanation() is not None:
+            raise QueryError(
+                f"{self.name} was made from checkpoints: the weights between two of them are not known, and {what} "
+                "needs them. Record the training, or replay it (docs/replay.md)."
+            )
 
     @property
     def steps_table(self) -> pa.Table:

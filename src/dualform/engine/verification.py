@@ -17,7 +17,8 @@ part of the proof: `‖start + shares − live‖` may be 5e-2 · ‖change‖ a
 A run that keeps shares keeps two such terms, `unexplained` and `rounding`, so that its sum is complete whatever the
 training did, and completeness proves nothing. It passes only where each of the two is within the bound that the error
 of a pattern memory must keep, widened for biases by what rounding of their gradients explains of `unexplained`;
-otherwise the verdict is how much of the change the shares explain, `1 − ‖unexplained + rounding‖² / ‖change‖²`.
+otherwise the verdict is how much of the change the shares explain, `1 − ‖unexplained + rounding‖² / ‖change‖²`. A run
+that was made from checkpoints has patterns and keeps `unexplained` too; its verdict is found in the same way.
 """
 
 import dataclasses
@@ -101,7 +102,7 @@ class RoundingCheck:
 
 @dataclass(frozen=True, slots=True)
 class RestCheck:
-    """How much of a parameter is no group's, in a run that keeps shares.
+    """How much of a parameter is no pattern's, in a run that keeps shares or was made from checkpoints.
 
     Attributes:
         unexplained: ‖unexplained‖, what those parts of the gradients made that no pattern explains.
@@ -133,7 +134,7 @@ class ParameterCheck:
     bound: float
     rounding: RoundingCheck | None = None  # where the optimizer rounds more coarsely than the parameter's dtype
     noise: float = 0.0  # what gradients that autocast rounded may have moved beyond their patterns
-    rest: RestCheck | None = None  # in a run that keeps shares
+    rest: RestCheck | None = None  # in a run that keeps shares, or was made from checkpoints
 
     @property
     def relative(self) -> float:
@@ -192,13 +193,13 @@ class LayerCheck:
 
     @property
     def unexplained(self) -> float | None:
-        """The size of what no pattern explains relative to the change; nothing where the run keeps patterns."""
+        """The size of what no pattern explains relative to the change; nothing where patterns were recorded."""
         found = [(c.rest.unexplained, c.change) for c in self.parameters if c.rest is not None]
         return relative(*(math.hypot(*parts) for parts in zip(*found, strict=True))) if found else None
 
     @property
     def explained(self) -> float | None:
-        """How much of the change the shares explain, 0 to 1; nothing where the run keeps patterns."""
+        """How much of the change is explained, 0 to 1; nothing where patterns were recorded."""
         return explained_part(self.parameters)
 
     @property
@@ -375,23 +376,32 @@ def compare(
         error = float((found.whole - now).norm())
         bound += 4 * found.noise
         rounding = found.rounding
+        rest = _checkpoint_rest(run.unexplained(name, horizon), bound)
         if rounding is None:
-            checks[name] = ParameterCheck(name, error, change, bound, noise=found.noise)
+            checks[name] = ParameterCheck(name, error, change, bound, noise=found.noise, rest=rest)
             continue
         if coarse.get(name) == "int8":  # its orthogonalisation makes as much of small directions as of large ones
             bound += MAX_INT8_ERROR * change
         chance = 4 * rounding.expected
         check = RoundingCheck(
             size=float(rounding.term.norm()),
-            error=float((found.start + found.share - now).norm()),
+            error=float((found.whole - rounding.term - now).norm()),
             bound=MAX_ROUNDING * change + bound + chance,
-            replay=float((rounding.parameter.double() - now).norm()),
-            repeatable=rounding.repeatable,
+            replay=float((rounding.parameter.double() - now + (0.0 if found.rest is None else found.rest)).norm()),
+            repeatable=rounding.repeatable and rest is None,  # checkpoints are not where the steps lead
         )
         bound = bound if rounding.repeatable else bound + chance  # rounded otherwise, at random
-        checks[name] = ParameterCheck(name, error, change, bound, check)
+        checks[name] = ParameterCheck(name, error, change, bound, check, rest=rest)
     by_norm = {name for name, dtype in coarse.items() if dtype == "int8"}
     return _excused(run, rebuilt, live, checks, executor, horizon=horizon, by_norm=by_norm)
+
+
+def _checkpoint_rest(unexplained: Tensor | None, bound: float) -> RestCheck | None:
+    """Return the check of what no pattern explains between checkpoints; None where the training was recorded."""
+    if unexplained is None:
+        return None
+    size = float(unexplained.norm())
+    return RestCheck(unexplained=size, rounding=0.0, size=size, unexplained_bound=bound, rounding_bound=bound)
 
 
 def _excused(

@@ -17,7 +17,7 @@ Every section of this page is made by the command that stands in it, from the ru
 hand. The paper is Irie, Csordás and Schmidhuber, "The Dual Form of Neural Networks Revisited" (ICML 2022).
 """
 
-ORDER = ("single", "joint", "continual", "continual-shares", "aesop", "wikitext2")
+ORDER = ("single", "joint", "continual", "continual-shares", "aesop", "aesop-paper", "wikitext2", "wikitext2-paper")
 """The paper's studies come first, in the paper's order; others follow as they come."""
 
 

@@ -9,6 +9,8 @@ from typing import cast, get_args
 from dualform.errors import QueryError
 from dualform.experiments import image_studies as image_studies
 from dualform.experiments import images
+from dualform.experiments.checkpoint_page import checkpoints_section, summarise_checkpoints
+from dualform.experiments.checkpoint_study import CheckpointStudy, reproduce_checkpoints
 from dualform.experiments.findings import Row
 from dualform.experiments.image_page import image_section, shares_section
 from dualform.experiments.language import plans
@@ -16,6 +18,9 @@ from dualform.experiments.language import study as language
 from dualform.experiments.language.language_summary import language_section
 from dualform.experiments.language.language_summary import summarise_language as summarise_language
 from dualform.experiments.page import Section, write_page
+from dualform.experiments.path_page import path_section, summarise_path
+from dualform.experiments.path_study import path_study, reproduce_path
+from dualform.experiments.questions_page import write_questions
 from dualform.experiments.study_summary import Grid, summarise_images, summarise_shares
 from dualform.experiments.text_sources import TextSourcesStudy, reproduce_text_sources
 from dualform.experiments.text_sources_page import summarise_text_sources, text_sources_section
@@ -26,6 +31,10 @@ SEEDS_KEPT = ("first", "all", "none")
 SHARES = "shares"  # keep these, in place of patterns
 PAGE = Path("docs/results.md")
 TEXT_SOURCES = "sources"
+CHECKPOINTS = "checkpoints"
+PATH = "path"
+QUESTIONS_STUDY = "questions"
+QUESTIONS_PAGE = Path("docs/questions.md")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,9 @@ def reproduce_studies(options: ReproductionOptions, *, json: bool) -> None:
         raise QueryError(f"--keep is {options.keep!r}; expected one of {', '.join([*SEEDS_KEPT, SHARES])}.")
     if options.keep == SHARES and options.which != "continual":
         raise QueryError(f"--keep {SHARES} goes with the study continual; {options.which!r} looks at single patterns.")
+    if options.which == QUESTIONS_STUDY:
+        _write_questions_page(options)
+        return
     found: dict[str, list[Row]] = {}
     sections = []
     for job in _jobs(options):
@@ -114,6 +126,15 @@ def reproduce_studies(options: ReproductionOptions, *, json: bool) -> None:
         sys.stderr.write(f"Wrote {target}\n")
     if json:
         print_json(found)
+
+
+def _write_questions_page(options: ReproductionOptions) -> None:
+    """Run the study of path contributions on digits, and write the page of questions from it."""
+    folder = options.folder / f"{PATH}-digits-0"
+    findings = reproduce_path(path_study("digits"), folder, seed=0, device=options.device, keep=options.keep != "none")
+    page = options.page or QUESTIONS_PAGE
+    write_questions(findings, folder / "figures", page, command=options.command(QUESTIONS_STUDY))
+    sys.stderr.write(f"Wrote {page}\n")
 
 
 def _page_path(options: ReproductionOptions) -> Path | None:
@@ -137,12 +158,17 @@ def _jobs(options: ReproductionOptions) -> list[StudyJob]:
     which = options.which
     if which == TEXT_SOURCES:
         return [_text_sources_job(options)]
+    if which == CHECKPOINTS:
+        return [_checkpoints_job(options)]
+    if which == PATH:
+        return [_path_job(options)]
     if which == "all":
         wanted = [*image_studies.IMAGE_STUDIES, *([*plans.PAPER_STUDIES] if options.data in (None, "mnist") else [])]
     elif which in known:
         wanted = [which]
     else:
-        raise QueryError(f"There is no study {which!r}; expected {', '.join(known)}, {TEXT_SOURCES} or all.")
+        more = (*known, TEXT_SOURCES, PATH, CHECKPOINTS, QUESTIONS_STUDY)
+        raise QueryError(f"There is no study {which!r}; expected {', '.join(more)} or all.")
     return [
         _image_job(cast("image_studies.ImageStudyName", name), options)
         if name in get_args(image_studies.ImageStudyName)
@@ -191,6 +217,32 @@ def _text_sources_job(options: ReproductionOptions) -> StudyJob:
     )
 
 
+def _checkpoints_job(options: ReproductionOptions) -> StudyJob:
+    study = replace(CheckpointStudy(), data=options.data or CheckpointStudy().data)
+    return StudyJob(
+        name=CHECKPOINTS,
+        run=lambda folder, seed, keep: reproduce_checkpoints(
+            study, folder, seed=seed, device=options.device, keep=keep
+        ),
+        summarise=summarise_checkpoints,
+        section=lambda findings: checkpoints_section(findings, command=options.command(CHECKPOINTS)),
+    )
+
+
+def _path_job(options: ReproductionOptions) -> StudyJob:
+    data = options.data or "mnist"
+    study = path_study(data)
+    name = f"{PATH}-{data}"
+    return StudyJob(
+        name=name,
+        run=lambda folder, seed, keep: reproduce_path(study, folder, seed=seed, device=options.device, keep=keep),
+        summarise=summarise_path,
+        section=lambda findings: path_section(
+            findings, options.folder / f"{name}-0" / "figures", command=options.command(PATH)
+        ),
+    )
+
+
 def _language_job(name: plans.LanguageStudyName, options: ReproductionOptions) -> StudyJob:
     if options.model not in plans.MODEL_NAMES:
         raise QueryError(f"--model is {options.model!r}; expected {' or '.join(plans.MODEL_NAMES)}.")
@@ -209,12 +261,13 @@ def _language_job(name: plans.LanguageStudyName, options: ReproductionOptions) -
         updates=options.updates,
         units=options.units,
     )
+    valid = language.load_validation(data or plans.TEXTS[name], corpus)
     parts = [name, corpus.name if name == "text" else "", "" if plan.model == "lstm" else plan.model]
     title = "-".join([part for part in parts if part] + (["paper"] if plan.paper else []))
     return StudyJob(
         name=title,
         run=lambda folder, seed, keep: language.reproduce_language(
-            plan, corpus, folder, seed=seed, device=options.device, keep=keep
+            plan, corpus, folder, seed=seed, device=options.device, keep=keep, valid=valid
         ),
         summarise=summarise_language,
         section=lambda findings: language_section(title, findings, command=options.command(name)),

@@ -33,7 +33,7 @@ from dualform.progress import bar
 
 RETRAINING, ATTRIBUTION = 10_000, 20_000  # the first seeds of retrained and of attributed networks
 CHECKPOINTS = 5  # kept on the way, for methods that want them
-OURS = ("effects", "direct", "attention")
+OURS = ("effects", "direct", "attention", "path")
 
 
 def evaluate_effects(
@@ -114,6 +114,8 @@ def _score_samples(config: RetrainingConfig, split: Split, number: int, recordin
     memory = dualform.open(run)
     spotlight = memory.attend(model, split.test, targets=split.test_targets, quantity="margin")
     found = {name: torch.zeros(config.tests, config.train, dtype=torch.float64) for name in OURS}
+    whole = spotlight.path_contributions(per="sample")
+    found["path"].index_add_(1, torch.tensor(whole.groups), whole.values)
     with bar("scoring", total=len(spotlight.layers)) as advance:
         for name, layer in spotlight.layers.items():
             advance(1)
@@ -180,7 +182,7 @@ def scores(config: RetrainingConfig, folder: Path) -> dict[str, list[float]]:
         members.scatter_(1, split.halves, 1.0)
         actual = margins.mean(dim=0)  # (K, M)
         ours = [load_file(here / f"ours-{i}.safetensors") for i in range(config.recordings)]
-        for name in OURS:
+        for name in (name for name in OURS if all(name in one for one in ours)):
             each = [score(one[name], members, actual) for one in ours]
             found.setdefault(name, []).append(mean(each))
             together = torch.stack([one[name] for one in ours]).mean(dim=0)

@@ -20,6 +20,7 @@ METHOD_ROWS = {
     "traker TRAK, 10 networks": "TRAK, 10 networks,*",
     "captum TracInCP": "TracInCP*",
     "direct contributions (no filter)": "direct",
+    "path contributions": "path",
     "absolute attention": "attention",
     "effects, samples shuffled": "shuffled",
     "random": "random",

@@ -27,6 +27,7 @@ from dualform.recording.gradient_samples import (
     take_sample,
 )
 from dualform.recording.hooks import Arrival
+from dualform.recording.pattern_copies import find_late_values
 from dualform.recording.probes import (
     COARSE_ROUNDING,
     Float64Array,
@@ -279,6 +280,9 @@ class GradientCheck:
         first = calls[0]
         if first.predictions is None or first.predicted_calls != len(calls):
             first.predictions, first.predicted_calls = {}, len(calls)
+            for call in calls:
+                if call.values is None and call.keys is not None:
+                    call.values = find_late_values(call)
             if first.values is not None and first.keys is not None:
                 layer = first.call.layer
                 watching = {

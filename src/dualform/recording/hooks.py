@@ -137,6 +137,7 @@ class Hooks:
     pool: BufferPool
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     needed: Mapping[str, What] | None = None  # the rows that are copied, as `copy_patterns` takes it
+    wants_values: Callable[[str], bool] = lambda layer: True  # whether the values of a layer are wanted at this moment
     enabled: bool = False
     calls: int = 0
     any_strided: bool = False  # whether the layout of any error was to be found so far
@@ -181,7 +182,7 @@ class Hooks:
             mine = [] if arrived is None else arrived.of(users)
             new = [arrival for arrival in mine if not arrival.accumulated]
             if new:
-                copy_patterns(new, self.pool, self.needed)
+                copy_patterns(new, self.pool, self.wants_values, self.needed)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"

@@ -5,7 +5,7 @@ each by itself takes longer than training on it; their rows are put together int
 call has its part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +26,19 @@ SEQUENTIAL_ELEMENTS = 1 << 15
 
 
 @without_gradients
-def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool, needed: Mapping[str, What] | None = None) -> None:
+def copy_patterns(
+    arrivals: Sequence["Arrival"],
+    pool: BufferPool,
+    wants_values: Callable[[str], bool],
+    needed: Mapping[str, What] | None = None,
+) -> None:
     """Copy the keys and values of calls that one backward has just accumulated; values only where they are kept.
 
     Args:
         arrivals: calls of the layers that use one parameter, none of them copied yet.
         pool: gives the memory for large copies.
+        wants_values: says whether anybody wants the values of a layer now. To find those of a recurrent layer takes
+            longer than its backward.
         needed: layers whose rows the sink needs, and which; None for all rows of all layers. Of other layers it gets
             no rows, but for keys that owe nothing to the parameters.
     """
@@ -42,7 +49,7 @@ def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool, needed: Mappi
         return
     if len(arrivals) == 1:
         with lending(pool):
-            _copy_one(arrivals[0], pool)
+            _copy_one(arrivals[0], pool, wants_values)
         return
     by_layer: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
@@ -50,13 +57,22 @@ def copy_patterns(arrivals: Sequence["Arrival"], pool: BufferPool, needed: Mappi
     with lending(pool):
         for mine in by_layer.values():
             if len(mine) == 1:
-                _copy_one(mine[0], pool)
+                _copy_one(mine[0], pool, wants_values)
             else:
-                _copy_several(mine, pool)
+                _copy_several(mine, pool, wants_values)
 
 
-def _copy_one(arrival: "Arrival", pool: BufferPool) -> None:
-    keys, values = _rows(arrival)
+@without_gradients
+def find_late_values(arrival: "Arrival") -> Tensor | None:
+    """Return the values (T, d_out) of a call whose values nobody wanted when it was accumulated, before its step.
+
+    None where the layer's keys alone are recorded.
+    """
+    return _rows(arrival)[1]
+
+
+def _copy_one(arrival: "Arrival", pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
+    keys, values = _rows(arrival, values=wants_values(arrival.call.layer.name))
     arrival.keys = _own(keys, [arrival.call.inputs], pool)
     arrival.values = None if values is None else _own(values, arrival.errors, pool)
     arrival.accumulated = True
@@ -84,10 +100,10 @@ def _own_needed(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor
     return rows.clone() if shared or not rows.is_contiguous() else rows
 
 
-def _copy_several(arrivals: list["Arrival"], pool: BufferPool) -> None:
+def _copy_several(arrivals: list["Arrival"], pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
     """Copy the calls of one layer: together where they are small, in the order of their forwards."""
     arrivals.sort(key=_number)
-    rows = [_rows(arrival) for arrival in arrivals]
+    rows = [_rows(arrival, values=wants_values(arrival.call.layer.name)) for arrival in arrivals]
     keys = _joined([keys for keys, _ in rows])
     values = _joined([values for _, values in rows if values is not None])
     for i, (arrival, (key, value)) in enumerate(zip(arrivals, rows, strict=True)):

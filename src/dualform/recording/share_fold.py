@@ -24,7 +24,7 @@ from dualform.identity.families.optimizer_kind import (
     follow_together,
     require_optimizer_kind,
 )
-from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, RowScratch, UseRows, bias_rounding
+from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, RowScratch, UseRows, bias_roundings
 from dualform.identity.grouped_products import RowGroups, sum_unsorted_by_group
 from dualform.identity.parameter_use import takes_ids
 from dualform.recording.estimate import size_text
@@ -402,13 +402,12 @@ class ShareFold:
         rows = self._rows(facts, calls)
         moves: list[Move[Any]] = []
         size = 0  # bytes of their shares
-        doubtful: dict[str, DoubtfulStep[Any]] = {}
+        doubtful: dict[str, tuple[Any, Mapping[str, Any]]] = {}  # bias -> its step's map and settings
         for fact, kind, taken, linear in self._read_steps(updated, after):
             name = fact.parameter
             live_average = taken.after.get(kind.average) if kind.average else None
             if (spread := self._spread(name, kind)) is not None:
-                doubt = self._rounding(name, rows.get(name, ()))
-                doubtful[name] = DoubtfulStep(linear, taken.settings, doubt)
+                doubtful[name] = linear, taken.settings
                 self._spreads[name] = spread
             more = self._folds[name].step(
                 linear, rows.get(name, ()), gradient=taken.gradient, live_average=live_average
@@ -419,7 +418,7 @@ class ShareFold:
                 follow_together(moves)
                 moves, size = [], 0
         follow_together(moves)
-        self._follow_doubts(doubtful)
+        self._follow_doubts(doubtful, rows)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
@@ -464,14 +463,32 @@ class ShareFold:
             made.load({entry: earlier[entry].to(self._devices[name]) for entry in made.state})
         return made
 
-    def _rounding(self, name: str, rows: Sequence[UseRows]) -> Tensor:
-        """Return how far each element of a bias's gradient in a step may be off by rounding."""
-        shape, dtype, device = self._shapes[name], self._dtypes[name], self._devices[name]
-        found = bias_rounding((one for one in rows if one.use[0] == 0), shape, dtype)  # each grouping has all patterns
-        return found.to(device) if isinstance(found, Tensor) else torch.zeros(shape, dtype=dtype, device=device)
+    def _roundings(self, names: Sequence[str], rows: Mapping[str, Sequence[UseRows]]) -> dict[str, Tensor]:
+        """Return how far each element of the biases' gradients in a step may be off by rounding."""
+        found: dict[str, Tensor] = {}
+        for dtype in {self._dtypes[name] for name in names}:
+            mine = [name for name in names if self._dtypes[name] == dtype]
+            # Each grouping has all patterns.
+            first = [[one for one in rows.get(name, ()) if one.use[0] == 0] for name in mine]
+            sizes = bias_roundings(first, [self._shapes[name] for name in mine], dtype)
+            for name, size in zip(mine, sizes, strict=True):
+                shape, device = self._shapes[name], self._devices[name]
+                found[name] = (
+                    size.to(device) if isinstance(size, Tensor) else torch.zeros(shape, dtype=dtype, device=device)
+                )
+        return found
 
-    def _follow_doubts(self, steps: Mapping[str, DoubtfulStep[Any]]) -> None:
-        """Follow through a step how far rounding of its gradients may have carried the biases."""
+    def _follow_doubts(
+        self, doubtful: Mapping[str, tuple[Any, Mapping[str, Any]]], rows: Mapping[str, Sequence[UseRows]]
+    ) -> None:
+        """Follow through a step how far rounding of its gradients may have carried the biases.
+
+        Args:
+            doubtful: bias -> its step's map, and the optimizer's settings in it.
+            rows: parameter -> the patterns of the step.
+        """
+        doubts = self._roundings(list(doubtful), rows)
+        steps = {name: DoubtfulStep(*of, doubts[name]) for name, of in doubtful.items()}
         families: dict[type[Spread[Any]], list[str]] = {}
         for name in steps:
             families.setdefault(type(self._spreads[name]), []).append(name)
@@ -495,23 +512,33 @@ class ShareFold:
         self._find_negative()
         factors = {fact.parameter: fact.factors for fact in facts.facts if fact.updated}
         found: dict[str, list[UseRows]] = {}
+        key_sums: list[tuple[_KeySum, RowGroups, Tensor]] = []
         for call, record in calls:
             place, layer = self._layers[record.layer]
             values, keys = record.values, call.keys_of(record)
             assert values is not None, "calls without values are not taken"
             for grouping in range(len(self.groupings)):
                 codes, groups = self._codes_of(facts.step, call, grouping)
-                self._add_keys(grouping, record.layer, layer, groups, keys)
+                self._count_keys(grouping, record.layer, layer, groups, keys, key_sums)
                 for number, use in enumerate(layer.uses):
                     factor = factors[use.parameter][call.micro] if use.parameter in factors else 0.0
                     if factor != 0.0 and len(codes):
                         found.setdefault(use.parameter, []).append(
                             UseRows((grouping, place, number), use.parameter_map, values, keys, codes, factor, groups)
                         )
+        _add_keys(key_sums)
         return found
 
-    def _add_keys(self, grouping: int, name: str, layer: LayerStart, groups: RowGroups, keys: Tensor) -> None:
-        """Add the keys of a call to the sums of keys by group."""
+    def _count_keys(
+        self,
+        grouping: int,
+        name: str,
+        layer: LayerStart,
+        groups: RowGroups,
+        keys: Tensor,
+        key_sums: list[tuple[_KeySum, RowGroups, Tensor]],
+    ) -> None:
+        """Count the keys of a call by group, and append their sums to those that are to be added."""
         if not groups.present:
             return
         at = (grouping, name)
@@ -526,10 +553,7 @@ class ShareFold:
             total.counts[group] += size
         if not takes_ids(layer.uses):  # a sum of places in a table says nothing
             found = sum_unsorted_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
-            if len(groups.present) == len(total.sums):
-                total.sums += found
-            else:
-                total.sums.index_add_(0, groups.places(keys.device), found.double())
+            key_sums.append((total, groups, found))
         if not grouping and name not in self._negative:
             lowest, earlier = keys.min(), self._lowest.get(name)
             self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
@@ -668,6 +692,16 @@ class ShareFold:
 
 AVERAGES = frozenset(kind.average for kind in optimizer_kinds().values() if kind.average)
 """The names that optimizers have for the average that is part of a linear step."""
+
+
+def _add_keys(key_sums: Sequence[tuple[_KeySum, RowGroups, Tensor]]) -> None:
+    """Add sums of keys by the groups of a call, (n, d_in), to those of all groups so far."""
+    whole = [(total.sums, found) for total, groups, found in key_sums if len(groups.present) == len(total.counts)]
+    if whole:
+        torch._foreach_add_([sums for sums, _ in whole], [found for _, found in whole])
+    for total, groups, found in key_sums:
+        if len(groups.present) != len(total.counts):
+            total.sums.index_add_(0, groups.places(found.device), found.double())
 
 
 def _numbered(what: str, *places: int) -> str:

@@ -245,6 +245,14 @@ class LateWatchingSink(LateSink, Protocol):
         """
 
 
+@runtime_checkable
+class SelectiveSink(Protocol):
+    """A sink that can do without the values of some layers: their calls may come with keys alone."""
+
+    def wants_values(self, layer: str) -> bool:
+        """Say whether the sink has a use for the values of a layer. Asked while a recording is open."""
+
+
 def sample(parameter: Tensor) -> Tensor:
     """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
     flat = parameter.detach().reshape(-1)

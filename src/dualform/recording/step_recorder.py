@@ -23,6 +23,7 @@ from dualform.recording.annotations import Annotator, Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
 from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
+from dualform.recording.collection_pause import pausing_collection
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
@@ -37,7 +38,16 @@ from dualform.recording.proven_steps import KnownSteps, ProvenAccumulations, Pro
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import LateSink, LateWatchingSink, ParameterFacts, PreparedStep, Sink, Start, StepFacts
+from dualform.recording.sinks import (
+    LateSink,
+    LateWatchingSink,
+    ParameterFacts,
+    PreparedStep,
+    SelectiveSink,
+    Sink,
+    Start,
+    StepFacts,
+)
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
 from dualform.recording.unclaimed_parameters import UnclaimedParameters
@@ -60,6 +70,11 @@ CAPTURED = (
 def is_capturing() -> bool:
     """Say whether what is computed now on the current GPU is captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
+
+
+def _wants_values(sink: SelectiveSink, schedule: CheckSchedule, layer: str) -> bool:
+    """Say whether the values of a layer are wanted now: for a check of the step to come, or by the sink."""
+    return schedule.next_is_full or sink.wants_values(layer)
 
 
 class StepRecorder:
@@ -142,6 +157,8 @@ class StepRecorder:
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed)
+        if isinstance(sink, SelectiveSink):
+            self._hooks.wants_values = partial(_wants_values, sink, schedule)
         self._handles: list[HookHandle] = []
         # A method would keep this object alive for as long as a sink keeps the snapshot.
         self._snapshot = partial(_copies, self._parameters, self._changes)
@@ -347,6 +364,7 @@ class StepRecorder:
             return None
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
+    @pausing_collection
     @without_gradients
     def _prepare(self, optimizer: Optimizer) -> None:
         """Find what the optimizer that is about to step will do, or refuse its step."""
@@ -444,6 +462,7 @@ class StepRecorder:
                 self._finish(optimizer)
                 self._lost = before
 
+    @pausing_collection
     @without_gradients
     def _finish(self, optimizer: Optimizer) -> None:
         """Take the step that an optimizer has made."""

@@ -4,28 +4,32 @@ Patterns that are few are held in memory after a replay, and asked there by the 
 that is stored. Otherwise each pass and fold takes its patterns while the training goes by them, and nothing is held.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dualform.engine.consent import asks_before_replays
 from dualform.engine.fold import RunningFolds
 from dualform.engine.jobs import Executor, Fold, Job, Pass, Sweep
+from dualform.engine.joint_rounds import joint_rounds
 from dualform.engine.local import LocalExecutor, block_patterns
 from dualform.engine.plain import RunningPass
 from dualform.engine.racing import RacingBest
 from dualform.engine.reading import PatternRange, kept_by_part
 from dualform.engine.reducers import Best
 from dualform.engine.source import PatternPart, PatternSource
-from dualform.engine.sweep import ForwardSweep
-from dualform.errors import ReplayError
+from dualform.engine.sweep import ForwardSweep, run_sweep
+from dualform.errors import DualformError, ReplayError, ReplayNeededError
 from dualform.recording.estimate import size_text
 from dualform.recording.watch import What
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.joined_best import JoinedBest
 from dualform.replaying.replay_sink import UnsureRowsError
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
+from dualform.replaying.unfinished_passes import UnfinishedPasses
 
 SWEPT_BYTES = 4 << 30
 """Size of the parts of all steps' maps that may be kept between the two replays of contributions of single patterns."""
@@ -40,11 +44,19 @@ class ReplayExecutor:
 
     def __init__(self, stored: Executor | None = None) -> None:
         self._stored: Executor = LocalExecutor() if stored is None else stored
+        self._lock = threading.RLock()  # one question at a time: a replay sets torch's generators, and patterns go
 
     def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job; those that need a replay share one, and are kept beside the run."""
         if not isinstance(source, ReplayedPatterns):
             return self._stored.run(source, jobs)
+        rounds = joint_rounds()
+        if rounds is not None:
+            return rounds.run(lambda together: self._answer(source, together), jobs)
+        return self._answer(source, jobs)
+
+    def _answer(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job, from the run's cache where it is kept there."""
         cache = source.answers
         names = [None if _unstored_layers(source, job) <= source.held else name_job(job) for job in jobs]
         kept = {name: found for name in names if name is not None and (found := cache.find(("replayed", name)))}
@@ -67,6 +79,13 @@ class ReplayExecutor:
 
     def _run(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job, by one replay at most where none goes backwards."""
+        _ask_first(source, jobs)
+        with self._lock:
+            _ask_first(source, jobs)  # what is held may have changed meanwhile
+            return self._run_alone(source, jobs)
+
+    def _run_alone(self, source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each job while no other thread asks."""
         needed = [_unstored_layers(source, job) for job in jobs]
         every = frozenset[str]().union(*needed)
         if not every <= source.held:
@@ -87,6 +106,22 @@ class ReplayExecutor:
         ]
 
 
+def _ask_first(source: ReplayedPatterns, jobs: Sequence[Job]) -> None:
+    """Refuse jobs that need a replay, where replays are asked for first and the training may be called at all."""
+    if not asks_before_replays() or all(_unstored_layers(source, job) <= source.held for job in jobs):
+        return
+    try:
+        source.require_train()
+    except DualformError as error:
+        raise ReplayError(f"The run keeps the steps of its training and no patterns. {error}") from error
+    seconds = source.recorded_seconds
+    raise ReplayNeededError(
+        f"The run keeps the steps of its training and no patterns: the training has to be run again for this, which "
+        f"takes about {max(seconds, 1):.0f} s.",
+        seconds,
+    )
+
+
 def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
     """Return the layers whose patterns a job needs and the run does not store."""
     if isinstance(job, Fold):
@@ -99,19 +134,35 @@ def _unstored_layers(source: ReplayedPatterns, job: Job) -> frozenset[str]:
 
 
 def _run_backward(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]]) -> list[Any]:
-    """Run sweeps of all layers by two replays for each set of them whose parts of the steps' maps may be kept."""
-    results: list[Any] = []
-    together: list[ForwardSweep] = []
+    """Run sweeps of all layers: by two replays, or page by page where too much would be kept between the two."""
     sweeps = [ForwardSweep(source, job) for job in jobs]
-    for job, sweep in zip(jobs, sweeps, strict=True):
-        if sweep.kept_bytes > SWEPT_BYTES:
+    large = [sweep.kept_bytes > SWEPT_BYTES for sweep in sweeps]
+    for job, sweep, is_large in zip(jobs, sweeps, large, strict=True):
+        if is_large and not source.is_restartable:
             raise ReplayError(
                 f"Contributions of single patterns of layer {job.layer!r} go backwards through the steps, under an "
                 f"optimizer without coefficients. Its {source.steps} steps' maps take {size_text(sweep.kept_bytes)} in "
                 f"the output units that are asked about, more than the {size_text(SWEPT_BYTES)} that are kept for it. "
-                "Ask about fewer units or queries at once, or store the layer's patterns: "
-                "dualform.replay(train, path, keep=Patterns(layers=[...]))."
+                "Ask about fewer units or queries at once; store the layer's patterns: "
+                "dualform.replay(train, path, keep=Patterns(layers=[...])); or give the training as a "
+                "dualform.Restartable, which can start anywhere."
             )
+    paged = iter([_sweep_paged(source, job) for job, is_large in zip(jobs, large, strict=True) if is_large])
+    small = [place for place, is_large in enumerate(large) if not is_large]
+    kept = iter(_sweep_in_sets(source, [jobs[place] for place in small], [sweeps[place] for place in small]))
+    return [next(paged if is_large else kept) for is_large in large]
+
+
+def _sweep_paged(source: ReplayedPatterns, job: Sweep[Any]) -> Any:
+    """Run a sweep over a training that can start anywhere: patterns are replayed from point to point."""
+    with source.paging(_unstored_layers(source, job)):
+        return run_sweep(source, job)
+
+
+def _sweep_in_sets(source: ReplayedPatterns, jobs: Sequence[Sweep[Any]], sweeps: Sequence[ForwardSweep]) -> list[Any]:
+    """Run sweeps by two replays for each set of them whose parts of the steps' maps may be kept."""
+    results: list[Any] = []
+    together: list[ForwardSweep] = []
     for place, sweep in enumerate(sweeps):
         together.append(sweep)
         follows = sweeps[place + 1].kept_bytes if place + 1 < len(sweeps) else SWEPT_BYTES + 1
@@ -162,7 +213,19 @@ def _run_forward(source: ReplayedPatterns, jobs: Sequence[Job]) -> list[Any]:
                 if step < folding.steps:
                     folding.take(step)
 
-    source.replay(layers, take, steps=steps)
+    unfinished = UnfinishedPasses(source, [] if folds else [job for job in jobs if isinstance(job, Pass)])
+    first = 0
+    if (found := unfinished.find()) is not None:
+        first, states = found
+        for one, state in zip(passing, states, strict=True):
+            one.go_on(state)
+    source.replay(
+        layers,
+        take,
+        steps=steps,
+        first=first,
+        at_point=lambda step: unfinished.keep(step, [one.state() for one in passing]),
+    )
     passed, folded = iter(passing), iter([] if folding is None else folding.results())
     return [next(folded) if isinstance(job, Fold) else next(passed).result() for job in jobs]
 
@@ -199,6 +262,14 @@ class _PassingBy:
         """Take a range of patterns that are here."""
         self._running.take(wanted)
 
+    def state(self) -> Any:
+        """Return the state of all patterns so far; None where it cannot be gone on with."""
+        return self._running.state()
+
+    def go_on(self, state: Any) -> None:
+        """Begin with the state of earlier patterns."""
+        self._running.go_on(state)
+
     def result(self) -> Any:
         """Return the answer."""
         return self._running.result()
@@ -213,6 +284,14 @@ class _RacingPass(_PassingBy):
 
     def _take_range(self, wanted: PatternRange) -> None:
         self._race.take(self._race.prepare(*self._running.measure(wanted)))
+
+    def state(self) -> Any:
+        """Return the state of all patterns so far."""
+        return self._race.state()
+
+    def go_on(self, state: Any) -> None:
+        """Begin with the state of earlier patterns."""
+        self._race = RacingBest(self._job.reducer, state)  # type: ignore[arg-type]
 
     def result(self) -> Any:
         """Return the answer."""
@@ -234,6 +313,9 @@ class _JoinedPass(_PassingBy):
     def _take_range(self, wanted: PatternRange) -> None:
         block, measures, _ = self._running.measure(wanted)
         self.race.add(self._place, block, measures)
+
+    def state(self) -> None:
+        """Return nothing: the race of all passes is not kept."""
 
     def result(self) -> Any:
         """Return the answer."""

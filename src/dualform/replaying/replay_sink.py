@@ -16,6 +16,7 @@ from dualform.recording.sinks import CallRecord, ParameterFacts, PreparedStep, S
 from dualform.recording.watch import What
 from dualform.replaying.step_proof import Difference, StepProof
 from dualform.store.reader import Run
+from dualform.store.resume import count_updates
 
 OnDifference = Literal["stop", "report"]
 PROVED_TOGETHER = 16
@@ -71,6 +72,7 @@ class ReplaySink:
         *,
         steps: int,
         on_difference: OnDifference,
+        first: int = 0,
         rows: Mapping[str, RowCheck] | None = None,
     ) -> None:
         """Prepare a replay.
@@ -81,11 +83,12 @@ class ReplaySink:
             take: takes the number of a step and its patterns, in the order of its calls.
             steps: how many steps are wanted; the training is ended behind them.
             on_difference: whether to end a replay that is not the recorded training, or to measure how far it drifts.
+            first: the number of the first step that comes; the training starts in the middle where it is not 0.
             rows: the layers that are known not to have the batch's rows; None where the layers' rows are tried again.
         """
         self.difference: Difference | None = None
         self.drift: dict[str, float] = {}
-        self.steps = 0
+        self.steps = first
         self._run = run
         self._proof = StepProof(run)
         self._marker = ParameterMarker()
@@ -100,14 +103,17 @@ class ReplaySink:
 
     def open(self, start: Start) -> int:
         """Compare the start of the training with that of the run."""
-        self._meet(self._proof.check_start(start))
+        if self.steps:
+            self._meet(self._proof.check_restart(start, self.steps))
+        else:
+            self._meet(self._proof.check_start(start))
         if not self._wanted:
             raise ReplayEnded("No step of this training is asked for.")
-        return 0
+        return self.steps
 
     def updates(self) -> Mapping[str, int]:
-        """Return nothing: a replay begins at the first step."""
-        return {}
+        """Return how many updates of each parameter come before the first step of a replay that starts later."""
+        return count_updates(self._run, self.steps)
 
     def check(self, binding: Binding) -> None:
         """Take any columns: they are compared with the recorded ones at the step."""
@@ -172,7 +178,8 @@ class ReplaySink:
         """Do nothing: the run has its files already."""
 
     def flush(self, snapshot: Callable[[], dict[str, Tensor]]) -> None:
-        """Do nothing: nothing is published."""
+        """Prove the steps so far."""
+        self._prove()
 
     def close(self, final: Mapping[str, Tensor]) -> None:
         """Prove the last steps."""

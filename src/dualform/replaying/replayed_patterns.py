@@ -33,7 +33,9 @@ from dualform.recording.sinks import Sink
 from dualform.recording.user_warnings import warn_user
 from dualform.recording.watch import What
 from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnded, ReplaySink
-from dualform.replaying.training import OneRecording, Train
+from dualform.replaying.restart_points import RestartPoints
+from dualform.replaying.restartable import Restartable
+from dualform.replaying.training import OneRecording, Recording, Train
 from dualform.store.reader import Run
 from dualform.store.shard_reading import Shard
 from dualform.torch_modes import call_without_autocast, with_gradients
@@ -85,6 +87,30 @@ class ReplayedPart(PatternPart):
             return self._shard.rows(layer, what)
         return ReplayedRows(self, layer, what, self._source.row_dtype(layer, what))
 
+    def bring(self, layer: str, index: slice | Tensor) -> None:
+        """See to it that some patterns are here, where the training can start anywhere and its patterns are paged in.
+
+        All steps between the restart points around these patterns are replayed; patterns of other steps are let go of.
+        """
+        if layer not in self._source.paged:
+            return
+        if isinstance(index, slice):
+            low, high, _ = index.indices(self.count(layer))
+        else:
+            low, high = (int(index.min()), int(index.max()) + 1) if len(index) else (0, 0)
+        window = self.windows.get(layer)
+        if low >= high or (window is not None and window[0] <= low and high <= window[0] + len(window[1])):
+            return
+        calls = self.calls(layer)
+        ends = calls["offset"] + calls["rows"] * calls["positions"]
+        steps = calls["step"][(calls["offset"] < high) & (ends > low)]
+        self._source.page_in(range(int(steps.min()), int(steps.max()) + 1), self)
+
+    def rows_before(self, layer: str, step: int) -> int:
+        """Return how many patterns of a layer in this part come before a step."""
+        calls = self.calls(layer)
+        return int((calls["rows"] * calls["positions"])[calls["step"] < step].sum())
+
     def key_range(self, layer: str) -> tuple[float, float] | None:
         """Return the range of a layer's keys; without bounds where they are not stored."""
         if self._source.is_stored(layer):
@@ -118,6 +144,7 @@ class ReplayedRows:
 
     def take(self, index: slice | Tensor, into: Tensor | None = None) -> tuple[Tensor, None]:
         """Return some rows that a replay has brought."""
+        self._part.bring(self._layer, index)
         window = self._part.windows.get(self._layer)
         found = None if window is None else window[1] if self._what == "keys" else window[2]
         if window is None or found is None:
@@ -149,6 +176,7 @@ class ReplayedPatterns(PatternSource):
         run: the run, as it is stored.
         replays: how many times the training was run again so far.
         held: the layers whose patterns are held in memory.
+        paged: the layers whose patterns are replayed, a few steps at a time, wherever they are asked for.
         tries_rows: whether a replay tries the layers' rows as the recording did, because what the recording says of
             them at its end does not tell where they were in each step.
     """
@@ -176,6 +204,7 @@ class ReplayedPatterns(PatternSource):
         self.run = run
         self.replays = 0
         self.held: frozenset[str] = frozenset()
+        self.paged: frozenset[str] = frozenset()
         self.tries_rows = known_rows(run.description) is None
         self._train = train
         self._trust = trust
@@ -294,6 +323,8 @@ class ReplayedPatterns(PatternSource):
         *,
         steps: int,
         hold: bool = False,
+        first: int = 0,
+        at_point: Callable[[int], None] | None = None,
     ) -> ReplaySink:
         """Run the training again, and show its patterns as it goes by them.
 
@@ -302,27 +333,97 @@ class ReplayedPatterns(PatternSource):
             take: is called with a part and some of its steps, in their order, while their patterns are there.
             steps: how many steps are wanted; the training is ended behind them.
             hold: keep the patterns when `take` has seen them.
+            first: the first step that is wanted. A training that cannot start anywhere still starts at its beginning.
+            at_point: is called at each restart point of the training with the number of steps that `take` has seen.
         """
         train = self.require_train()
-        windows = _Windows(self, layers, take, hold=hold)
+        windows = _Windows(self, layers, take, hold=hold, first=first)
         seconds = self.recorded_seconds
         title = f"replaying ({seconds:.0f} s when it was recorded)" if seconds >= 1 else "replaying"
         inference = torch.is_inference_mode_enabled()
-        with bar(title, total=steps) as advance:
+        with bar(title, total=steps - first) as advance:
+
+            def ask(what: Callable[[], None]) -> None:
+                with torch.inference_mode(inference), torch.no_grad():  # as where the question was asked
+                    call_without_autocast(["cpu", "cuda"], what)
 
             def add(step: int, calls: Sequence[ReplayedCall]) -> None:
-                with torch.inference_mode(inference), torch.no_grad():  # as where the question was asked
-                    call_without_autocast(["cpu", "cuda"], lambda: windows.add(step, calls))
+                if step < first:
+                    return
+                ask(lambda: windows.add(step, calls))
                 advance(1)
 
+            def look(step: int) -> None:
+                if at_point is not None and step > first:
+                    ask(windows.flush)
+                    ask(lambda: at_point(step))
+
+            start, again = self._restarted(train, first, look)
             rows = None if self.tries_rows else known_rows(self.description)
-            sink = ReplaySink(self.run, layers, add, steps=steps, on_difference=self._on_difference, rows=rows)
+            sink = ReplaySink(
+                self.run, layers, add, steps=steps, on_difference=self._on_difference, first=start, rows=rows
+            )
             self.replays += 1
-            run_again(train, sink)
+            run_again(again, sink)
             windows.flush()
         if sink.difference is not None:
             self._report(sink)
         return sink
+
+    def _restarted(self, train: Train, step: int, look: Callable[[int], None]) -> tuple[int, Train]:
+        """Return a step up to a given one that a training can start at, and the training from there on.
+
+        Args:
+            train: the training.
+            step: the given step.
+            look: is called at each restart point, when all steps before are there and proved.
+        """
+        if not isinstance(train, Restartable):
+            return 0, train
+        points = self.restart_points()
+        start, point = points.before(step)
+
+        def keep(step: int, take: Callable[[], dict[str, Any]], settle: Callable[[], None]) -> None:
+            if points.is_at(step) and step > start and self._on_difference == "stop":  # a state that drifts is no point
+                settle()
+                points.keep(step, take)
+                look(step)
+
+        def again(recording: Recording) -> nn.Module:
+            return train.run(recording, first=start, point=point, keep=keep)
+
+        return start, again
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether the training can start anywhere, so that patterns can be asked for in any order of steps."""
+        return isinstance(self._train, Restartable)
+
+    def restart_points(self) -> RestartPoints:
+        """Return the restart points of the training."""
+        train = self.require_train()
+        assert isinstance(train, Restartable), "only such a training has restart points"
+        return RestartPoints(self.run, train.every)
+
+    @contextlib.contextmanager
+    def paging(self, layers: Collection[str]) -> Iterator[None]:
+        """Let patterns of some layers be taken in any order of steps meanwhile: each few steps are replayed for it."""
+        self.release()
+        self.paged = frozenset(layers)
+        try:
+            yield
+        finally:
+            self.paged = frozenset()
+            self.release()
+
+    def page_in(self, steps: range, part: ReplayedPart) -> None:
+        """Replay the steps between the restart points around some steps of a part, and hold their patterns alone."""
+        every = self.restart_points().every
+        first = max(part.start, steps.start - steps.start % every)
+        stop = min(part.stop, -(-steps.stop // every) * every)
+        self.release()
+        needed: dict[str, What] = dict.fromkeys(self.paged, "keys+values")
+        self.replay(needed, lambda part, steps: None, steps=stop, hold=True, first=first)
 
     @property
     def recorded_seconds(self) -> float:
@@ -367,10 +468,12 @@ class _Windows:
         take: Callable[[ReplayedPart, range], None],
         *,
         hold: bool,
+        first: int = 0,
     ) -> None:
         self._source = source
         self._take = take
         self._hold = hold
+        self._start = first
         self._needed = layers
         self._parts = iter(source.parts())
         self._part: ReplayedPart | None = None
@@ -387,8 +490,8 @@ class _Windows:
         """Take the patterns of a step."""
         while self._part is None or step >= self._part.stop:
             self._part = next(self._parts)
-            self._first = self._next = self._part.start
-            self._before = dict.fromkeys(self._layers, 0)
+            self._first = self._next = max(self._part.start, self._start)
+            self._before = {layer: self._part.rows_before(layer, self._first) for layer in self._layers}
         for call in calls:
             self._calls[call.layer].append(call)
             self._bytes += call.keys.nbytes + (0 if call.values is None else call.values.nbytes)

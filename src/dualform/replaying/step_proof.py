@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from dualform.engine.description import LayerEntry
-from dualform.engine.proofs import ParameterMark, digest_annotations, digest_calls
+from dualform.engine.proofs import (
+    ParameterMark,
+    ParameterMarker,
+    digest_annotations,
+    digest_calls,
+    mark_checksum,
+    unpack_mark,
+)
 from dualform.errors import ReplayError
 from dualform.identity.families.naming import same_optimizer
 from dualform.recording.sinks import RESIDUAL, ParameterFacts, Start, StepCall
@@ -90,11 +97,7 @@ class StepProof:
 
     def check_start(self, start: Start) -> Difference | None:
         """Compare the model and the optimizers before the first step; raise where they are others altogether."""
-        description = self._run.description
-        self._require_same_layers(description.layers, start)
-        for before, now in zip(description.optimizers, start.optimizers, strict=False):
-            if len(description.optimizers) != len(start.optimizers) or not same_optimizer(before, now):
-                raise ReplayError(f"The replay trains with {now}; recorded was {before}. Give the recorded training.")
+        self._require_same_network(start)
         recorded, states = self._run.initial, self._run.initial_states
         apart = {name: _distance(recorded[name], tensor) for name, tensor in start.parameters.items()}
         if any(size for size, _ in apart.values()):
@@ -105,6 +108,14 @@ class StepProof:
                 if entry not in states.get(name, {}) or not torch.equal(states[name][entry].to(tensor), tensor.cpu()):
                     return self._difference("start", None, f"the optimizer's {entry} of {name!r} starts elsewhere")
         return None
+
+    def _require_same_network(self, start: Start) -> None:
+        """Raise where the replay has other layers or other optimizers than the recorded training."""
+        description = self._run.description
+        self._require_same_layers(description.layers, start)
+        for before, now in zip(description.optimizers, start.optimizers, strict=False):
+            if len(description.optimizers) != len(start.optimizers) or not same_optimizer(before, now):
+                raise ReplayError(f"The replay trains with {now}; recorded was {before}. Give the recorded training.")
 
     def _require_same_layers(self, recorded: Mapping[str, LayerEntry], start: Start) -> None:
         for name in {**recorded, **start.layers}:
@@ -117,6 +128,20 @@ class StepProof:
                     f"Layer {name!r} is {now.kind} {now.d_in} -> {now.d_out} in the replay; recorded was {before.kind} "
                     f"{before.d_in} -> {before.d_out}. Give the training function of this very run."
                 )
+
+    def check_restart(self, start: Start, step: int) -> Difference | None:
+        """Compare the parameters of a training that starts in the middle with those after the step before."""
+        self._require_same_network(start)
+        row = self._find_rows(step - 1)
+        if row is None:
+            return None  # a step that moved no recorded parameter
+        marker = ParameterMarker()
+        checksums = {name: mark_checksum(parameter) for name, parameter in start.parameters.items()}
+
+        def mark_of(name: str) -> ParameterMark:
+            return unpack_mark(marker.measure({name: start.parameters[name]})[name])
+
+        return self._parameters_difference(step - 1, row, len(start.parameters), checksums, mark_of)
 
     def check_step(
         self,

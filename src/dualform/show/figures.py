@@ -79,8 +79,8 @@ def curves(path: Path, panels: LayerPanels) -> Path:
     return _save_figure(figure, path)
 
 
-def totals(path: Path, panels: LayerPanels) -> Path:
-    """Draw each group's total, (G,) in each panel."""
+def totals(path: Path, panels: LayerPanels, *, measure: str = "total attention") -> Path:
+    """Draw each group's total of a measure, (G,) in each panel."""
     groups, tasks = panels.groups, panels.tasks
     figure, drawn = panels.figure(width=max(3.4, 0.2 * len(groups)) * len(panels.layers), height=2.8)
     for axes, layer, values in drawn:
@@ -93,7 +93,7 @@ def totals(path: Path, panels: LayerPanels) -> Path:
         axes.set_xlabel("class, in each task" if tasks else "class", fontsize=8)
         axes.set_title(layer, fontsize=9)
         _tidy(axes)
-    drawn[0][0].set_ylabel("total attention", fontsize=8)
+    drawn[0][0].set_ylabel(measure, fontsize=8)
     _finish(figure, panels, mark="hatched")
     return _save_figure(figure, path)
 

@@ -76,6 +76,12 @@ def offered_groupings(memory: Memory, layer: str) -> list[OfferedGrouping]:
     return sorted(found, key=lambda entry: _place_in(FIRST_OFFERED, entry.by))
 
 
+def default_by(memory: Memory) -> GroupingColumns:
+    """Return the default grouping: the first grouping that is offered, or tenths of the steps."""
+    offered = offered_groupings(memory, list(memory.layers)[-1])
+    return parse_by(offered[0].by) if offered else (Bins("step", max(1, -(-memory.step // 10))),)
+
+
 def _place_in(names: tuple[str, ...], name: str) -> int:
     return names.index(name) if name in names else len(names)
 

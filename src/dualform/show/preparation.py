@@ -1,5 +1,6 @@
 """Prepare the group weights of a run in a thread of its own, which goes on when the request that began it ends."""
 
+import contextvars
 import threading
 import time
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 from dualform.attend.memory import Memory
 from dualform.attend.weights import GroupWeights
 from dualform.engine.verification import LayerCheck
+from dualform.errors import ReplayNeededError
 from dualform.progress import watching
 from dualform.show.job import Cancelled, ReportedJob
 
@@ -20,12 +22,15 @@ class Preparation:
     def __init__(self, memory: Memory, weights: GroupWeights) -> None:
         self.job = ReportedJob()
         self.error: str | None = None
+        self.needs_replay: ReplayNeededError | None = None
         self.checks: Mapping[str, LayerCheck] = {}
         self._began = time.monotonic()
         self._failed_at: float | None = None
         self._memory = memory
         self._weights = weights
-        self.thread = threading.Thread(target=self._work, name="dualform-prepare", daemon=True)
+        # With the context of the question that begins it: there replays may have to be asked for first.
+        context = contextvars.copy_context()
+        self.thread = threading.Thread(target=context.run, args=(self._work,), name="dualform-prepare", daemon=True)
         self.thread.start()
 
     def cancel(self) -> None:
@@ -49,6 +54,9 @@ class Preparation:
                 self._weights.prepare()
                 if self._weights.ready:
                     self.checks = self._memory.rebuild_errors(self._weights)
+        except ReplayNeededError as error:
+            self.needs_replay = error
+            self._failed_at = self._began  # it is begun again whenever it is asked for
         except Cancelled:
             self.error = "stopped"
         except Exception as error:  # shown in the badge; masks take a pass each then

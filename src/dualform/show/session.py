@@ -19,9 +19,11 @@ from dualform.attend.memory import Memory
 from dualform.attend.removal import Removal
 from dualform.attend.spotlight import Spotlight
 from dualform.attend.weights import GroupWeights
+from dualform.effects.output_gradients import Quantity
 from dualform.effects.slopes import output_rows, slopes
 from dualform.errors import QueryError
 from dualform.modes import evaluation_copy
+from dualform.pieces import Tokenizer
 from dualform.recording.module_hooks import hook_forward, temporary_hooks
 from dualform.recording.watch import plain_name
 from dualform.show.grouping import GroupingColumns, unit_name
@@ -29,6 +31,7 @@ from dualform.show.held_out import held_out_windows, shorten_to_context
 from dualform.show.lru_cache import LruCache
 from dualform.show.predictions import model_failures_named, predict_units, run_model
 from dualform.show.preparation import QUICK_SECONDS, Preparation
+from dualform.show.session_media import SessionMedia, as_images
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,19 +58,29 @@ class Session:
     The caller makes the model: `warnings` say where it is not the recorded one, and stand in every answer.
     """
 
-    def __init__(self, memory: Memory, model: nn.Module, *, budget: int, warnings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        model: nn.Module,
+        *,
+        budget: int,
+        warnings: Sequence[str] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.memory = memory
         self.warnings = tuple(warnings)  # which parts of the model are not those of the recording
         self.model = evaluation_copy(model)
         self._watched = copy.deepcopy(self.model)  # hooks go on this one, and only under the lock
         self.budget = budget
-        self.media = memory.media
+        self.media = SessionMedia(memory.media, tokenizer)
         self._watched_lock = threading.Lock()
         self._spotlights: LruCache[dict[str, Any]] = LruCache(24)
         self._masked: LruCache[nn.Module] = LruCache(4)
         self._weights: LruCache[GroupWeights] = LruCache(2)
         self._preparations: LruCache[Preparation] = LruCache(8, dropped=Preparation.cancel)
         self._slopes: LruCache[dict[str, Tensor]] = LruCache(24)
+        self.path_seconds: float | None = None  # how long the last path contributions took
+        self.replayed: dict[str, Any] = {}  # the answers and refusals of replays, by question
         self.answers: LruCache[Any] = LruCache(64)  # small answers that do not depend on a test
 
     # Tests --------------------------------------------------------------------------------------------------------
@@ -85,11 +98,20 @@ class Session:
 
     @cached_property
     def test_images(self) -> Tensor | None:
-        """The tests as images for people, (M, H, W[, 3]); None if the run keeps none."""
+        """The tests as images for people, (M, H, W[, 3]): those that the run keeps, or inputs that look like images."""
+        return as_images(self.tests) if self._kept_images is None else self._kept_images
+
+    @cached_property
+    def _kept_images(self) -> Tensor | None:
         try:
             return self.memory.test_images()
         except QueryError:
             return None
+
+    @property
+    def shows_inputs(self) -> bool:
+        """Whether the images of tests are the model's own inputs, since the run keeps none."""
+        return self._kept_images is None and self.test_images is not None
 
     @cached_property
     def context(self) -> int | None:
@@ -168,6 +190,26 @@ class Session:
         found: Spotlight = self._spotlights.get((subject.key, f"margin of {unit}"), compute)["whole"]
         return found
 
+    def path_spotlight(
+        self, subject: Subject, quantity: Quantity, targets: Tensor | None = None, *, own_model: bool = False
+    ) -> Spotlight:
+        """Return the spotlight that path contributions to a quantity are asked of.
+
+        Args:
+            subject: the input.
+            quantity: the quantity of the model's output.
+            targets: the quantity's targets, one for each input.
+            own_model: ask with a copy of the model that no other thread has: to find contributions, which takes long.
+        """
+        if own_model:
+            with model_failures_named(subject.inputs):
+                model = copy.deepcopy(self.model)
+                return self.memory.attend(model, subject.inputs, targets=targets, quantity=quantity, other_model=True)
+        with self._watched_lock, model_failures_named(subject.inputs):
+            return self.memory.attend(
+                self._watched, subject.inputs, targets=targets, quantity=quantity, other_model=True
+            )
+
     def slopes(self, subject: Subject, unit: int) -> dict[str, Tensor]:
         """Return how the model's output `unit` moves with each layer's output, layer -> (rows, d_out)."""
 
@@ -197,6 +239,11 @@ class Session:
     def exact(self) -> bool:
         """Whether every layer has its values, so that masks can be asked for."""
         return all(entry.store != "keys" for entry in self.memory.layers.values())
+
+    @property
+    def replays(self) -> bool:
+        """Whether some layer's patterns are not stored and come back with a replay of the training."""
+        return any(entry.store == "steps" for entry in self.memory.layers.values())
 
     @property
     def shares_only(self) -> bool:

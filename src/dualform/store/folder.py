@@ -12,13 +12,13 @@ from pathlib import Path
 from dualform.store.format import FINAL, FROZEN, INITIAL, LOCK, MANIFEST, STARTING, UNCOVERED
 
 PARTIAL = ".partial-"
-FOLDERS = ("shards", "calls", "annotations", "steps", "uncovered", "media", "shares", "cache")
+FOLDERS = ("shards", "calls", "annotations", "steps", "uncovered", "media", "shares", "unexplained", "restart", "cache")
 TOP_NAMES = frozenset({MANIFEST, INITIAL, FINAL, FROZEN, UNCOVERED, STARTING})
 OWN_NAMES = re.compile(
     r"\d{6}\.(safetensors|parquet)|[a-z]+(-[0-9a-f]{16})?\.(safetensors|json)|(state-)?\d{9}\.safetensors"
     r"|[0-9a-f]{32}\.safetensors"
 )
-"""Names of the files in `FOLDERS`: shards by number, media by kind and checksum, shares by step, sums by digest."""
+"""Names of the files in `FOLDERS`: shards by number, media by kind and checksum, sums by digest, others by step."""
 PARTIAL_NAMES = re.compile(re.escape(PARTIAL) + r"[A-Za-z0-9._-]+")
 
 

@@ -146,6 +146,8 @@ class Manifest:
     uncovered_state: dict[str, StateEntry] | None = None  # nothing where the run was recorded without it
     shares: SharesEntry | None = None  # nothing where the run keeps no shares
     training: TrainingEntry | None = None  # nothing where the training cannot be run again
+    checkpoints: tuple[Count, ...] | None = None
+    """The numbers of steps at the checkpoints that the run was made from, but for the first; None: it was recorded."""
     rank: Count = 0  # the number of the process that recorded it, of several
     processes: tuple[
         tuple[Count, Processes], ...
@@ -172,6 +174,8 @@ class Manifest:
             del body["shares"]["earlier_state"]
         if self.training is None:
             del body["training"]
+        if self.checkpoints is None:
+            del body["checkpoints"]
         for layer in body["layers"].values():
             layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
         return sealed(head | body)
@@ -258,6 +262,7 @@ _OPTIONAL = {
     "uncovered_state",
     "shares",
     "training",
+    "checkpoints",
     "rank",
     "processes",
 }  # entries that runs of earlier versions lack

@@ -22,9 +22,11 @@ from dualform.store.format import (
     STARTING,
     STORABLE_DTYPES,
     UNCOVERED,
+    UNEXPLAINED,
     shard_files,
     shares_file,
     shares_state_file,
+    unexplained_file,
 )
 from dualform.store.label_text import label_problem
 from dualform.store.use_check import use_problem
@@ -61,6 +63,7 @@ def problems(manifest: "Manifest") -> Iterator[str]:
         if name in manifest.parameters:
             yield f"parameter {name!r} is listed as covered and as uncovered"
     yield from _shares_problems(manifest)
+    yield from _checkpoint_problems(manifest)
     yield from _shards_problems(manifest)
     yield from _processes_problems(manifest)
     for name, layer in manifest.layers.items():
@@ -98,7 +101,7 @@ def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Ite
 def _file_problems(manifest: "Manifest") -> Iterator[str]:
     for name, entry in manifest.files.items():
         attached = _ATTACHED.fullmatch(name)
-        if name not in _OWN_FILES and attached is None and not name.startswith(SHARES):
+        if name not in _OWN_FILES and attached is None and not name.startswith((SHARES, UNEXPLAINED)):
             yield f"'files' lists {name!r}, which is no name of a run's file"
         elif entry.at and (attached is None or entry.at != f"media/{attached[1]}-{entry.xxh3}.{attached[2]}"):
             yield f"{name!r} lies at {entry.at!r}; expected a name after its content"
@@ -144,6 +147,17 @@ def _shares_problems(manifest: "Manifest") -> Iterator[str]:
         for part in (part for label in grouping.labels for part in label):
             if label_problem(*part):
                 yield f"a group of 'shares' has the value {cut(repr(part[1]))}, which is no {part[0]}"
+
+
+def _checkpoint_problems(manifest: "Manifest") -> Iterator[str]:
+    listed = {name for name in manifest.files if name.startswith(UNEXPLAINED)}
+    steps = list(manifest.checkpoints or ())
+    for name in listed ^ {unexplained_file(step) for step in steps}:
+        yield f"{name!r} is listed among the files or among the checkpoints, but not among both"
+    if steps != sorted(set(steps)) or any(not 0 < step <= manifest.steps for step in steps):
+        yield f"there are checkpoints after steps {steps[:8]}; expected ascending steps from 1 to {manifest.steps}"
+    if manifest.checkpoints is not None and any(layer.store != "keys+values" for layer in manifest.layers.values()):
+        yield "the run was made from checkpoints, but does not keep the patterns of all layers"
 
 
 def _processes_problems(manifest: "Manifest") -> Iterator[str]:

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from dualform.engine.description import LayerEntry, RunDescription
+from dualform.engine.explanation import Explanation
 from dualform.engine.facts_check import facts_problem
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.errors import CorruptError, FormatError
@@ -24,7 +25,7 @@ from dualform.lazy import compute as pc
 from dualform.recording.rowcheck import SEVERITY
 from dualform.store.blobs import Blob, Blobs, Tag
 from dualform.store.derived_sums import StoredSums
-from dualform.store.format import FINAL, INITIAL, MANIFEST, SHARES, STATE, rank_folder
+from dualform.store.format import FINAL, INITIAL, MANIFEST, SHARES, STATE, UNEXPLAINED, rank_folder
 from dualform.store.joined_ranks import cut_shards, join_columns_of, join_shards, published_steps
 from dualform.store.manifest import Manifest
 from dualform.store.parameter_check import check_parameters
@@ -36,6 +37,7 @@ from dualform.store.tensors import OpenFiles, TensorFile
 if TYPE_CHECKING:
     from dualform.store.joined_shares import JoinedShares
     from dualform.store.run_files import StoredFiles
+    from dualform.store.stored_rests import StoredRests
     from dualform.store.stored_shares import StoredShares
 
 Others = tuple["Run | None", ...] | None
@@ -181,6 +183,9 @@ class Run(PatternSource):
         if manifest.shares is not None:
             files = [entry for name, entry in manifest.files.items() if name.startswith(SHARES)]
             parts = (*parts, manifest.shares, files)  # type: ignore[assignment]
+        if manifest.checkpoints is not None:
+            files = [entry for name, entry in manifest.files.items() if name.startswith(UNEXPLAINED)]
+            parts = (*parts, manifest.checkpoints, files)  # type: ignore[assignment]
         return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
     @property
@@ -210,6 +215,21 @@ class Run(PatternSource):
         others = [one for one in self.others if one is not None and one.manifest.shares is not None]
         each = [StoredShares(one, one.manifest.shares) for one in others if one.manifest.shares is not None]
         return JoinedShares(self, [own, *each])
+
+    @cached_property
+    def _rests(self) -> "StoredRests | None":
+        """What no pattern explains at each checkpoint; None where the run was recorded."""
+        from dualform.store.stored_rests import StoredRests  # which reads this run
+
+        return None if self.manifest.checkpoints is None else StoredRests(self, self.manifest.checkpoints)
+
+    def unexplained(self, parameter: str, horizon: int) -> Tensor | None:
+        """Return what no pattern explains of a parameter at a checkpoint, float64; None where the run was recorded."""
+        return None if self._rests is None else self._rests.unexplained(parameter, horizon)
+
+    def explanation(self) -> Explanation | None:
+        """Return how much of the change between checkpoints patterns explain; None where the run was recorded."""
+        return None if self._rests is None else self._rests.explanation()
 
     @property
     def derived_sums(self) -> StoredSums:

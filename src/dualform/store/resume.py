@@ -46,6 +46,10 @@ def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) ->
         step: where the checkpoint stands, if the user says so; otherwise it is found.
     """
     run = Run(blobs)
+    if run.manifest.checkpoints is not None:
+        raise ResumeError(
+            f"{run.name} was made from checkpoints, and no training can be added to it. Record to another folder."
+        )
     _same_shape(run.manifest, wanted)
     if start.processes > 1 and RANK in run.manifest.columns:
         raise ResumeError(
@@ -97,12 +101,19 @@ def find_step(run: Run, live: Mapping[str, Tensor]) -> int | None:
         return None
 
 
-def count_updates(run: Run) -> dict[str, int]:
-    """Return the number of updates of each parameter as its optimizer counts them, from before a warm start on."""
+def count_updates(run: Run, steps: int | None = None) -> dict[str, int]:
+    """Return the number of updates of each parameter as its optimizer counts them, from before a warm start on.
+
+    Args:
+        run: the run.
+        steps: count those of so many steps; by default of all.
+    """
     counts = {}
     for name in run.manifest.parameters:
         warm = run.initial_states.get(name, {}).get("step")
-        counts[name] = len(run.facts(name)[0].step) + (0 if warm is None else int(warm))
+        updated = run.facts(name)[0].step
+        taken = len(updated) if steps is None else int((updated < steps).sum())
+        counts[name] = taken + (0 if warm is None else int(warm))
     return counts
 
 

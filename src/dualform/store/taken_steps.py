@@ -264,6 +264,10 @@ class AccumulatedCalls:
         self._inputs: dict[int, Tensor] = {}  # checksums of keys that owe nothing to the parameters, by number
         self._bytes = 0  # of all of them, as they will be in the CPU's memory
 
+    def stores(self, layer: str) -> bool:
+        """Say whether a layer's patterns are stored."""
+        return layer not in self._unstored
+
     def add(self, record: CallRecord) -> None:
         """Take a call that was just accumulated."""
         if self._marker is not None and record.raw:

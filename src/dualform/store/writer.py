@@ -116,6 +116,7 @@ class DiskWriter:
         self.dtype = dtype
         self.taken_bytes = 0  # of the keys and values of all steps handed over
         self.shares: SharesEntry | None = None  # how shares are grouped that another sink keeps beside the patterns
+        self.checkpoints: tuple[int, ...] | None = None  # of a run that is made from checkpoints: those so far
         self._shard_bytes = shard_bytes
         self._resume = resume
         self._planned = steps
@@ -223,6 +224,10 @@ class DiskWriter:
     def check(self, binding: Binding) -> None:
         """Raise `AnnotationError` where a column has changed its type."""
         check_columns(self._columns, binding)
+
+    def wants_values(self, layer: str) -> bool:
+        """Say whether the values of a layer are stored, or looked at before they are."""
+        return self._accumulated.stores(layer)
 
     def call(self, record: CallRecord) -> None:
         """Keep a call's patterns until their step, or until they are discarded."""
@@ -441,6 +446,7 @@ class DiskWriter:
             factory_arguments=self._factory_arguments,
             shares=self.shares,
             training=self._training,
+            checkpoints=self.checkpoints,
             rank=start.rank,
             processes=((0, start.processes),) if start.processes > 1 and not start.rank else (),
         )

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_kind import DoubtfulStep, ReplayedStep, StepMatrix, follow_together
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
-from dualform.identity.families.parameter_fold import ParameterFold, UseRows, bias_rounding
+from dualform.identity.families.parameter_fold import ParameterFold, UseRows, bias_rounding, bias_roundings
 from dualform.identity.grouped_products import RowGroups
 from dualform.identity.parameter_maps import BiasMap, OuterMap
 
@@ -158,3 +158,7 @@ def test_rounding_of_a_bias_is_that_of_its_sum_and_of_its_dtype(dtype: torch.dty
     found = bias_rounding([rows], (3,), torch.float32)
     assert isinstance(found, torch.Tensor)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    together = bias_roundings([[rows], [rows, rows], []], [(3,)] * 3, torch.float32)
+    torch.testing.assert_close(together[0], found, rtol=1e-6, atol=0)
+    torch.testing.assert_close(together[1], 2 * found, rtol=1e-6, atol=0)
+    assert together[2] == 0.0

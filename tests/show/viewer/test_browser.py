@@ -52,7 +52,19 @@ def text(page, selector):
 
 def test_it_shows_every_panel_and_asks_nobody_else(opened, running):
     page = opened.page
-    for panel in ("prediction", "layers", "curves", "time", "top", "mask", "pins", "history", "browser", "free"):
+    for panel in (
+        "prediction",
+        "path",
+        "layers",
+        "curves",
+        "time",
+        "top",
+        "mask",
+        "pins",
+        "history",
+        "browser",
+        "free",
+    ):
         assert page.is_visible(f"#{panel} h2"), panel
     assert "exact: rebuild error" in page.wait_for_selector(".badge.good").inner_text()
     assert opened.errors == []
@@ -193,6 +205,31 @@ def test_drawing_asks(opened):
     page.click("#free button:has-text('Clear')")
     page.wait_for_selector("#prediction img")
     assert opened.errors == []
+
+
+def test_the_parts_of_an_answer_are_found_when_asked_for(chromium, running, client, axe):
+    with Watched(chromium, running, state="&test=5&references=0") as watched:
+        page = watched.page
+        assert "account of this training" in text(page, "#path .note")
+        page.click("#path button:has-text('Find the parts')")
+        page.wait_for_selector("#path .waterfall")
+        found = client.get("/api/path", params={"test": 5, "by": "label", "references": 0}).json()["account"]
+        assert found["question"] in text(page, "#path strong")
+        page.click("#path summary >> nth=0")
+        page.wait_for_selector("#path tbody td")
+        shown = [float(one) for one in page.locator("#path figure:nth-of-type(1) tbody td").all_inner_texts()]
+        assert shown == pytest.approx([*(bar["value"] for bar in found["bars"]), found["output"]])
+        assert {"start", "residual"} <= {bar["kind"] for bar in found["bars"]}
+        assert page.locator("#path .growth polyline").count() == 12
+        assert "no prediction of what another training would give" in text(page, "#path .note")
+        page.evaluate(axe)
+        assert page.evaluate("axe.run('#path').then(r => r.violations.map(v => v.id))") == []
+        page.click("#path .fall-group[data-group='9'] .bar-label")
+        page.wait_for_selector("#mask .chip[data-group='9'][aria-pressed=true]")
+        page.select_option("#path label:has-text('rather than') select", "itself")
+        page.wait_for_selector("#path button:has-text('Find the parts')")
+        assert "than=itself" in page.url
+        assert watched.errors == []
 
 
 def test_masking_by_the_keyboard_alone(chromium, running, client):

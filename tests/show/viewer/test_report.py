@@ -17,7 +17,7 @@ from helpers.small_models import NASTY, record_letters
 @pytest.fixture(scope="module")
 def written(digits, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
-    outcome = write_report(dualform.open(digits.folder), path, tests=12)
+    outcome = write_report(dualform.open(digits.folder), path, tests=12, path_contributions=False)
     return path, outcome
 
 
@@ -72,12 +72,12 @@ def test_without_media_there_are_no_samples(digits, tmp_path):
 @pytest.mark.slow
 def test_a_smaller_limit_leaves_tests_out_and_says_so(digits, tmp_path, written):
     memory = dualform.open(digits.folder)
-    outcome = write_report(memory, tmp_path / "r.html", tests=12, most_mb=0.4)
+    outcome = write_report(memory, tmp_path / "r.html", tests=12, most_mb=0.4, path_contributions=False)
     assert 0 < outcome.tests < 12
     assert outcome.bytes <= 400_000
     assert "Left out to keep the file small" in (tmp_path / "r.html").read_text()
     with pytest.raises(QueryError, match="--max-mb"):
-        write_report(memory, tmp_path / "r.html", tests=1, most_mb=0.01)
+        write_report(memory, tmp_path / "r.html", tests=1, most_mb=0.01, path_contributions=False)
 
 
 def test_a_text_is_escaped(tmp_path):

@@ -30,6 +30,7 @@ class TextSet:
         unit: whether it is usually read by characters or by words.
         spaced: whether its words and punctuation stand apart by spaces already.
         titles: the documents of the training part, in order.
+        valid: a second held-out part, by which models are chosen; empty where the text has none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TextSet:
     unit: Unit
     spaced: bool = False
     titles: tuple[Title, ...] = ()
+    valid: str = ""
 
     def __post_init__(self) -> None:
         for part, text in (("training", self.train), ("held-out", self.test)):

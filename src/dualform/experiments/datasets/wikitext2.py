@@ -25,10 +25,11 @@ _TITLE = re.compile(r" = ([^=]+) = ")
 )
 def build_wikitext2(contents: Mapping[str, bytes]) -> TextSet:
     """Wikipedia articles, 600 pages of 2,088,628 words to train on and 60 of 245,569 held out."""
-    train, test = (
-        decode_text(contents[file], name=f"wikitext-2/{file}") for file in ("wiki.train.tokens", "wiki.test.tokens")
+    train, valid, test = (
+        decode_text(contents[f"wiki.{part}.tokens"], name=f"wikitext-2/wiki.{part}.tokens")
+        for part in ("train", "valid", "test")
     )
-    return TextSet("wikitext-2", train, test, unit="words", spaced=True, titles=page_titles(train))
+    return TextSet("wikitext-2", train, test, unit="words", spaced=True, titles=page_titles(train), valid=valid)
 
 
 def page_titles(text: str) -> tuple[Title, ...]:

@@ -50,6 +50,13 @@ def make_corpus(text: TextSet, unit: Unit | None = None) -> Corpus:
     )
 
 
+def encode_part(part: str, corpus: Corpus) -> Ids:
+    """Return another part of a corpus' text in the corpus' tokens, (n,)."""
+    tokens = chain.from_iterable(split_lines(part, corpus.unit, spaced=corpus.spaced))
+    unknown = corpus.numbers[UNKNOWN]
+    return np.array([corpus.numbers.get(token, unknown) for token in tokens], dtype=np.int64)
+
+
 def _document_starts(text: TextSet, before: Ids) -> dict[int, str]:
     """Return each document's title by its first place; what stands ahead of the first title has the text's name."""
     starts = {int(before[title.line]): title.text for title in text.titles}

@@ -14,23 +14,37 @@ TITLES = {
     "text": "A text of one's own",
 }
 
+CHOSEN_BY_TEST = {("aesop", "transformer"): 18}
+"""Study and model -> the number of recipes that were tried, where one was chosen by its loss on the held-out part."""
+
 
 def summarise_language(findings: Sequence[Row]) -> list[Grid]:
     """Return the tables of one study, from the findings of its seeds."""
+    if keeps_steps(findings[0]):
+        memory = [_steps_memory_lines(findings), _replay_cost_lines(findings)]
+        return [_quality(findings), _agreement(findings), *memory, costs(findings)]
     carried = [_carried(findings)] if findings[0]["carried"] else []
     return [_quality(findings), _agreement(findings), *carried, _language_exactness_lines(findings), costs(findings)]
+
+
+def keeps_steps(found: Row) -> bool:
+    """Say whether findings are those of a run that keeps steps, and was asked by replays."""
+    return "steps_memory" in found
 
 
 def language_section(name: str, findings: Sequence[Row], *, command: str) -> Section:
     """Return a study's section of the results page; `name` is the section's, and the study's own with its model."""
     study, corpus = findings[0]["study"], findings[0]["corpus"]
-    title = f"{TITLES[study['name']]}, {model_text(study)}: `dualform reproduce {study['name']}`"
+    options = (" --model transformer" if study["model"] == "transformer" else "") + (
+        " --paper" if study["paper"] else ""
+    )
+    title = f"{TITLES[study['name']]}, {model_text(study)}: `dualform reproduce {study['name']}{options}`"
     text = (
         f"{corpus['train']:,} {corpus['unit']} to train on and {corpus['test']:,} held out, a vocabulary of "
         f"{corpus['vocabulary']:,}, {corpus['documents']:,} documents. {recipe_text(findings[0])} Which passages does "
-        "the next token attend to, and do they go on as the model does?",
+        f"the next token attend to, and do they go on as the model does?{choice_text(study)}",
         made_by(command, len(findings)),
-        f"Stored: {stored_text(findings[0])}",
+        f"Stored: {steps_text(findings[0]) if keeps_steps(findings[0]) else stored_text(findings[0])}",
     )
     return Section(name, title, text, summarise_language(findings), more=example_tables(findings[0]["examples"]))
 
@@ -47,9 +61,21 @@ def recipe_text(found: Row) -> str:
     epochs = recipe["updates"] * recipe["batch"] * recipe["unroll"] / found["corpus"]["train"]
     dropout = f", dropout {recipe['dropout']:g}" if recipe["dropout"] else ""
     clip = "" if recipe["clip"] is None else f", gradient norm clipped at {recipe['clip']:g}"
+    shifted = ", windows that begin elsewhere in each epoch" if recipe["shifted"] else ""
     return (
         f"{recipe['updates']:,} updates ({epochs:.1f} epochs) of {recipe['batch']} times {recipe['unroll']} tokens, "
-        f"Adam with learning rate {recipe['learning_rate']:g}{clip}{dropout}."
+        f"Adam with learning rate {recipe['learning_rate']:g}{clip}{dropout}{shifted}."
+    )
+
+
+def choice_text(study: Row) -> str:
+    """Return a sentence on a recipe that was chosen by the very part that its model is measured on; else nothing."""
+    if (study["name"], study["model"]) not in CHOSEN_BY_TEST:
+        return ""
+    tried = CHOSEN_BY_TEST[study["name"], study["model"]]
+    return (
+        f" The recipe and its number of updates were chosen among {tried} that were tried, by the same held-out part, "
+        "since the text has no other: a new text would give a somewhat worse measure."
     )
 
 
@@ -63,15 +89,39 @@ def stored_text(found: Row) -> str:
     )
 
 
+def steps_text(found: Row) -> str:
+    """Return a sentence on a run that keeps no patterns."""
+    memory = found["steps_memory"]
+    text = (
+        f"{size_text(sum(memory['bytes'].values()))} of facts and marks of the steps; keys and values of everything, "
+        f"as trained, would take {size_text(memory['patterns_bytes'])}. What is said about patterns here comes from "
+        "running the training again."
+    )
+    if memory["asked_steps"] < memory["steps"]:
+        text += (
+            f" For want of time on the GPU it was run again as far as step {memory['asked_steps']:,} of "
+            f"{memory['steps']:,}, where the command goes through all of them: tables and passages tell the trained "
+            "model's attention to the patterns of these steps, and later patterns are left out."
+        )
+    return text
+
+
 def _quality(findings: Sequence[Row]) -> Grid:
-    measure = findings[0]["quality"]["measure"]
+    first = findings[0]
+    measure = first["quality"]["measure"]
+    rows = []
+    if "validation" in first["quality"]:
+        value = mean_and_deviation([f["quality"]["validation"] for f in findings], scale=1.0, digits=2)
+        rows.append((f"{measure} of the validation part", value))
     value = mean_and_deviation([f["quality"]["value"] for f in findings], scale=1.0, digits=2)
+    rows.append((f"{measure} of the test part" if rows else measure, value))
     right = mean_and_deviation([f["prompts"]["accuracy"] for f in findings])
-    seconds = findings[0]["one_prompt"]
-    note = "Attending to one prompt took " + ", ".join(f"{s:.1f} s in {layer}" for layer, s in seconds.items()) + "."
-    count = findings[0]["prompts"]["count"]
-    rows = ((measure, value), (f"next token right, percent of {count} prompts", right))
-    return Grid("How well it predicts the held-out part", ("measure", "ours"), rows, note)
+    count = first["prompts"]["count"]
+    rows.append((f"next token right, percent of {count} prompts", right))
+    seconds = first.get("one_prompt", {})
+    each = ", ".join(f"{s:.1f} s in {layer}" for layer, s in seconds.items())
+    note = f"Attending to one prompt took {each}." if each else ""
+    return Grid("How well it predicts the held-out part", ("measure", "ours"), tuple(rows), note)
 
 
 def _agreement(findings: Sequence[Row]) -> Grid:
@@ -108,6 +158,54 @@ def _carried(findings: Sequence[Row]) -> Grid:
     )
     columns = ("top patterns", "percent of the logit", "percent of all patterns")
     return Grid("How much of a prediction's logit the top patterns carry", columns, rows, note)
+
+
+STEPS_FILES = {
+    "annotations": "the place and the document of each pattern",
+    "steps": "facts and marks of the steps",
+    "initial.safetensors": "the weights at the start",
+    "final.safetensors": "the weights at the end",
+    "media": "the text",
+}
+"""The larger files of a run that keeps steps -> what they hold."""
+
+
+def _steps_memory_lines(findings: Sequence[Row]) -> Grid:
+    found = findings[0]["steps_memory"]
+    sizes: Row = found["bytes"]
+    rows = [(text, size_text(sizes[name])) for name, text in STEPS_FILES.items() if name in sizes]
+    rows.append(("everything else", size_text(sum(size for name, size in sizes.items() if name not in STEPS_FILES))))
+    rows.append(("the run folder", size_text(sum(sizes.values()))))
+    rows.append(("keys and values of all patterns, which are not kept", size_text(found["patterns_bytes"])))
+    patterns = found["layers"][-1]["patterns"]
+    note = f"{found['steps']:,} steps, {patterns:,} patterns in each of {len(found['layers'])} layers."
+    return Grid("Size of the memory", ("kept", "bytes"), tuple(rows), note)
+
+
+def _replay_cost_lines(findings: Sequence[Row]) -> Grid:
+    first = findings[0]["steps_memory"]
+    plain = mean(f["steps_memory"]["plain_update_seconds"] for f in findings)
+
+    def row(text: str, seconds: float) -> tuple[str, str, str]:
+        return text, f"{1000 * seconds:.1f}", f"{seconds / plain:.2f}"
+
+    recorded = mean(f["seconds"]["training, recorded"] / f["steps_memory"]["steps"] for f in findings)
+    replayed = mean(
+        f["seconds"]["replays"] / f["steps_memory"]["replays"] / f["steps_memory"]["asked_steps"] for f in findings
+    )
+    rows = (
+        row("an update without recording, by the same deterministic kernels", plain),
+        row("an update while its steps are recorded", recorded),
+        row("an update in a replay that answers everything above", replayed),
+    )
+    times = "once" if first["replays"] == 1 else f"{first['replays']} times"
+    note = (
+        f"The training was run again {times} for the tables above and the passages below. All {first['asked_steps']:,} "
+        f"steps that were run again were proved to be the recorded ones: calls, columns, inputs, settings, and "
+        "every bit of every parameter."
+    )
+    note = f"{note} {first['note']}" if first.get("note") else note
+    return Grid("What a replay costs", ("update", "ms", "relative"), rows, note)
 
 
 def _language_exactness_lines(findings: Sequence[Row]) -> Grid:

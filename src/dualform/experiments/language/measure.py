@@ -4,7 +4,7 @@ If a prompt's last token attends to a training pattern, the token that followed 
 says. How often is it, in each layer; how often with a random pattern; and with one of the same token?
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from dualform.attend.last_tokens import last_queries
 from dualform.attend.memory import Memory
 from dualform.attend.prompts import last_logits
 from dualform.corpus import Corpus
+from dualform.engine.reducers import PlaceState
 from dualform.experiments.findings import Row
 
 HELD_OUT_PROMPTS = 512
@@ -22,6 +23,11 @@ PROMPT_TOKENS = 100  # tokens of a prompt
 PROMPTS_AT_ONCE = 16  # prompts in one forward pass: each gives logits over the whole vocabulary at every token
 CARRIED = (1, 10, 100)
 TOTALS = 1 << 30  # bytes of totals by place that may be held
+SCORE_BYTES = 12  # of one query's total and best attention to one place
+SCORE_COPIES = 2.5  # a pass holds scores of the steps so far and of the part that it is in, and adds one to the other
+MAX_SCORES_BYTES_CPU = 6 << 30  # of scores by place that one replay may hold on a CPU
+MAX_SCORES_FREE_GPU = 0.6  # of a GPU's free memory that they may take there; the training needs some of the rest
+MOST_ATTENDED, LARGEST_TOTAL = "most attended pattern", "largest total over a token's occurrences"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,12 +73,97 @@ def token_agreement(memory: Memory, model: nn.Module, prompts: HeldOut) -> list[
         if not query.is_floating_point():
             continue
         top = memory.attend(queries={layer: query})[layer].top(1)
-        rows.append(_agreement_row(layer, "most attended pattern", follower[top.columns["place"]], prompts))
+        rows.append(_agreement_row(layer, MOST_ATTENDED, follower[top.columns["place"]], prompts))
         places = torch.cat(list(_largest_totals(memory, layer, query, counts)))
-        rows.append(
-            _agreement_row(layer, "largest total over a token's occurrences", follower[places.numpy()], prompts)
-        )
+        rows.append(_agreement_row(layer, LARGEST_TOTAL, follower[places.numpy()], prompts))
     return rows + chance(corpus, counts.numpy(), prompts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplayedScores:
+    """The attention of held-out prompts and of single examples to the training text, found by replays.
+
+    Attributes:
+        most_attended: layer -> (P,) the place of the pattern that each held-out prompt attends to most.
+        largest_total: layer -> (P,) the place with the largest total over its patterns.
+        counts: (N,) how many patterns each place has.
+        examples: for each example, layer -> its attention to every place.
+        replays: how many times patterns were gone through, each time by a replay unless all of them fit into memory.
+        steps: how many steps of the training were asked about, the first ones.
+    """
+
+    most_attended: Mapping[str, Tensor]
+    largest_total: Mapping[str, Tensor]
+    counts: Tensor
+    examples: Sequence[Mapping[str, PlaceState]]
+    replays: int
+    steps: int
+
+
+def replay_scores(memory: Memory, model: nn.Module, prompts: HeldOut, examples: Sequence[Tensor]) -> ReplayedScores:
+    """Find what the last tokens of held-out prompts and of examples attend to, by as few replays as memory allows.
+
+    Args:
+        memory: a memory of steps, with its text.
+        model: the trained model.
+        prompts: the held-out prompts.
+        examples: (L,) the tokens of each example.
+    """
+    entries = memory.layers
+    shown = [last_queries(model, tokens[None], entries) for tokens in examples]
+    asked = _queries(memory, model, prompts)
+    queries = {
+        layer: torch.cat([*(one[layer] for one in shown), rows])  # (E + P, d_in)
+        for layer, rows in asked.items()
+        if rows.is_floating_point()
+    }
+    size = len(memory.corpus().train)
+    device = next(iter(queries.values())).device
+    each = int(len(queries) * (size + 1) * SCORE_BYTES * SCORE_COPIES)
+    together = max(len(examples), 1, _score_budget(device) // each)
+    best: dict[str, list[Tensor]] = {layer: [] for layer in queries}
+    totals: dict[str, list[Tensor]] = {layer: [] for layer in queries}
+    found: list[dict[str, PlaceState]] = [{} for _ in examples]
+    counts = torch.zeros(size, dtype=torch.int64)
+    starts = range(0, len(examples) + len(prompts.true), together)
+    for start in starts:
+        scores = memory.place_scores({layer: rows[start : start + together] for layer, rows in queries.items()})
+        for layer in queries:
+            sums, highest, numbers = scores.pop(layer)
+            first = len(examples) if start == 0 else 0
+            for i in range(first):
+                found[i][layer] = PlaceState(sums[i : i + 1].cpu(), highest[i : i + 1].cpu(), numbers.cpu())
+            counts = numbers[:size].cpu()
+            unseen = numbers[:size] == 0
+            for kept, values in ((best, highest), (totals, sums)):
+                kept[layer].append(values[first:, :size].masked_fill_(unseen, -torch.inf).argmax(dim=1).cpu())
+    return ReplayedScores(
+        most_attended={layer: torch.cat(parts) for layer, parts in best.items()},
+        largest_total={layer: torch.cat(parts) for layer, parts in totals.items()},
+        counts=counts,
+        examples=found,
+        replays=len(starts),
+        steps=memory.step,
+    )
+
+
+def _score_budget(device: torch.device) -> int:
+    """Return how many bytes of scores by place may be held at a time."""
+    if device.type != "cuda":
+        return MAX_SCORES_BYTES_CPU
+    torch.cuda.empty_cache()
+    return int(MAX_SCORES_FREE_GPU * torch.cuda.mem_get_info(device)[0])
+
+
+def replayed_agreement(corpus: Corpus, scores: ReplayedScores, prompts: HeldOut) -> list[Row]:
+    """Return the rows of `token_agreement` from scores that replays have found."""
+    follower = np.append(corpus.train[1:], -1)
+    rows = []
+    for layer, places in scores.most_attended.items():
+        rows.append(_agreement_row(layer, MOST_ATTENDED, follower[places.numpy()], prompts))
+        totals = scores.largest_total[layer]
+        rows.append(_agreement_row(layer, LARGEST_TOTAL, follower[totals.numpy()], prompts))
+    return rows + chance(corpus, scores.counts.numpy(), prompts)
 
 
 def _largest_totals(memory: Memory, layer: str, queries: Tensor, counts: Tensor) -> Iterator[Tensor]:

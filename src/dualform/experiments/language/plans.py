@@ -18,6 +18,7 @@ LanguageStudyName = Literal["aesop", "wikitext2", "text"]
 LANGUAGE_STUDIES: tuple[LanguageStudyName, ...] = get_args(LanguageStudyName)
 ModelName = Literal["lstm", "transformer"]
 MODEL_NAMES: tuple[ModelName, ...] = get_args(ModelName)
+MemoryKind = Literal["patterns", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class LanguageRecipe:
         unroll: tokens of each in one update.
         learning_rate: Adam's.
         clip: the norm that gradients are clipped at; nothing for no clipping.
+        shifted: whether windows begin at other places in each epoch.
     """
 
     units: int
@@ -43,6 +45,7 @@ class LanguageRecipe:
     unroll: int = 100
     learning_rate: float = 1e-3
     clip: float | None = 1.0
+    shifted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class LanguageStudy:
         storages: what to store, in order of preference; the first that fits on the disk is taken.
         paper: whether these are the paper's sizes.
         prompts: prompts to show, besides held-out ones.
+        memory: what the run keeps: patterns, or the facts of its steps, whose patterns come back with a replay.
     """
 
     name: LanguageStudyName
@@ -90,6 +94,7 @@ class LanguageStudy:
     storages: tuple[Storage, ...]
     paper: bool = False
     prompts: tuple[str, ...] = ()
+    memory: MemoryKind = "patterns"
 
 
 EVERYTHING = Storage()
@@ -118,7 +123,9 @@ EPOCH = 163  # updates in an epoch of WikiText-2
 
 DEFAULT: Mapping[tuple[LanguageStudyName, ModelName], LanguageRecipe] = {
     ("aesop", "lstm"): replace(PAPER_STUDIES["aesop"], units=128, updates=300),
-    ("aesop", "transformer"): replace(PAPER_STUDIES["aesop"], units=64, updates=300),
+    ("aesop", "transformer"): LanguageRecipe(
+        units=128, embedding=128, updates=2000, dropout=0.3, learning_rate=2e-3, shifted=True
+    ),
     ("wikitext2", "lstm"): replace(PAPER_STUDIES["wikitext2"], updates=3 * EPOCH),
     ("wikitext2", "transformer"): replace(
         PAPER_STUDIES["wikitext2"], units=64, dropout=0.1, learning_rate=1e-3, updates=EPOCH
@@ -126,6 +133,9 @@ DEFAULT: Mapping[tuple[LanguageStudyName, ModelName], LanguageRecipe] = {
     ("text", "lstm"): LanguageRecipe(units=128, embedding=64, updates=300),
     ("text", "transformer"): LanguageRecipe(units=64, embedding=64, updates=300),
 }
+
+REPLAYED: tuple[tuple[LanguageStudyName, ModelName], ...] = (("aesop", "transformer"),)
+"""Studies not of the paper whose runs keep steps: their patterns would fill a disk."""
 
 TEXTS: Mapping[LanguageStudyName, str] = {"aesop": "aesop", "wikitext2": "wikitext-2", "text": "moby-dick"}
 WIDE_FROM = 1000  # tokens in a vocabulary from which on the softmax layer's values are not worth storing
@@ -207,5 +217,13 @@ def plan(
     recipe = replace(recipe, updates=updates or recipe.updates, units=units or recipe.units)
     if model == "transformer" and recipe.units % 4:
         raise DataError(f"The Transformer is {recipe.units} wide; expected a multiple of its 4 heads.")
-    storages = STORAGES[model, wide]
-    return LanguageStudy(name, data or TEXTS[name], model, recipe, storages, paper, STUDY_PROMPTS.get(name, ()))
+    return LanguageStudy(
+        name,
+        data or TEXTS[name],
+        model,
+        recipe,
+        STORAGES[model, wide],
+        paper,
+        STUDY_PROMPTS.get(name, ()),
+        "steps" if paper or (name, model) in REPLAYED else "patterns",
+    )

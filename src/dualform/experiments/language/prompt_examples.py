@@ -1,11 +1,16 @@
 """Single prompts, looked at closely, as the paper's Table 2 does."""
 
-from torch import nn
+from collections.abc import Mapping, Sequence
 
+from torch import Tensor, nn
+
+from dualform.attend.context import context_of
 from dualform.attend.memory import Memory
 from dualform.attend.passages import Passage
+from dualform.attend.prompts import read_prompt
 from dualform.attend.text_answers import TextSpotlight
 from dualform.corpus import Corpus
+from dualform.engine.reducers import PlaceState
 from dualform.experiments.findings import Row
 from dualform.experiments.language.measure import HeldOut
 from dualform.tokens import END, UNKNOWN, visible
@@ -44,6 +49,25 @@ def attend_prompts(
         spotlight = memory.attend_text(model, text, layers=layers, top=TOP_PASSAGES)
         rows.append(as_row(spotlight, target))
     return rows
+
+
+def read_examples(corpus: Corpus, model: nn.Module, prompts: list[tuple[str, str | None]]) -> list[Tensor]:
+    """Return the tokens (L,) of each prompt, as the model takes them."""
+    return [read_prompt(corpus, text, context=context_of(model)).tokens for text, _ in prompts]
+
+
+def show_scored_prompts(
+    memory: Memory,
+    model: nn.Module,
+    prompts: list[tuple[str, str | None]],
+    scores: Sequence[Mapping[str, PlaceState]],
+    layers: tuple[str, ...],
+) -> list[Row]:
+    """Return what each prompt attends to, from its scores by place: no pattern is needed any more."""
+    return [
+        as_row(memory.attend_text(model, text, layers=layers, top=TOP_PASSAGES, scores=known), target)
+        for (text, target), known in zip(prompts, scores, strict=True)
+    ]
 
 
 def as_row(spotlight: TextSpotlight, target: str | None) -> Row:

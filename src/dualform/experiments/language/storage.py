@@ -3,6 +3,7 @@
 import shutil
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,13 +11,20 @@ import torch
 
 from dualform.corpus import Corpus
 from dualform.errors import StoreError
-from dualform.experiments.language.language_training import make_language_model, train_language_model
+from dualform.experiments.language.language_training import (
+    Trainer,
+    make_language_model,
+    repeatable_kernels,
+    train_language_model,
+    windows,
+)
 from dualform.experiments.language.plans import EVERYTHING, LanguageStudy, Storage
 from dualform.recording.estimate import estimate, size_text
 
 SPARE = 0.1  # of the free disk is left alone
 ANNOTATIONS = 3 * 8  # bytes a pattern at most, shared by all layers
 TRIAL = 4  # updates that are timed beforehand; the first warms up
+WARM_UPDATES, TIMED_UPDATES = 3, 12  # updates without recording, before a run that keeps steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,36 @@ def trial(study: LanguageStudy, corpus: Corpus, chosen: Budget, folder: Path, *,
             few, corpus, run, chosen.storage, recorded=TRIAL, seed=0, device=device, tick=seconds.append
         )
     return statistics.median(seconds[1:])
+
+
+def plain_update_seconds(study: LanguageStudy, corpus: Corpus, *, seed: int, device: str) -> float:
+    """Return the seconds that an update takes without recording, with the kernels that a replay needs."""
+    recipe = replace(study.recipe, updates=WARM_UPDATES + TIMED_UPDATES)
+    with repeatable_kernels(device):
+        trainer = Trainer(study, corpus, seed=seed, device=device)
+        for number, window in enumerate(windows(corpus, recipe)):
+            if number == WARM_UPDATES:
+                _finish_kernels(device)
+                start = time.perf_counter()
+            trainer.update(window, None)
+        _finish_kernels(device)
+    return (time.perf_counter() - start) / TIMED_UPDATES
+
+
+def _finish_kernels(device: str) -> None:
+    """Wait for a GPU to have done everything that it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def announce_steps(study: LanguageStudy, seconds: float) -> str:
+    """Return the sentence that the user reads before a run that keeps steps."""
+    recipe = study.recipe
+    return (
+        f"{recipe.updates:,} updates of {recipe.batch} times {recipe.unroll} tokens, about "
+        f"{duration(seconds * recipe.updates)} without recording ({seconds:.2g} s an update); recorded once, and run "
+        "again for what is asked about its patterns."
+    )
 
 
 def announce(study: LanguageStudy, chosen: Budget, seconds: float) -> str:

@@ -10,17 +10,44 @@ from torch import nn
 
 import dualform
 from dualform.attend.memory import Memory
-from dualform.corpus import Corpus
+from dualform.corpus import Corpus, Ids
 from dualform.errors import DataError
 from dualform.experiments.datasets import load_text, names
 from dualform.experiments.datasets.textfile import read_text_file
 from dualform.experiments.findings import Clock, Row, finish_study, make_room, verified_findings
-from dualform.experiments.language.corpora import make_corpus
-from dualform.experiments.language.language_training import fit, held_out_loss, quality, train_language_model
-from dualform.experiments.language.measure import ask_held_out, carried, token_agreement
-from dualform.experiments.language.plans import MODELS, LanguageStudy
-from dualform.experiments.language.prompt_examples import attend_prompts, choose_prompts
-from dualform.experiments.language.storage import Budget, announce, budget, trial
+from dualform.experiments.language.corpora import encode_part, make_corpus
+from dualform.experiments.language.language_training import (
+    LanguageTraining,
+    fit,
+    held_out_loss,
+    quality,
+    record_language_training,
+    train_language_model,
+)
+from dualform.experiments.language.measure import (
+    HeldOut,
+    ask_held_out,
+    carried,
+    replay_scores,
+    replayed_agreement,
+    token_agreement,
+)
+from dualform.experiments.language.plans import EVERYTHING, MODELS, LanguageStudy
+from dualform.experiments.language.prompt_examples import (
+    attend_prompts,
+    choose_prompts,
+    read_examples,
+    show_scored_prompts,
+)
+from dualform.experiments.language.storage import (
+    Budget,
+    announce,
+    announce_steps,
+    budget,
+    bytes_of,
+    plain_update_seconds,
+    trial,
+)
 from dualform.show.terminal_tables import plain
 from dualform.tokens import Unit
 
@@ -32,8 +59,21 @@ def load_corpus(data: str, unit: Unit | None) -> Corpus:
     return make_corpus(read_text_file(Path(data), unit or "words"), unit)
 
 
+def load_validation(data: str, corpus: Corpus) -> Ids | None:
+    """Return the validation part of a data set's text in the tokens of its corpus, where the set has such a part."""
+    text = load_text(data) if data in names() else None
+    return None if text is None or not text.valid else encode_part(text.valid, corpus)
+
+
 def reproduce_language(
-    study: LanguageStudy, corpus: Corpus, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True
+    study: LanguageStudy,
+    corpus: Corpus,
+    folder: Path,
+    *,
+    seed: int,
+    device: str = "cpu",
+    keep: bool = True,
+    valid: Ids | None = None,
 ) -> Row:
     """Run a study with one seed and return its findings.
 
@@ -44,6 +84,7 @@ def reproduce_language(
         seed: of the model and its dropout.
         device: where to train and attend.
         keep: keep the recorded patterns (gigabytes) after the findings are drawn from them.
+        valid: (V,) the tokens of the validation part, where the text has one.
     """
     study = replace(study, recipe=fit(study.recipe, corpus))
     found = make_room(folder, study, seed=seed, keep=keep)
@@ -51,6 +92,8 @@ def reproduce_language(
         return found
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise DataError(f"--device is {device}, but torch sees no GPU here. Leave it out, or use cpu.")
+    if study.memory == "steps":
+        return _reproduce_by_replay(study, corpus, valid, folder, seed=seed, device=device, keep=keep)
     clock = Clock({})
     chosen = budget(study, corpus, folder)
     sys.stderr.write(f"{announce(study, chosen, trial(study, corpus, chosen, folder, device=device))}\n")
@@ -68,24 +111,91 @@ def reproduce_language(
         "layers": _stored(memory, verified["layers"]),
         "stored": plain(chosen),
         "corpus": _describe_corpus(corpus),
-        **_findings(study, corpus, memory, model, chosen, clock),
+        **_findings(study, corpus, valid, memory, model, chosen, clock),
     }
     return finish_study(folder, findings, clock, device=device, keep=keep)
 
 
+def _reproduce_by_replay(
+    study: LanguageStudy, corpus: Corpus, valid: Ids | None, folder: Path, *, seed: int, device: str, keep: bool
+) -> Row:
+    """Run a study whose run keeps steps: everything that is asked about its patterns is asked in replays."""
+    clock = Clock({})
+    update_seconds = plain_update_seconds(study, corpus, seed=seed, device=device)
+    sys.stderr.write(f"{announce_steps(study, update_seconds)}\n")
+    run = folder / "run"
+    run.parent.mkdir(parents=True, exist_ok=True)
+    training = LanguageTraining(study, corpus, seed, device)
+    model = clock("training, recorded", lambda: record_language_training(training, run))
+    predicted = clock("held-out loss", lambda: _quality_row(model, corpus, valid, unroll=study.recipe.unroll))
+    memory = dualform.open(run, train=training)
+    prompts = ask_held_out(model, corpus, context=study.recipe.unroll)
+    examples = choose_prompts(corpus, prompts, study.prompts)
+    tokens = read_examples(corpus, model, examples)
+    scores = clock("replays", lambda: replay_scores(memory, model, prompts, tokens))
+    shown = MODELS[study.model].shown
+    findings: Row = {
+        "study": plain(study),
+        "seed": seed,
+        "corpus": _describe_corpus(corpus),
+        "quality": predicted,
+        "prompts": _prompts_row(prompts),
+        "agreement": replayed_agreement(corpus, scores, prompts),
+        "examples": clock("examples", lambda: show_scored_prompts(memory, model, examples, scores.examples, shown)),
+        "steps_memory": {
+            "bytes": _sizes(run),
+            "patterns_bytes": bytes_of(study, corpus, EVERYTHING),
+            "layers": [{"layer": name, "patterns": info["patterns"]} for name, info in memory.info().layers.items()],
+            "steps": study.recipe.updates,
+            "asked_steps": scores.steps,
+            "replays": scores.replays,
+            "plain_update_seconds": update_seconds,
+        },
+    }
+    return finish_study(folder, findings, clock, device=device, keep=keep)
+
+
+def _sizes(run: Path) -> dict[str, int]:
+    """Return the bytes of a run's files, by the folder or the file that they are in."""
+    sizes: dict[str, int] = {}
+    for path in sorted(run.rglob("*")):
+        if path.is_file():
+            part = path.relative_to(run).parts[0]
+            sizes[part] = sizes.get(part, 0) + path.stat().st_size
+    return sizes
+
+
+def _quality_row(model: nn.Module, corpus: Corpus, valid: Ids | None, *, unroll: int) -> Row:
+    """Return how well a model predicts the held-out part, and the validation part where there is one."""
+    measure, value = quality(held_out_loss(model, corpus.test, unroll=unroll), corpus)
+    row: Row = {"measure": measure, "value": value}
+    if valid is not None:
+        row["validation"] = quality(held_out_loss(model, valid, unroll=unroll), corpus)[1]
+    return row
+
+
+def _prompts_row(prompts: HeldOut) -> Row:
+    return {"count": len(prompts.true), "accuracy": float((prompts.predicted == prompts.true).double().mean())}
+
+
 def _findings(
-    study: LanguageStudy, corpus: Corpus, memory: Memory, model: nn.Module, chosen: Budget, clock: Clock
+    study: LanguageStudy,
+    corpus: Corpus,
+    valid: Ids | None,
+    memory: Memory,
+    model: nn.Module,
+    chosen: Budget,
+    clock: Clock,
 ) -> Row:
     unroll = study.recipe.unroll
-    loss = clock("held-out loss", lambda: held_out_loss(model, corpus, unroll=unroll))
-    measure, value = quality(loss, corpus)
+    predicted = clock("held-out loss", lambda: _quality_row(model, corpus, valid, unroll=unroll))
     prompts = ask_held_out(model, corpus, context=unroll)
     has_values = memory.layers["softmax"].has_values
     whole = has_values and chosen.recorded == study.recipe.updates
     shown = MODELS[study.model].shown
     return {
-        "quality": {"measure": measure, "value": value},
-        "prompts": {"count": len(prompts.true), "accuracy": float((prompts.predicted == prompts.true).double().mean())},
+        "quality": predicted,
+        "prompts": _prompts_row(prompts),
         "agreement": clock("agreement", lambda: token_agreement(memory, model, prompts)),
         "carried": clock("logits", lambda: carried(memory, model, prompts, "softmax")) if whole else None,
         "examples": clock(

@@ -5,6 +5,16 @@ A language model takes tokens (B, L), and a state to carry on from, and returns 
 
 from dualform.experiments.models.lstm import LSTMLanguageModel, lstm
 from dualform.experiments.models.mlp import MLP, mlp
+from dualform.experiments.models.residual import ResidualNetwork, residual
 from dualform.experiments.models.transformer import TransformerLanguageModel, transformer
 
-__all__ = ["MLP", "LSTMLanguageModel", "TransformerLanguageModel", "lstm", "mlp", "transformer"]
+__all__ = [
+    "MLP",
+    "LSTMLanguageModel",
+    "ResidualNetwork",
+    "TransformerLanguageModel",
+    "lstm",
+    "mlp",
+    "residual",
+    "transformer",
+]

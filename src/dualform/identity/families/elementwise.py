@@ -367,6 +367,7 @@ class ElementwiseKind(OptimizerKind[ElementwiseStep]):
     """An optimizer of this family: its torch class, what to log of a group, and how to read a step."""
 
     family = "elementwise: one matrix per step"
+    is_elementwise = True
 
     def __init__(
         self,

@@ -311,6 +311,9 @@ class OptimizerKind(ABC, Generic[M]):
     has_coefficients: ClassVar[bool] = False
     """Whether the steps' maps follow from settings alone, so that a pattern has a coefficient."""
 
+    is_elementwise: ClassVar[bool] = False
+    """Whether its steps multiply a gradient element by element, by numbers or matrices."""
+
     overwrites_state: tuple[str, ...] = ()
     """State entries that a step overwrites and `read` needs as they were before it."""
 
@@ -383,6 +386,15 @@ class OptimizerKind(ABC, Generic[M]):
     @abstractmethod
     def read(self, taken: ReplayedStep) -> M:
         """Return a step as a linear map."""
+
+    def read_settings(self, settings: Settings, dtype: torch.dtype) -> M:
+        """Return a step as a linear map from its settings alone, if the optimizer has coefficients.
+
+        Args:
+            settings: the optimizer's settings in the step.
+            dtype: the dtype of the parameter, to which the step rounds its settings.
+        """
+        raise _no_coefficients(self.name)
 
     def read_together(self, taken: Sequence[ReplayedStep]) -> list[M]:
         """Return the steps of several parameters as linear maps, the same that `read` gives of each."""

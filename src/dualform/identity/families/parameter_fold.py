@@ -183,6 +183,41 @@ def bias_rounding(rows: Iterable[UseRows], shape: Sequence[int], dtype: torch.dt
     return total
 
 
+def bias_roundings(
+    rows: Sequence[Sequence[UseRows]], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor | float]:
+    """Return what `bias_rounding` does for each of several biases; for the most usual ones by a few kernels for all.
+
+    Args:
+        rows: the patterns of each bias in the step, in one grouping.
+        shapes: the biases' shapes.
+        dtype: what shares are folded in.
+    """
+    found: list[Tensor | float] = [0.0] * len(rows)
+    usual: list[int] = []  # biases with the patterns of one call, each element of a value added to one of the bias
+    for place, mine in enumerate(rows):
+        if len(mine) == 1 and type(mine[0].parameter_map) is BiasMap:
+            usual.append(place)
+        else:
+            found[place] = bias_rounding(mine, shapes[place], dtype)
+    if not usual:
+        return found
+    one = [rows[place][0] for place in usual]
+    sizes = [torch.linalg.vector_norm(each.values, ord=1, dim=0, dtype=dtype) for each in one]
+    torch._foreach_mul_(sizes, [abs(each.factor) * torch.finfo(dtype).eps / 2 for each in one])
+    is_coarse = [torch.finfo(each.values.dtype).eps > torch.finfo(dtype).eps for each in one]
+    coarse = [place for place, is_it in enumerate(is_coarse) if is_it]
+    if coarse:
+        sums = [one[place].values.sum(dim=0, dtype=dtype) for place in coarse]
+        torch._foreach_abs_(sums)
+        units = [abs(one[place].factor) * torch.finfo(one[place].values.dtype).eps / 2 for place in coarse]
+        torch._foreach_mul_(sums, units)
+        torch._foreach_add_([sizes[place] for place in coarse], sums)
+    for place, size in zip(usual, sizes, strict=True):
+        found[place] = size.view(*shapes[place])
+    return found
+
+
 class RowScratch:
     """Memory that rows of several calls are sorted into. Folds use it again: new memory costs more than copying."""
 

@@ -82,6 +82,7 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
     family = "scalar: one number per step"
     logs_restart = True
     has_coefficients = True
+    is_elementwise = True
 
     def __init__(self) -> None:
         super().__init__(torch.optim.SGD, "momentum_buffer")
@@ -137,7 +138,11 @@ class SGDKind(OptimizerKind[ElementwiseStep]):
 
     def read(self, taken: ReplayedStep) -> ElementwiseStep:
         """Return a step, with its settings as the step itself rounded them."""
-        settings, rounded = taken.settings, near(taken.gradient.dtype)
+        return self.read_settings(taken.settings, taken.gradient.dtype)
+
+    def read_settings(self, settings: Settings, dtype: torch.dtype) -> ElementwiseStep:
+        """Return a step, with its settings as the step itself rounded them."""
+        rounded = near(dtype)
         lr, momentum = rounded(settings["lr"]), rounded(settings["momentum"])
         sign = -1.0 if settings["maximize"] else 1.0
         decay = rounded(settings["weight_decay"])

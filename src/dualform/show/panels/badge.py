@@ -38,7 +38,7 @@ class Badge:
     """How well a run rebuilds its weights.
 
     Attributes:
-        state: "passed", "explains", "high", "not measured", "preparing", "failed" or "keys only".
+        state: "passed", "explains", "high", "not measured", "preparing", "needs replay", "failed" or "keys only".
         layers: the measurements, once the group weights are prepared.
         keys_only: the layers that were recorded with their keys only.
         plan: the group weights kept for masks; None if no layer has values.
@@ -92,6 +92,8 @@ def rebuild_badge(session: Session, by: GroupingColumns, *, wait: bool = False) 
     plan = session.weights(by).plan
     text = f"{size_text(plan.bytes)} of {size_text(plan.budget)}"
     badge = replace(badge, plan=KeptForMasks(plan.bins, plan.width, len(plan.groups), plan.bytes, text))
+    if preparation.needs_replay is not None:
+        return replace(badge, state="needs replay", error=str(preparation.needs_replay))
     if preparation.error is not None:
         return replace(badge, state="failed", error=preparation.error)
     if preparation.thread.is_alive():

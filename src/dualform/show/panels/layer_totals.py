@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualform.attend.questions import Totals
 from dualform.attend.sums import apply_uses
 from dualform.engine.measures import Of
 from dualform.errors import SharesOnlyError
@@ -69,6 +70,9 @@ def layer_totals(
     unit = int(session.outputs(subject).argmax())
     found: dict[str, dict[Any, float] | None] = {}
     reasons: dict[str, str] = {}
+    together: dict[str, Any] = {}
+    if of in ("attention", "magnitude") and not session.shares_only:
+        (together,) = spotlight.compute(Totals(by=list(by), of=of))  # one reading for all layers
     for name, layer in spotlight.layers.items():
         if of == "effect":
             reason = why_no_effects(session, subject, name)
@@ -79,7 +83,7 @@ def layer_totals(
             found[name] = dict(zip(effects.groups, effects.values[0].tolist(), strict=True))
         elif of != "contribution":
             try:
-                answer = layer.totals(list(by), of=of)
+                answer = together[name] if name in together else layer.totals(list(by), of=of)
             except SharesOnlyError as error:
                 found[name], reasons[name] = None, str(error)
                 continue

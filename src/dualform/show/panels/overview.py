@@ -5,6 +5,7 @@ from typing import Any
 
 from dualform.engine.source import groupings_text
 from dualform.show.grouping import OfferedGrouping, offered_groupings
+from dualform.show.panels.hints import Hint, annotation_hints
 from dualform.show.predictions import MASK_NOTE
 from dualform.show.session import Session
 
@@ -32,11 +33,14 @@ class Overview:
         kind: of a test example: "text", "image", or "none" of these.
         shape: of a test image.
         images: whether the run keeps the training images.
+        shows_inputs: whether images of tests are the model's inputs themselves, since the run keeps none.
+        hints: panel -> what it lacks in this run, and what to record for it.
         draw: whether an input can be drawn.
         prompt: whether an input can be typed.
         labels: the names of the classes.
         exact: whether every layer has its values.
         shares: the groupings by which the run keeps shares in place of patterns; none where it keeps patterns.
+        replays: whether patterns are not stored, and come back with a replay of the training.
         warnings: which parts of the model are not those of the recording.
         note: that a mask is not a retraining.
     """
@@ -59,11 +63,14 @@ class Overview:
     kind: str
     shape: list[int] | None
     images: bool
+    shows_inputs: bool
+    hints: dict[str, Hint]
     draw: bool
     prompt: bool
     labels: list[str] | None
     exact: bool
     shares: list[str]
+    replays: bool
     warnings: list[str]
     note: str = MASK_NOTE
 
@@ -96,13 +103,24 @@ def _overview(session: Session) -> Overview:
         columns=list(info.columns),
         output_layer=session.output_layer,
         tests=len(session.tests),
-        kind="text" if text is not None else "image" if images is not None else "none",
+        kind=_kind(session),
         shape=None if images is None else list(images.shape[1:]),
         images=session.media.has_images,
+        shows_inputs=session.shows_inputs,
+        hints=annotation_hints(session),
         draw=can_draw and images is not None and images.dim() == 3,  # drawings are grey
-        prompt=text is not None and text.unit != "pieces",  # the viewer has no tokenizer
+        prompt=text is not None and (text.unit != "pieces" or session.media.tokenizer is not None),
         labels=None if session.media.labels is None else list(session.media.labels),
         exact=session.exact,
         shares=[groupings_text([by]) for by in memory.kept_groupings] if session.shares_only else [],
+        replays=session.replays,
         warnings=list(session.warnings),
     )
+
+
+def _kind(session: Session) -> str:
+    """Return the kind of a test example: "text", "image", or "none" of these."""
+    tokens = not session.tests.is_floating_point() or not len(session.tests)
+    if session.media.text is not None and tokens:
+        return "text"
+    return "image" if session.test_images is not None else "none"

@@ -5,19 +5,20 @@ import datetime
 import json
 import platform
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dualform._version import __version__
+from dualform.attend.path import PATH_NOTE
 from dualform.attend.removal import Removal
-from dualform.binning import Bins
 from dualform.errors import QueryError
 from dualform.progress import bar
 from dualform.recording.estimate import size_text
-from dualform.show.grouping import GroupingColumns, offered_groupings, parse_by
+from dualform.show.grouping import GroupingColumns, default_by
 from dualform.show.panels.badge import Badge, rebuild_badge
+from dualform.show.panels.path_account import PathAccount
 from dualform.show.predictions import predict_units, share_right
 from dualform.show.report.section import MaskedGroup, TestAnswers, ask_about_test, section_html
 from dualform.show.session import Mask, Session
@@ -35,6 +36,7 @@ LIMITS = (
     "errors, momentum, clipping. The model is not retrained, and what a retraining would give is another question.",
     "Attention in one layer compares that layer's inputs only. A pattern with much attention need not have changed the "
     "output much: its value may be small, or point elsewhere. Contributions say that.",
+    PATH_NOTE,
     "Totals over many patterns nearly cancel; small differences between groups can decide. Compare with a random "
     "group of the same size.",
 )
@@ -56,14 +58,6 @@ def choose_tests(session: Session, count: int) -> list[int]:
     return sorted([*wrong, *[*varied, *rest][: count - len(wrong)]])
 
 
-def default_by(session: Session) -> GroupingColumns:
-    """Return the default grouping of a report: the first grouping that is offered, or tenths of the steps."""
-    offered = offered_groupings(session.memory, list(session.memory.layers)[-1])
-    if not offered:
-        return (Bins("step", max(1, -(-session.memory.step // 10))),)
-    return parse_by(offered[0].by)
-
-
 def build_report(
     session: Session,
     *,
@@ -71,9 +65,19 @@ def build_report(
     by: GroupingColumns | None = None,
     media: bool = True,
     most_bytes: int = 3_000_000,
+    paths: Mapping[int, PathAccount | str] | None = None,
 ) -> str:
-    """Return the page; it leaves out and lists the tests that would make it larger than `most_bytes`."""
-    by = by or default_by(session)
+    """Return the page; it leaves out and lists the tests that would make it larger than `most_bytes`.
+
+    Args:
+        session: the opened run.
+        tests: the numbers of the tests.
+        by: the columns that training patterns are grouped by; by default the first grouping that is offered.
+        media: show the tests and training samples, not only numbers.
+        most_bytes: the size of the page at most.
+        paths: where the answer to each test comes from, or why that is not known; tests without an entry say nothing.
+    """
+    by = by or default_by(session.memory)
     badge = rebuild_badge(session, by, wait=True)
     masks = mask_each(session, by, tests) if session.exact else []
     sections: list[Markup] = []
@@ -83,7 +87,7 @@ def build_report(
     used = frame
     with bar("reporting", total=len(tests)) as advance:
         for test in tests:
-            found = ask_about_test(session, test, by)
+            found = ask_about_test(session, test, by, path=(paths or {}).get(test))
             section = section_html(session, found, by, masks, media=media)
             size = len(section.encode()) + 1 + len(_packed([found]))
             if used + size > most_bytes:

@@ -10,12 +10,13 @@ from dualform.errors import SharesOnlyError
 from dualform.show.grouping import GroupingColumns, group_name
 from dualform.show.panels.curves import SortedAttention, sorted_attention
 from dualform.show.panels.layer_totals import LayerTotals, layer_totals
+from dualform.show.panels.path_account import PathAccount
 from dualform.show.panels.prediction import ModelPrediction, model_prediction
 from dualform.show.panels.timeline import Timeline, attention_timeline
 from dualform.show.panels.top_patterns import TopPatterns, top_patterns
 from dualform.show.predictions import MASK_NOTE
 from dualform.show.report.cards import card_list, picture
-from dualform.show.report.svg import Bar, Line, bars, figures, lines, strip
+from dualform.show.report.svg import Bar, Line, bars, figures, lines, strip, waterfall
 from dualform.show.session import Mask, Session
 from dualform.show.templating import render
 
@@ -40,6 +41,7 @@ class TestAnswers:
     positive: TopPatterns | None
     negative: TopPatterns | None
     needs_patterns: str = ""  # why curves, time and top patterns are not there
+    path: PathAccount | str | None = None  # where the answer comes from, or why that is not known; None if not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,10 @@ class MaskedGroup:
     accuracy: float | None
 
 
-def ask_about_test(session: Session, test: int, by: GroupingColumns) -> TestAnswers:
-    """Ask everything about one test example."""
+def ask_about_test(
+    session: Session, test: int, by: GroupingColumns, *, path: PathAccount | str | None = None
+) -> TestAnswers:
+    """Ask everything about one test example; its path contributions, which all tests share a path for, are given."""
     subject = session.test(test)
     layer = session.output_layer or list(session.memory.layers)[-1]
     per: Per = "sample" if "sample" in session.memory.columns else "pattern"
@@ -85,6 +89,7 @@ def ask_about_test(session: Session, test: int, by: GroupingColumns) -> TestAnsw
         positive=positive,
         negative=negative,
         needs_patterns=needs_patterns,
+        path=path,
     )
 
 
@@ -122,6 +127,8 @@ def section_html(
         text=said.text[-TEXT_CHARACTERS:] if media and said.text is not None else None,
         probabilities=bars(shares, title="probability of each output, percent", width=260),
         by=", ".join(map(str, by)),
+        path=facts.path,
+        waterfall=_waterfall(facts.path) if isinstance(facts.path, PathAccount) else "",
         attention=_layer_charts(session, facts.layers, by, said),
         unit_name=facts.layers.unit_name,
         contributions=None if facts.contributions is None else _layer_charts(session, facts.contributions, by, said),
@@ -137,6 +144,19 @@ def section_html(
         masks=_masks_table(session, by, facts, masks) if masks else "",
         mask_note=MASK_NOTE,
     )
+
+
+def _waterfall(found: PathAccount) -> "Markup":
+    """Return the parts of an output as a chart and as a table."""
+    rows = [Bar(part.name, part.value, aside=part.kind not in ("group", "others")) for part in found.bars]
+    chart = waterfall(rows, Bar("this input", found.output), title=f"parts of {found.question}")
+    cells = [[part.name, figures(part.value)] for part in found.bars]
+    table = render("table.html", head=["part", "adds"], rows=[*cells, ["this input", figures(found.output)]])
+    exact = (
+        f"Parts to about {found.parts_error:.2%}, residual {found.residual_error:.2%} of the change, "
+        f"{found.gradients:,} gradients."
+    )
+    return render("path.html", account=found, output=figures(found.output), chart=chart, table=table, exact=exact)
 
 
 def _group_marks(by: GroupingColumns, group: Any, said: ModelPrediction) -> str:

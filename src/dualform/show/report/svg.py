@@ -22,11 +22,12 @@ STRIP_ROW = 14  # pixels
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One row: a name, a number, and a mark for the target or the output."""
+    """One row of a chart: a name, a number, and a mark for the target or the output."""
 
     label: str
     value: float
     mark: str = ""
+    aside: bool = False  # drawn in grey: no group's, such as the start or the residual
 
 
 def figures(value: float) -> str:
@@ -80,6 +81,43 @@ def bars(rows: Sequence[Bar], *, title: str, width: int = 220) -> "Markup":
         bar_height=BAR_ROW - 5,
         label=label,
         zero=zero,
+    )
+
+
+def waterfall(rows: Sequence[Bar], total: Bar, *, title: str, width: int = 520) -> "Markup":
+    """Draw bars of which each begins where the one above it ended, and below them their sum."""
+    label, number, row_height = 130, 60, 20
+    reached = [0.0]
+    for row in rows:
+        reached.append(reached[-1] + row.value)
+    low, high = min(*reached, total.value), max(*reached, total.value)
+    unit = (width - label - number) / ((high - low) or 1.0)
+    drawn: list[dict[str, str | float | None]] = [
+        {
+            "name": _short(row.label, 20),
+            "value": ("+" if row.value > 0 else "") + figures(row.value),
+            "sign": "o" if row.aside else "n" if row.value < 0 else "p",
+            "x": label + (min(begin, end) - low) * unit,
+            "end": label + (end - low) * unit,
+            "length": max(abs(end - begin) * unit, 1.0),
+        }
+        for row, begin, end in zip(rows, reached[:-1], reached[1:], strict=True)
+    ]
+    left, right = min(0.0, total.value), max(0.0, total.value)
+    drawn.append(
+        {
+            "name": total.label,
+            "value": figures(total.value),
+            "sign": "sum",
+            "x": label + (left - low) * unit,
+            "end": None,
+            "length": max((right - left) * unit, 1.0),
+        }
+    )
+    height = len(drawn) * row_height + 4
+    zero = label - low * unit
+    return render(
+        "waterfall.svg", bars=drawn, title=title, width=width, height=height, label=label, zero=zero, row=row_height
     )
 
 

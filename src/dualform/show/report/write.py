@@ -8,8 +8,9 @@ from torch import nn
 
 from dualform.attend.memory import Memory
 from dualform.errors import QueryError, StoreError
-from dualform.show.grouping import GroupingColumns
+from dualform.show.grouping import GroupingColumns, default_by
 from dualform.show.model_loading import Loaded, load_model
+from dualform.show.panels.path_account import account_tests
 from dualform.show.report.build import build_report, choose_tests
 from dualform.show.session import Session
 
@@ -36,8 +37,12 @@ def write_report(
     budget: int = 512 << 20,
     accept_untrained: bool = False,
     trust: bool = False,
+    path_contributions: bool = True,
 ) -> Written:
-    """Write a report on a number of tests that are chosen, or on the tests with these numbers."""
+    """Write a report on a number of tests that are chosen, or on the tests with these numbers.
+
+    Where answers come from (`path_contributions`) takes a pass over all steps with the gradients of all tests.
+    """
     if isinstance(model, nn.Module):
         differs = memory.other_model_text(model)
         loaded = Loaded(model, (f"WARNING: {differs}",) if differs else ())
@@ -49,7 +54,10 @@ def write_report(
     chosen = choose_tests(session, tests) if isinstance(tests, int) else list(tests)
     for test in chosen:
         session.test(test)  # raises if there is no test of this number
-    page = build_report(session, tests=chosen, by=by, media=media, most_bytes=int(most_mb * 1_000_000))
+    columns = by or default_by(memory)
+    paths = account_tests(session, chosen, columns) if path_contributions else None
+    most_bytes = int(most_mb * 1_000_000)
+    page = build_report(session, tests=chosen, by=columns, media=media, most_bytes=most_bytes, paths=paths)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Who may ask: the right host name, the right token, GET without a body. Wraps the application; knows nothing of runs.
+"""Who may ask: the right host name, the right token, no body. Wraps the application; knows nothing of runs.
+
+Everything is a GET, but for what begins or ends a replay of the training. That is a POST, and comes with a second token
+that only the page itself can read.
 
 The token comes once in the address that the terminal printed, and is swapped for a cookie that scripts cannot read and
 other sites cannot send. The host name is checked because a page of another site can make a name of its own point here
@@ -14,6 +17,9 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+POSTED = ("/api/replay", "/api/replay/cancel")
+"""The only paths that are posted to."""
+PAGE_HEADER = "x-dualform-page"
 LONGEST_QUERY = 32 << 10  # bytes
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -35,8 +41,11 @@ NO_TOKEN = (
 class Guard:
     """Lets requests through to the application, or refuses them."""
 
-    def __init__(self, app: ASGIApp, *, token: str, cookie: str, hosts: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, token: str, cookie: str, hosts: Collection[str], page_token: str | None = None
+    ) -> None:
         self._app = app
+        self._page_token = page_token
         self._token = token
         self._cookie = cookie
         self._hosts = frozenset(host.lower() for host in hosts)
@@ -65,7 +74,8 @@ class Guard:
             return PlainTextResponse("400: unknown host name. Open the viewer as 127.0.0.1 or localhost.\n", 400)
         if any(origin.partition("://")[2] != headers["host"] for origin in headers.getlist("origin")):
             return PlainTextResponse("403: a page of another site asks.\n", 403)
-        if scope["method"] not in ("GET", "HEAD"):
+        posted = scope["method"] == "POST" and scope["path"] in POSTED
+        if scope["method"] not in ("GET", "HEAD") and not posted:
             refusal = {"Allow": "GET, HEAD", "Connection": "close"}  # a body may follow, which nobody reads
             return PlainTextResponse("405: the viewer changes nothing; only GET.\n", 405, refusal)
         if "transfer-encoding" in headers or headers.get("content-length", "0").strip("0"):
@@ -77,7 +87,11 @@ class Guard:
         if given and scope["path"] == "/":
             return self._enter(given[0], [pair for pair in pairs if pair[0] != "token"])
         found = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
-        return None if self._is_token(found) else PlainTextResponse(NO_TOKEN, 403)
+        if not self._is_token(found):
+            return PlainTextResponse(NO_TOKEN, 403)
+        if posted and not (self._page_token and _equal(headers.get(PAGE_HEADER, ""), self._page_token)):
+            return PlainTextResponse("403: only the viewer's own page begins or ends a replay.\n", 403)
+        return None
 
     def _enter(self, token: str, others: list[tuple[str, str]]) -> Response:
         if not self._is_token(token):
@@ -92,7 +106,7 @@ class Guard:
         return response
 
     def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
+        return _equal(given, self._token)
 
     def _is_known(self, hosts: list[str]) -> bool:
         if len(hosts) != 1:
@@ -100,6 +114,10 @@ class Guard:
         name, colon, port = hosts[0].rpartition(":")
         host = name if colon and port.isdigit() else hosts[0]
         return host.lower() in self._hosts
+
+
+def _equal(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
 
 
 def _escaped(text: str) -> str:

@@ -157,9 +157,12 @@ class RequestParameters:
         text = self.text("prompt", longest=LONGEST_PROMPT)
         corpus = session.media.text
         if corpus is None:
-            raise BadQuestion("This run keeps no vocabulary, so a text cannot be turned into tokens.")
+            raise BadQuestion(
+                "This run keeps no vocabulary, so a text cannot be turned into tokens. Give one: dualform view RUN "
+                "--tokenizer package.module:name."
+            )
         try:
-            prompt = read_prompt(corpus, text, context=session.context)
+            prompt = read_prompt(corpus, text, context=session.context, tokenizer=session.media.tokenizer)
             subject = Subject(("prompt", text), as_model_takes(prompt.tokens[None], session.memory.batch_axis))
             if session.context is None:
                 session.outputs(subject)  # raises where the prompt is longer than the model takes

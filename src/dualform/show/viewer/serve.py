@@ -8,7 +8,9 @@ import sys
 from typing import Any
 
 from dualform.errors import QueryError
+from dualform.opening import Train, make_executor
 from dualform.recording.estimate import size_text
+from dualform.show.tokenizers import load_tokenizer
 
 LOCAL = ("127.0.0.1", "localhost")
 
@@ -22,7 +24,10 @@ def make_server(
     budget: int = 512 << 20,
     token: str | None = None,
     accept_untrained: bool = False,
+    train: Train | None = None,
     trust: bool = False,
+    executor: str | None = None,
+    tokenizer: str | None = None,
 ) -> tuple[Any, socket.socket, str]:
     """Return a uvicorn server, the socket that it will listen on, and the address with its token.
 
@@ -37,14 +42,27 @@ def make_server(
     from dualform.show.viewer.guard import Guard
     from dualform.show.viewer.opened import Opened
 
+    if executor is not None:
+        make_executor(executor)  # a name that is none is refused before anything is served
+    pieces = None if tokenizer is None else load_tokenizer(tokenizer)
     token = token or secrets.token_urlsafe(24)
     listening = _listen(host, port)
     bound = listening.getsockname()[1]
     hosts = {*LOCAL, host, socket.gethostname()} if host not in LOCAL else set(LOCAL)
-    opened = Opened(run, model=model, budget=budget, accept_untrained=accept_untrained, trust=trust)
-    app = make_app(opened)
+    opened = Opened(
+        run,
+        model=model,
+        budget=budget,
+        accept_untrained=accept_untrained,
+        train=train,
+        trust=trust,
+        executor=executor,
+        tokenizer=pieces,
+    )
+    page_token = secrets.token_urlsafe(24)
+    app = make_app(opened, page_token=page_token)
     # A cookie does not know ports: each viewer has a name of its own.
-    guarded = Guard(app, token=token, cookie=f"dualform-{bound}", hosts=hosts)
+    guarded = Guard(app, token=token, page_token=page_token, cookie=f"dualform-{bound}", hosts=hosts)
     config = uvicorn.Config(
         guarded,
         http=BoundedProtocol,
@@ -82,7 +100,10 @@ def serve(
     budget: int,
     expose: bool,
     accept_untrained: bool = False,
+    train: Train | None = None,
     trust: bool = False,
+    executor: str | None = None,
+    tokenizer: str | None = None,
 ) -> None:
     """Serve the viewer of one run until it is interrupted."""
     if host not in LOCAL and not expose:
@@ -91,7 +112,16 @@ def serve(
             "`dualform view` prints."
         )
     server, listening, address = make_server(
-        run, model=model, host=host, port=port, budget=budget, accept_untrained=accept_untrained, trust=trust
+        run,
+        model=model,
+        host=host,
+        port=port,
+        budget=budget,
+        accept_untrained=accept_untrained,
+        train=train,
+        trust=trust,
+        executor=executor,
+        tokenizer=tokenizer,
     )
     bound = listening.getsockname()[1]
     if host not in LOCAL:

@@ -6,6 +6,7 @@ import { count } from "./format.js";
 import { HELP } from "./keys.js";
 import * as state from "./state.js";
 import { switchTheme } from "./theme.js";
+import * as tour from "./tour.js";
 
 const POLL = 700;
 
@@ -17,7 +18,7 @@ export function create(app, element) {
     h("p", {}, h("strong", {}, app.note), " It says what the recorded updates did, not what a retraining without them would give."),
     h("h3", {}, "Keys"),
     h("table", {}, h("tbody", {}, HELP.map(([keys, what]) => h("tr", {}, h("th", { scope: "row" }, h("kbd", {}, keys)), h("td", {}, what))))),
-    button("Close", () => box.close()));
+    h("div", { class: "row" }, button("Close", () => box.close()), button("Show the tour", () => { box.close(); tour.show(); })));
 
   function draw() {
     const now = state.get();
@@ -35,7 +36,7 @@ export function create(app, element) {
         button("Tests", () => document.body.classList.toggle("drawer"), { class: "drawer-button", "aria-controls": "tests" }),
         button("Theme", switchTheme),
         button("Help", () => box.showModal(), { "aria-keyshortcuts": "?" }),
-        run.tests ? h("a", { class: "button", href: `/report.html?test=${now.test}`, download: "" }, "Export report") : ""),
+        run.tests && !run.replays ? h("a", { class: "button", href: `/report.html?test=${now.test}`, download: "" }, "Export report") : ""),
       box);
   }
 
@@ -50,6 +51,7 @@ export function create(app, element) {
       high: `rebuild error ${worst.toExponential(1)}: higher than rounding explains`,
       "keys only": "keys only: attention, no reconstruction",
       "not measured": "rebuild error not measured: the run is not closed, or its weights do not fit into memory",
+      "needs replay": "steps are kept: the rebuild error and masks take a replay of the training",
       preparing: `preparing masks${found.progress?.total ? ` ${Math.round((100 * found.progress.done) / found.progress.total)} % of ${found.progress.title}` : ""} …`,
       failed: `could not be measured: ${found.error ?? ""}`,
     }[found.state];

@@ -12,11 +12,14 @@ import * as free from "./panels/free.js";
 import * as history from "./panels/history.js";
 import * as layers from "./panels/layers.js";
 import * as mask from "./panels/mask.js";
+import * as path from "./panels/path.js";
 import * as pins from "./panels/pins.js";
 import * as prediction from "./panels/prediction.js";
 import * as tests from "./panels/tests.js";
 import * as time from "./panels/time.js";
 import * as top from "./panels/top.js";
+import * as tour from "./tour.js";
+import * as replay from "./replay.js";
 import * as state from "./state.js";
 import * as theme from "./theme.js";
 
@@ -31,6 +34,7 @@ async function open() {
     nothing(error);
     return;
   }
+  tour.prepare();
   const now = state.get();
   const by = run.groupings.some((one) => one.by === now.by) ? now.by : run.groupings[0]?.by ?? `step:${Math.max(Math.ceil(run.steps / 10), 1)}`;
   const layer = run.layers.some((one) => one.name === now.layer) ? now.layer : run.output_layer ?? run.layers.at(-1).name;
@@ -44,7 +48,7 @@ function start(run) {
   const app = {
     run, note: "removes recorded updates; the model is not retrained", prediction: null, badge: null, groups: [], pins: new Set(), past: [],
     names: {}, label: (unit) => run.labels?.[unit] ?? app.names[unit] ?? String(unit),
-    choose: (test) => state.set({ test: String(test), drawn: "", prompt: "", row: "" }),
+    choose: (test) => state.set({ test: String(test), drawn: "", prompt: "", row: "", than: "" }),
     step: (turn) => parts.tests.move(turn),
     predicted: (answer) => { app.prediction = answer; parts.layers.redraw(); },
     changeMask: (changes) => { app.past.push(state.maskOf(state.get())); state.set(changes); },
@@ -69,13 +73,14 @@ function start(run) {
   };
   const parts = {
     tests: tests.create(app), prediction: prediction.create(app), layers: layers.create(app), top: top.create(app),
-    curves: curves.create(app), time: time.create(app), mask: mask.create(app), pins: pins.create(app), history: history.create(app),
+    curves: curves.create(app), time: time.create(app), path: path.create(app), mask: mask.create(app), pins: pins.create(app), history: history.create(app),
   };
+  for (const [name, part] of Object.entries(parts)) part.panel.hint(run.hints[name]);
   if (run.draw || run.prompt) parts.free = free.create(app);
   const head = header.create(app, place("header"));
 
   place("tests").append(parts.tests.panel.element, ...(parts.free ? [parts.free.panel.element] : []));
-  place("content").append(parts.prediction.panel.element, parts.layers.panel.element,
+  place("content").append(parts.prediction.panel.element, parts.path.panel.element, parts.layers.panel.element,
     h("div", { class: "pair" }, parts.curves.panel.element, parts.time.panel.element), parts.top.panel.element);
   place("side").append(parts.mask.panel.element, parts.pins.panel.element, parts.history.panel.element);
 
@@ -102,7 +107,10 @@ async function first(parts, app, head) {
   await Promise.allSettled(early);
   await Promise.allSettled(all.filter((part) => part.late).map((part) => part.load(now)));
   document.body.dataset.ready = "all";
+  tour.start();
   head.watch(now.by);
+  replay.whenDone(() => head.watch(state.get().by));
+  if (app.run.replays) replay.resume();
 }
 
 async function refresh(parts, now, changed, app) {
@@ -121,7 +129,7 @@ async function refresh(parts, now, changed, app) {
 /** The groups in the order of the charts, for the chips of the mask. */
 async function groupsOf(app, by, parts) {
   try {
-    const answer = await ask("/api/layers", { ...state.subject(state.get()), by });
+    const answer = await ask("/api/layers", { ...state.subject(state.get()), by }).catch(() => ask("/api/groups", { by }));
     app.groups = answer.groups;
     learnNames(by, answer.groups, answer.names);
   } catch {

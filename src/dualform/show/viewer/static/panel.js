@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { button, h, unique } from "./dom.js";
+import * as replay from "./replay.js";
 
 const SKELETON = 150;
 
@@ -25,6 +26,7 @@ export class Panel {
   /** Ask a question and show its answer; a newer question of the same panel cancels the older one. */
   async load(path, parameters, render) {
     this.controller?.abort();
+    replay.withdraw(this);
     const controller = this.controller = new AbortController();
     const skeleton = setTimeout(() => this.#waiting(), SKELETON);
     try {
@@ -44,9 +46,20 @@ export class Panel {
         return null;
       }
       this.#done(skeleton);
-      this.fail(error, () => this.load(path, parameters, render));
+      const retry = () => this.load(path, parameters, render);
+      if (error.seconds === null || error.seconds === undefined) this.fail(error, retry);
+      else {
+        this.loaded = false;
+        replay.offer(this, error, path, parameters, retry);
+      }
       return null;
     }
+  }
+
+  /** Say below the panel what this run lacks for it, and what to record. */
+  hint(found) {
+    if (!found) return;
+    this.element.append(h("div", { class: "hint", role: "note" }, h("p", { class: "muted" }, found.text), h("pre", {}, found.code)));
   }
 
   /** Show what failed, what may be the cause, and a way to try again; or say that the run keeps no patterns for this. */

@@ -2,7 +2,7 @@
 
 const DEFAULTS = {
   test: "0", layer: "", by: "", of: "attention", scale: "own", tab: "positive", per: "sample", k: "12", first: "1",
-  drawn: "", prompt: "", row: "", steps: [], g: [], s: [], p: [], r: "0", seed: "0", only: "0", in: "all", start: "kept",
+  drawn: "", prompt: "", row: "", than: "", references: "16", steps: [], g: [], s: [], p: [], r: "0", seed: "0", only: "0", in: "all", start: "kept",
 };
 const MASK = ["g", "s", "p", "r", "seed", "only", "in", "start"];
 

@@ -1,6 +1,6 @@
 // A LAYERS: one small chart per layer, the same groups in the same order.
 
-import { choice, h, toggle } from "../dom.js";
+import { button, choice, h, toggle } from "../dom.js";
 import { figure } from "../charts/figure.js";
 import { bars } from "../charts/bars.js";
 import { count, groupClass, groupName, learnNames, number } from "../format.js";
@@ -9,10 +9,12 @@ import { Panel } from "../panel.js";
 import * as state from "../state.js";
 
 const MEASURES = [["attention", "attention"], ["magnitude", "magnitude"], ["contribution", "contribution"], ["effect", "effect"]];
+const FEW = 6; // the last layers, which are drawn of a deep network
 
 export function create(app) {
   const panel = new Panel("layers", "A · Layers");
   let last = null;
+  let all = false; // whether every layer of a deep network is drawn
 
   function tools() {
     const now = state.get();
@@ -36,7 +38,8 @@ export function create(app) {
     const shared = Math.max(...known.flatMap((layer) => layer.totals.map(Math.abs)), 0);
     const said = app.prediction?.before ?? null;
     const target = app.prediction?.target ?? null;
-    const boxes = last.layers.map((layer) => {
+    const some = all ? last.layers : last.layers.filter((layer, i) => i >= last.layers.length - FEW || layer.layer === now.layer);
+    const boxes = some.map((layer) => {
       const active = layer.layer === now.layer;
       const pick = h("button", { type: "button", class: "layer-pick", "aria-pressed": String(active), onclick: () => state.set({ layer: layer.layer }) },
         layer.layer, layer.rows > 1 ? ` (query ${layer.row + 1} of ${layer.rows})` : "");
@@ -57,6 +60,7 @@ export function create(app) {
     panel.body.replaceChildren(
       h("p", { class: "muted" }, explain(last, now)),
       h("div", { class: "layer-grid" }, boxes),
+      last.layers.length > FEW ? button(all ? "Show fewer layers" : `Show all ${last.layers.length} layers`, () => { all = !all; draw(); }) : "",
       last.left_out ? h("p", { class: "muted" }, `${count(last.left_out)} more groups have smaller totals.`) : "",
       wide ? choice("query row", [["", "default"], ...[...Array(Math.min(Math.max(...last.layers.map((layer) => layer.rows)), 400)).keys()].map((row) => [String(row), String(row)])], now.row, (row) => state.set({ row })) : "",
     );

@@ -13,7 +13,8 @@ export function create(app) {
   async function load(now) {
     const samples = [...app.pins];
     if (!samples.length) {
-      panel.body.replaceChildren(h("p", { class: "muted" }, "Pin one or two training samples in D to compare them here."));
+      panel.body.replaceChildren(h("p", { class: "muted" }, app.run.columns.includes("sample") ? "Pin one or two training samples in D to compare them here."
+        : ["Pins are training samples, which this run does not number: ", h("code", {}, "recorder.annotate(sample=ids)")]));
       return;
     }
     try {

@@ -22,6 +22,7 @@ export function create(app) {
     panel.body.replaceChildren(
       h("div", { class: "prediction" },
         h("div", { class: "subject" }, picture(app, now, answer),
+          app.run.shows_inputs && !free ? h("div", { class: "muted" }, "the input itself, from black to white") : "",
           h("div", { class: "muted" }, free ? (now.drawn ? "drawn" : "typed") : `test ${now.test}`)),
         h("div", { class: "verdict" },
           fact("target", answer.target_name ?? "unknown"),
@@ -55,7 +56,7 @@ function picture(app, now, answer) {
   if (now.prompt) return h("p", { class: "passage" }, now.prompt);
   if (app.run.kind === "image") return h("img", { class: "picture", src: `/media/test/${now.test}.png`, alt: `test image ${now.test}, target ${answer.target_name ?? "unknown"}` });
   if (answer.text) return h("p", { class: "passage" }, answer.text.length > 400 ? `…${answer.text.slice(-400)}` : answer.text);
-  return h("p", { class: "muted" }, "This run keeps no images: tests are shown by number.");
+  return h("p", { class: "muted" }, "Shown by number.");
 }
 
 function bars(outputs, answer) {

@@ -1,0 +1,69 @@
+"""The study of path contributions, tiny: every part of it, its page, and going on where it stopped."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dualform.errors import DataError
+from dualform.experiments import path_study
+from dualform.experiments.image_studies import ImageStudy, ImageStudyName, image_study
+from dualform.experiments.image_training import Phase
+from dualform.experiments.page import write_page
+from dualform.experiments.path_page import path_section, summarise_path
+from dualform.experiments.path_study import PathStudy, reproduce_path
+from dualform.experiments.questions_page import QUESTIONS, write_questions
+from dualform.experiments.retraining_config import RetrainingConfig
+
+TINY = PathStudy("digits", tests=4, errors=6, reference=5, width=10)
+RETRAINING = RetrainingConfig(
+    name="digits, SGD", data="digits", epochs=1, train=40, tests=4, hidden=(8,), batch=20, subsets=4, seeds=2,
+    recordings=1, models=1, splits=1,
+)  # fmt: skip
+
+
+def small_study(name: ImageStudyName, data: str) -> ImageStudy:
+    study = image_study(name, data)
+    return replace(
+        study,
+        phases=tuple(Phase(phase.tasks, 15) for phase in study.phases),
+        recipe=replace(study.recipe, hidden=(16,)),
+    )
+
+
+@pytest.mark.slow
+def test_the_study_is_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_study, "image_study", small_study)
+    monkeypatch.setattr(PathStudy, "evaluations", property(lambda self: (RETRAINING,)))
+    found = reproduce_path(TINY, tmp_path / "study", seed=0, keep=False)
+    assert found["errors"]["errors"] == 6
+    assert {row["what"] for row in found["cost"]["rows"]} >= {"by label", "per sample"}
+    forgetting = found["forgetting"]
+    whole = forgetting["start"] + forgetting["gained"] + forgetting["taken"] + forgetting["rest"]
+    assert whole == pytest.approx(forgetting["output"], abs=1e-6)
+    for what in ("layers", "steps"):
+        assert sum(row["digits"] for row in forgetting[what].values()) == pytest.approx(forgetting["gained"], abs=1e-6)
+    assert set(found["retraining"]["digits, SGD"]) == set(path_study.LDS_METHODS)
+    assert not (tmp_path / "study" / "run").exists()
+    page = tmp_path / "results.md"
+    write_page(page, [path_section([found], tmp_path / "study" / "figures", command="dualform reproduce path")])
+    text = page.read_text("utf-8")
+    assert all(grid.title in text for grid in summarise_path([found]))
+
+    write_questions(
+        found, tmp_path / "study" / "figures", tmp_path / "questions.md", command="dualform reproduce questions"
+    )
+    text = (tmp_path / "questions.md").read_text("utf-8")
+    assert all(f"## {name.capitalize()}" in text for name in QUESTIONS)
+    assert (tmp_path / "figures" / "questions.png").is_file()
+
+    monkeypatch.setattr(path_study, "_errors_findings", None)  # parts that are done are not made again
+    (tmp_path / "study" / "part-retraining.json").unlink()
+    again = reproduce_path(TINY, tmp_path / "study", seed=0, keep=False)
+    assert again["errors"] == found["errors"]
+    assert again["retraining"] == found["retraining"]
+
+
+def test_other_data_is_refused() -> None:
+    with pytest.raises(DataError, match="runs on mnist or digits"):
+        path_study.path_study("cifar-10")
