@@ -42,6 +42,8 @@ EARLY_PART = 0.2  # of the kills come at a random time from the start of the pro
 EARLY_SECONDS = 0.5
 FLUSHED = 4  # shares are published after so many steps
 
+PRELOADED = (dualform.record, dualform.open)
+"""Names whose modules are imported when they are first asked for: here once, and not in each process."""
 Victims = Literal["one", "all"]
 
 
