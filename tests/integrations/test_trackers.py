@@ -63,16 +63,22 @@ def test_each_kind_of_tracker_hears_of_steps_and_of_the_end(run: Path) -> None:
     ratio = max((layer.error or 0) / (layer.bound or 1) for layer in checked.layers)
     assert [step for step, _ in told] == [1, 2, 2]
     size = 4 * 4 * (5 + 7 + 7 + 3)  # 4 patterns of float32 in each layer
+    overheads = [numbers["dualform/overhead"] for _, numbers in told[:2]]
+    assert all(seconds > 0 for seconds in overheads)
     assert [numbers for _, numbers in told[:2]] == [
-        {"dualform/bytes": size, "dualform/unexplained": 0.0},
-        {"dualform/bytes": 2 * size, "dualform/unexplained": 0.0},
+        {"dualform/bytes": size, "dualform/overhead": overheads[0], "dualform/unexplained": 0.0},
+        {"dualform/bytes": 2 * size, "dualform/overhead": overheads[1], "dualform/unexplained": 0.0},
     ]
     end = told[2][1]
     assert end["dualform/passed"] == 1
     assert end["dualform/error"] / end["dualform/error_bound"] == pytest.approx(ratio)
     assert end["dualform/bytes_on_disk"] == dualform.open(run).info().bytes
     assert wandb.told == logger.told == [(dict(numbers), step) for step, numbers in told]
-    assert writer.told[:2] == [("dualform/bytes", size, 1), ("dualform/unexplained", 0.0, 1)]
+    assert writer.told[:3] == [
+        ("dualform/bytes", size, 1),
+        ("dualform/overhead", overheads[0], 1),
+        ("dualform/unexplained", 0.0, 1),
+    ]
 
 
 def test_what_autocast_leaves_unexplained_is_told(run: Path) -> None:

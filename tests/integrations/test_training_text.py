@@ -3,7 +3,7 @@
 import torch
 
 import dualform
-from dualform.integrations.training_text import PADDING, TrainingText
+from dualform.integrations.training_text import PADDING, Rows, TrainingText
 
 
 class Letters:
@@ -23,6 +23,27 @@ def test_a_row_has_the_same_places_whenever_it_comes() -> None:
     again = text.places(torch.tensor([[6, 7, 8], [3, 4, 9]]), None, ["two", "three"])
     assert again.tolist() == [[3, 4, 5], [6, 7, 8]]
     assert len(text) == 9
+
+
+def test_processes_that_exchange_their_rows_have_one_text() -> None:
+    texts = [TrainingText(), TrainingText()]
+    batches = [torch.tensor([[3, 4, 0]]), torch.tensor([[6, 7, 8]])]
+    masks = [torch.tensor([[1, 1, 0]]), None]
+    sent: list[Rows] = []
+
+    def alone(rows: Rows) -> list[Rows]:
+        sent.append(rows)
+        return [rows]
+
+    for text, tokens, mask in zip(texts, batches, masks, strict=True):
+        text.places(tokens, mask, ["row"], gather=alone)
+    found = [
+        TrainingText().places(tokens, mask, ["row"], gather=lambda rows: sent).tolist()
+        for tokens, mask in zip(batches, masks, strict=True)
+    ]
+    assert found == [[[0, 1, 2]], [[3, 4, 5]]]
+    texts[0].places(batches[0], masks[0], ["row"], gather=alone)
+    assert sent[-1] == []  # a row that is known is not sent again
 
 
 def test_padding_on_either_side_is_no_part_of_a_row() -> None:

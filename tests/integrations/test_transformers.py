@@ -22,6 +22,7 @@ from helpers.hugging_face import (
     texts,
     transformers,
 )
+from helpers.together import run_together
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -168,6 +169,55 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     recorded(trainer, tmp_path / "run", columns=["source"], layers=layers, expect=[UNCOVERED])
     assert_untouched(trainer, before)
     assert_recorded(dualform.open(tmp_path / "run"), trainer.model)
+
+
+class Stream(IterableDataset[Any]):
+    """The training data as a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from texts("llama")
+
+
+def test_two_processes_record_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process trains on samples of its own, 2 + 2 a step; all is found in one run, and equal to the bit."""
+    tokenizer = make_tokenizer()
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "ddp_find_unused_parameters": False}
+
+    def work(rank: int) -> tuple[int, list[int]]:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "29500")
+        told: list[int] = []
+        plain = make_trainer("llama", tmp_path, processing_class=tokenizer, **settings)
+        plain.train()
+        trainer = make_trainer("llama", tmp_path, processing_class=tokenizer, **settings)
+        before = attributes(trainer)
+        track = lambda step, numbers: told.append(step)  # noqa: E731
+        recorded(trainer, tmp_path / "run", columns=["source"], trackers=track)
+        assert_equal_weights(plain.model, trainer.model)
+        assert_untouched(trainer, before)
+        assert_recorded(dualform.open(tmp_path / "run"), trainer.model)
+        stream = make_trainer("llama", tmp_path, train_dataset=Stream(), **settings)
+        with pytest.raises(RefusedError, match="dispatch_batches"):
+            recorded(stream, tmp_path / "stream", columns=["source"])
+        own: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
+        stream = make_trainer("llama", tmp_path, train_dataset=Stream(), **settings, **own)
+        recorded(stream, tmp_path / "stream", columns=["source"], layers=["lm_head"], expect=[UNCOVERED])
+        return trainer.accelerator.num_processes, told
+
+    assert run_together(tmp_path, work) == [(2, [1, 2, 3, 4, 4]), (2, [])]
+    memory = dualform.open(tmp_path / "run")
+    table = memory.patterns("lm_head")
+    ranks: dict[int, set[int]] = {0: set(), 1: set()}
+    for rank, sample in zip(table["rank"].to_pylist(), table["sample"].to_pylist(), strict=True):
+        ranks[rank].add(sample)
+    assert (len(ranks[0]), len(ranks[1]), ranks[0] & ranks[1]) == (SAMPLES // 2, SAMPLES // 2, set())
+    corpus = memory.corpus()
+    assert len(corpus.train) == SAMPLES * LENGTH
+    assert corpus.train[table["place"].to_numpy()].tolist() == table["token"].to_pylist()
+    assert sorted(corpus.titles) == sorted(f"sample {sample}" for sample in range(SAMPLES))
+    assert set(dualform.open(tmp_path / "stream").patterns("lm_head")["source"].to_pylist()) == set(SOURCES)
 
 
 def test_positions_given_by_row_belong_to_samples(tmp_path: Path) -> None:

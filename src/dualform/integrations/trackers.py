@@ -42,9 +42,16 @@ def _as_tracker(given: Any) -> Track:
 
 
 def track_step(trackers: Sequence[Track], recorder: dualform.Recorder) -> None:
-    """Tell trackers how much was recorded by now, and what the patterns leave unexplained of the last step."""
-    if trackers:
-        numbers = {"dualform/bytes": float(recorder.taken_bytes), "dualform/unexplained": recorder.unexplained}
+    """Tell trackers how much was recorded by now, what the last step took, and what the patterns leave unexplained.
+
+    Of several processes that record together the first does, with its own numbers.
+    """
+    if trackers and is_first_process():
+        numbers = {
+            "dualform/bytes": float(recorder.taken_bytes),
+            "dualform/overhead": recorder.overhead,
+            "dualform/unexplained": recorder.unexplained,
+        }
         for track in trackers:
             track(recorder.step, numbers)
 

@@ -2,8 +2,10 @@
 
 Nobody has to walk through a data set beforehand: a row of tokens gets its places in the text when it first comes, and
 has the same places whenever it comes again. Padding is no part of a row; all of it has one place per padding token.
+Processes that train together tell each other their new rows, so that all of them have the same text.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import dualform
 
 PADDING = "padding"
 """The title of a document that stands for all padding by one token."""
+Rows = list[tuple[str, npt.NDArray[np.int64]]]
+"""Rows of tokens, each with its title."""
 
 
 class TrainingText:
@@ -28,28 +32,45 @@ class TrainingText:
         if earlier is not None:
             ends = [*earlier.starts[1:].tolist(), len(earlier.train)]
             for start, end, title in zip(earlier.starts.tolist(), ends, earlier.titles, strict=True):
-                self._first_place(earlier.train[start:end], title)
+                self._add(earlier.train[start:end], title)
 
     def __len__(self) -> int:
         return self._size
 
-    def places(self, tokens: Tensor, mask: Tensor | None, titles: list[str]) -> npt.NDArray[np.int64]:
+    def places(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        titles: list[str],
+        *,
+        gather: Callable[[Rows], list[Rows]] = lambda rows: [rows],
+    ) -> npt.NDArray[np.int64]:
         """Return the place of each token of a batch in the text, (B, L); rows that are new are added to the text.
 
         Args:
             tokens: (B, L).
             mask: (B, L) false or 0 where a token is padding; None for no padding.
             titles: (B,) what the rows are called.
+            gather: returns the new rows of every process that trains on this text, given those of this process.
         """
         rows = tokens.detach().cpu().numpy().astype(np.int64)  # (B, L)
         real = np.ones(rows.shape, dtype=bool) if mask is None else mask.detach().cpu().numpy().astype(bool)
+        new = [
+            (title, piece)
+            for row, kept, of_row in zip(rows, real, titles, strict=True)
+            for title, piece in [(of_row, row[kept]), *((PADDING, token[None]) for token in np.unique(row[~kept]))]
+            if len(piece) and piece.tobytes() not in self._places
+        ]
+        for of_process in gather(new):
+            for title, piece in of_process:
+                self._add(piece, title)
         found = np.empty(rows.shape, dtype=np.int64)
-        for row, kept, places, title in zip(rows, real, found, titles, strict=True):
+        for row, kept, places in zip(rows, real, found, strict=True):
             own = row[kept]
             if len(own):
-                places[kept] = self._first_place(own, title) + np.arange(len(own))
+                places[kept] = self._places[own.tobytes()] + np.arange(len(own))
             for token in np.unique(row[~kept]):
-                places[~kept & (row == token)] = self._first_place(np.array([token]), PADDING)
+                places[~kept & (row == token)] = self._places[token.tobytes()]
         return found
 
     def corpus(self, tokenizer: Any) -> dualform.Corpus:
@@ -58,12 +79,11 @@ class TrainingText:
             np.concatenate(self._tokens), tokenizer=tokenizer, documents=self._documents, name="training data"
         )
 
-    def _first_place(self, tokens: npt.NDArray[np.int64], title: str) -> int:
-        """Return the place of a row's first token; the row is added where it is new."""
+    def _add(self, tokens: npt.NDArray[np.int64], title: str) -> None:
+        """Add a row to the end of the text, where it is new."""
         key = tokens.tobytes()
         if key not in self._places:
             self._places[key] = self._size
             self._documents.append((self._size, title))
             self._tokens.append(tokens.copy())
             self._size += len(tokens)
-        return self._places[key]

@@ -8,7 +8,7 @@
 A callback of a `Trainer` sees neither the trainer nor a batch, and does not hear of an exception. So this is a context
 manager around `trainer.train()`: while it lasts, the trainer's data set, collator and `training_step` carry the
 samples' columns, and a callback starts the recorder when the checkpoint to resume from is loaded. At the end all of it
-is taken off, whatever happened.
+is taken off, whatever happened. Under `torchrun` every process does the same, with the same path.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from dualform.integrations.resuming import Resume, decide_resume
 from dualform.integrations.trackers import as_trackers, track_end, track_step
 from dualform.integrations.training_text import TrainingText
 from dualform.recording.annotations import RESERVED
-from dualform.recording.processes import refuse_several_processes, refuse_wrapped
+from dualform.recording.processes import refuse_wrapped, unwrap_model
 from dualform.recording.user_warnings import warn_user
 from dualform.recording.watch import find_candidates
 
@@ -210,16 +210,20 @@ class TrainerRecording:
                 "trainer.train() began a second time in one recording (called again, or begun anew with a smaller "
                 "batch by auto_find_batch_size). Record each training in a with statement and a folder of its own."
             )
-        refuse_several_processes("transformers")
-        refuse_wrapped(self._trainer.model_wrapped)
+        wrapped = self._trainer.model_wrapped
+        refuse_wrapped(unwrap_model(wrapped))
+        self._refuse_dispatched()
         resume = decide_resume(self._resume, self._path, step=step)
         layers = self._options.get("layers", "trained")
         layers = _layers_seen(model) if layers in (None, "trained") else layers
-        recorder = dualform.record(
-            model, optimizer, self._path, **{**self._options, "resume": resume, "layers": layers}
-        )
         if self._keeps_text(model):
             self._text = TrainingText(_earlier_text(self._path) if resume else None)
+        recorder = dualform.record(
+            wrapped if unwrap_model(wrapped) is model else model,  # the wrapper knows the processes
+            optimizer,
+            self._path,
+            **{**self._options, "resume": resume, "layers": layers},
+        )
         recorder.start()
         self.recorder = recorder
 
@@ -246,6 +250,19 @@ class TrainerRecording:
         if error is None:
             track_end(self._trackers, self._path)
 
+    def _refuse_dispatched(self) -> None:
+        """Refuse batches with columns that the first process reads for all others: only their tensors are sent."""
+        accelerator, data = self._trainer.accelerator, self._trainer.train_dataset
+        if accelerator.num_processes == 1 or not isinstance(data, CarryingDataset | CarryingStream):
+            return
+        dispatched = accelerator.dispatch_batches  # None: where the training data is a stream
+        if isinstance(data, CarryingStream) if dispatched is None else dispatched:
+            raise RefusedError(
+                "The first process reads the batches of all processes (dispatch_batches), and the samples' columns do "
+                "not travel with them. Let every process read its own: "
+                'TrainingArguments(accelerator_config={"dispatch_batches": False}).'
+            )
+
     # Columns ------------------------------------------------------------------------------------------------------
 
     def _annotate_batch(self, inputs: Any, carried: CarriedColumns | None) -> None:
@@ -267,7 +284,9 @@ class TrainerRecording:
                 samples = columns.get(SAMPLE)
                 named = isinstance(samples, list) and len(samples) == rows and not isinstance(samples[0], list)
                 titles = [f"sample {sample}" for sample in samples] if named and samples else ["training data"] * rows
-                columns["place"] = self._text.places(tokens, tensors.get("attention_mask"), titles)
+                columns["place"] = self._text.places(
+                    tokens, tensors.get("attention_mask"), titles, gather=self.recorder.world.gather
+                )
             if self._position_ids and "position_ids" not in inputs:
                 inputs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).repeat(rows, 1)
         if self._annotate is not None:

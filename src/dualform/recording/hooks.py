@@ -9,6 +9,7 @@ What then becomes of the accumulated patterns is the recorder's business.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,6 +21,7 @@ from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.annotations import Binding
 from dualform.recording.buffer_pool import BufferPool
+from dualform.recording.host_clock import HostClock
 from dualform.recording.layer_hooks import CallReport, Trace, disabled_in_compile, hook_layers, hookable
 from dualform.recording.layers.layer_kind import forward_of
 from dualform.recording.layouts import describe_layout, settle
@@ -138,6 +140,7 @@ class Hooks:
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     needed: Mapping[str, What] | None = None  # the rows that are copied, as `copy_patterns` takes it
     wants_values: Callable[[str], bool] = lambda layer: True  # whether the values of a layer are wanted at this moment
+    clock: HostClock = field(default_factory=HostClock)  # measures the time inside of the hooks
     enabled: bool = False
     calls: int = 0
     any_strided: bool = False  # whether the layout of any error was to be found so far
@@ -199,6 +202,7 @@ class Hooks:
         def guarded(*args: Any) -> None:
             listener = self.listener() if self.enabled else None
             if listener is not None:
+                begin = perf_counter()
                 before = torch.is_grad_enabled()
                 try:
                     hook(listener, *args)
@@ -206,6 +210,7 @@ class Hooks:
                     listener.hook_failed(where, error)
                 finally:
                     set_grad_enabled(before)
+                    self.clock.seconds += perf_counter() - begin
 
         # Without this mark torch warns when a tensor that has the hook is saved.
         return cast("Callable[..., None]", unserializable_hook(guarded))
@@ -366,10 +371,13 @@ class _ErrorHook:
         listener = hooks.listener() if hooks.enabled else None
         if listener is None or error is None:  # an error may come to another output of the same function alone
             return
+        begin = perf_counter()
         try:
             self._take(listener, error)
         except Exception as failure:
             listener.hook_failed(f"Layer {self._call.layer.name!r}", failure)
+        finally:
+            hooks.clock.seconds += perf_counter() - begin
 
     def _take(self, listener: Listener, error: Tensor) -> None:
         """Keep an error for the accumulation that may follow it in the same backward."""

@@ -135,6 +135,19 @@ class Recorder:
         return math.hypot(*(facts.settings.get(RESIDUAL, 0.0) for facts in self._steps.last_facts))
 
     @property
+    def overhead(self) -> float:
+        """Seconds that the last step, from the end of the one before it on, spent inside of the recorder.
+
+        It is the host's time: on a GPU, the time to launch what the recorder computes there, not to compute it.
+        """
+        return self._steps.clock.step_seconds
+
+    @property
+    def world(self) -> World:
+        """The processes that train together, of which this recorder is in one."""
+        return self._world
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """The names of the recorded layers."""
         return tuple(layer.name for layer in self._layers)
@@ -211,7 +224,8 @@ class Recorder:
                 "go to the next forward. If they are meant for that one, call annotate() before the forward.",
                 stacklevel=2,
             )
-        annotator.annotate(columns, self._steps.check_columns)
+        with self._steps.clock:
+            annotator.annotate(columns, self._steps.check_columns)
 
     def media(self, **what: Any) -> None:
         """Keep what a person should see: images of training samples, names of labels, or a text and its vocabulary.
@@ -237,7 +251,8 @@ class Recorder:
     def flush(self) -> None:
         """Publish everything recorded so far, and return when it is on disk."""
         if self._steps.state == "recording":
-            self._steps.flush()
+            with self._steps.clock:
+                self._steps.flush()
 
     @keeping_modes
     def state_dict(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dualform.recording.collection_pause import pausing_collection
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
+from dualform.recording.host_clock import HostClock
 from dualform.recording.joint_preparation import JointPreparation
 from dualform.recording.joint_start import open_together
 from dualform.recording.late_steps import LateStep
@@ -118,6 +119,7 @@ class StepRecorder:
         self.last_facts: Sequence[ParameterFacts] = ()  # of the last recorded step
         self.annotator = Annotator()
         self.warn_once = WarnOnce()
+        self.clock = HostClock()
         self._model = model
         self._wrapper = wrapper
         self._layers = layers
@@ -156,7 +158,7 @@ class StepRecorder:
         self._joint = JointPreparation(*shared, world, **settings) if several else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
-        self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed)
+        self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, clock=self.clock)
         if isinstance(sink, SelectiveSink):
             self._hooks.wants_values = partial(_wants_values, sink, schedule)
         self._handles: list[HookHandle] = []
@@ -368,6 +370,10 @@ class StepRecorder:
     @without_gradients
     def _prepare(self, optimizer: Optimizer) -> None:
         """Find what the optimizer that is about to step will do, or refuse its step."""
+        with self.clock:
+            self._prepare_step(optimizer)
+
+    def _prepare_step(self, optimizer: Optimizer) -> None:
         step = self._step_now
         step.prepared = None
         step.evaluations += 1
@@ -466,6 +472,13 @@ class StepRecorder:
     @without_gradients
     def _finish(self, optimizer: Optimizer) -> None:
         """Take the step that an optimizer has made."""
+        earlier = self.steps
+        with self.clock:
+            self._finish_step(optimizer)
+        if self.steps > earlier:
+            self.clock.end_step()
+
+    def _finish_step(self, optimizer: Optimizer) -> None:
         step = self._step_now
         prepared, step.prepared = step.prepared, None
         self.annotator.late = False
