@@ -220,6 +220,16 @@ def test_two_processes_record_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert set(dualform.open(tmp_path / "stream").patterns("lm_head")["source"].to_pylist()) == set(SOURCES)
 
 
+def test_processes_under_an_unknown_wrapper_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dualform.integrations.transformers import record
+
+    trainer = make_trainer("llama", tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    trainer.model_wrapped = nn.Sequential(trainer.model)
+    with pytest.raises(RefusedError, match="in a Sequential"), record(trainer, tmp_path / "run") as recording:
+        recording.start(trainer.model, trainer.create_optimizer(), step=0)
+
+
 def test_positions_given_by_row_belong_to_samples(tmp_path: Path) -> None:
     trainer = make_trainer("gpt2", tmp_path)
     recorded(trainer, tmp_path / "run", columns=["source"], position_ids=True)

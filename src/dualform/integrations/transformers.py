@@ -210,8 +210,13 @@ class TrainerRecording:
                 "trainer.train() began a second time in one recording (called again, or begun anew with a smaller "
                 "batch by auto_find_batch_size). Record each training in a with statement and a folder of its own."
             )
-        wrapped = self._trainer.model_wrapped
+        wrapped = _uncompiled(self._trainer.model_wrapped)
         refuse_wrapped(unwrap_model(wrapped))
+        if self._trainer.accelerator.num_processes > 1 and _uncompiled(unwrap_model(wrapped)) is not model:
+            raise RefusedError(
+                f"The trainer wraps its model in a {type(wrapped).__name__} to train it in several processes, which is "
+                "not supported. Train with DistributedDataParallel, or in one process."
+            )
         self._refuse_dispatched()
         resume = decide_resume(self._resume, self._path, step=step)
         layers = self._options.get("layers", "trained")
@@ -397,6 +402,11 @@ def _sampler_of(trainer: Any, data: Any) -> Callable[..., Any]:
         return make(trainer._remove_unused_columns(data) if removes else data)
 
     return make_sampler
+
+
+def _uncompiled(model: Any) -> Any:
+    """Return the module that torch.compile wraps; any other model as it is."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _has_decoder_beside(model: Any) -> bool:
