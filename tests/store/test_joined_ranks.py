@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dualform
-from dualform.errors import CorruptError, FormatError
+from dualform.errors import CorruptError, FormatError, StoreError
 from dualform.opening import published_stamp
 from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.format import MANIFEST, rank_folder, shares_file
@@ -178,6 +178,13 @@ def test_forged_processes_are_refused(copied: Path, tmp_path: Path) -> None:
     (next(iter((other / "shards").iterdir()))).unlink()
     with pytest.raises(CorruptError, match="is listed in the manifest but missing"):
         Run(copied)
+
+
+def test_the_files_of_a_process_are_not_read_behind_a_link(copied: Path, tmp_path: Path) -> None:
+    (copied / rank_folder(1)).rename(tmp_path / "elsewhere")
+    (copied / rank_folder(1)).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="is a link, and none is followed inside of a run"):
+        dualform.open(copied)
 
 
 def test_a_copy_has_the_files_of_all_processes(two: Path, tmp_path: Path) -> None:

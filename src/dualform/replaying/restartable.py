@@ -156,8 +156,8 @@ def put_back(state: State, point: Mapping[str, Any]) -> None:
         raise
     except Exception as error:  # whatever the training's own entries raise for values that are not theirs
         raise ReplayError(
-            f"The restart point does not fit the training ({type(error).__name__}: {error}). Delete the folder restart/ "
-            "of the run: it is made anew."
+            f"The restart point does not fit the training ({type(error).__name__}: {error}). Delete the folder "
+            "restart/ of the run: it is made anew."
         ) from error
 
 
