@@ -258,7 +258,13 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ReplayError, match="The restart point has no 'more'"):
         put_back({"more": 1}, take_point({}))
     whole = take_point(state)
-    for wrong in ({"generators": {}}, {"generators": None}, {"model": {"weight": 1}}, {"optimizer": [2]}):
+    misfits: list[dict[str, Any]] = [
+        {"generators": {}},
+        {"generators": None},
+        {"model": {"weight": 1}},
+        {"optimizer": [2]},
+    ]
+    for wrong in misfits:
         with pytest.raises(ReplayError, match=r"The restart point does not fit the training \("):
             put_back(dict(state), {**whole, **wrong})
 
