@@ -21,7 +21,12 @@ LOOP_OUTCOMES = (
      "with what to do: its weight is computed from other parameters, which the identity does not cover"),
     ("accelerate's and Lightning's wrapped optimizers; subclasses with the parent's own step", "recorded"),
     ("LBFGS", "keys only; the last evaluation of a step is kept, and a warning says so"),
-    ("DistributedDataParallel, FSDP, several processes", "refused at the start; keys only on a plain module"),
+    ("DistributedDataParallel", "recorded in all processes, into one run: [several processes](distributed.md)"),
+    (
+        "FSDP, tensor parallel, pipelines, DataParallel, `join()`, communication hooks that lose more than 16-bit "
+        "rounding does",
+        "refused by name in every process",
+    ),
     ("sparse or nested inputs of a recorded layer", "refused by name"),
     ("`torch.compile`, activation checkpointing, gradient scalers, accumulation", "recorded; compiled before the "
      "recording: refused with what to do"),
