@@ -38,7 +38,7 @@ def path_section(findings: Sequence[Row], figures: Path, *, command: str) -> Sec
     """
     study = findings[0]["study"]
     first = findings[0]["errors"]["first"]
-    text = (
+    text: tuple[str, ...] = (
         "Path contributions split a quantity of the whole network's output into parts of the training, on the "
         f"networks of the studies above ({study['data']}). They account for this training; they predict no retraining.",
         made_by(command, len(findings)),
