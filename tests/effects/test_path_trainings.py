@@ -161,7 +161,7 @@ def measure(run: Path, make: Callable[[], Training], patch: pytest.MonkeyPatch) 
 def test_residual_and_parts_error_of_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Training]
 ) -> None:
-    monkeypatch.setattr(path_contributions, "FEWEST_SEGMENTS", 4)  # so that few steps have segments of several, too
+    monkeypatch.setattr(path_contributions, "FEWEST_SEGMENTS", 8)  # so that few steps have segments of several, too
     measured = measure(tmp_path / "run", make, monkeypatch)
     losses, found, exact = measured.losses, measured.found, measured.exact
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])  # it has learnt something
