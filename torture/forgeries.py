@@ -143,6 +143,7 @@ def _judged(verdict: Verdict, found: Mapping[str, Any], good: Mapping[str, Any],
 
 def _unknowable(change: str) -> str:
     """Return what a change is of, where `verify` cannot know of it; else nothing."""
+    change = re.sub(r"\branks/\d+/", "", change)  # another process's files and manifest are as the first one's
     found = (subject for pattern, (subject, _) in UNKNOWABLE.items() if re.fullmatch(pattern, change, re.DOTALL))
     return next(found, "")
 

@@ -5,6 +5,7 @@ and files that were changed while the manifest gives their new sizes and checksu
 give the manifest the checksum that fits.
 """
 
+import functools
 import json
 import os
 import random
@@ -168,18 +169,22 @@ HOSTILE: dict[str, Any] = {
 
 def fields(runs: list[GoodRun], number: int) -> Iterator[Case]:
     """Yield cases in which one field of a run's manifest is hostile, gone, renamed, or exchanged with a sibling."""
-    raw = json.loads((runs[number].path / "manifest.json").read_text())
-    for path in _paths(raw):
-        name = "/".join(map(str, path))
-        for what, value in HOSTILE.items():
-            yield Case(
-                "field", number, f"{name} = {what}", _edited(lambda at, key, v=value: at.__setitem__(key, v), path)
-            )
-        yield Case("field", number, f"{name} gone", _edited(lambda at, key: at.pop(key), path))
-        yield Case("field", number, f"{name} renamed", _edited(_renamed, path))
-        yield Case("field", number, f"{name} twice", _edited(_doubled, path))
-        yield Case("field", number, f"{name} exchanged", _edited(_exchanged, path))
-        yield Case("field", number, f"{name} nudged", _edited(_nudged, path))
+    for file in sorted(runs[number].path.rglob("manifest.json")):  # several, of a run of several processes
+        place = file.relative_to(runs[number].path).parent.as_posix()
+        for path in _paths(json.loads(file.read_text())):
+            name = "/".join(map(str, path if place == "." else (place, *path)))
+            for what, value in HOSTILE.items():
+                set_to = functools.partial(_set_field, value=value)
+                yield Case("field", number, f"{name} = {what}", _edited(place, set_to, path))
+            yield Case("field", number, f"{name} gone", _edited(place, lambda at, key: at.pop(key), path))
+            yield Case("field", number, f"{name} renamed", _edited(place, _renamed, path))
+            yield Case("field", number, f"{name} twice", _edited(place, _doubled, path))
+            yield Case("field", number, f"{name} exchanged", _edited(place, _exchanged, path))
+            yield Case("field", number, f"{name} nudged", _edited(place, _nudged, path))
+
+
+def _set_field(at: Any, key: Any, *, value: Any) -> None:
+    at[key] = value
 
 
 def _paths(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -189,9 +194,9 @@ def _paths(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from _paths(value, (*above, key))
 
 
-def _edited(change: Callable[..., object], path: tuple[Any, ...]) -> Apply:
+def _edited(place: str, change: Callable[..., object], path: tuple[Any, ...]) -> Apply:
     def apply(folder: Path, chance: random.Random) -> None:
-        file = folder / "manifest.json"
+        file = folder / place / "manifest.json"
         raw = json.loads(file.read_text())
         at = raw
         for key in path[:-1]:
@@ -242,7 +247,7 @@ def forgeries(runs: list[GoodRun], number: int) -> Iterator[Case]:
     """Yield cases in which a file of one run is another, and the manifest says so."""
     run = runs[number]
     for name in _files(run.path):
-        if name == "manifest.json" or name.startswith("cache/"):
+        if Path(name).name == "manifest.json" or name.startswith("cache/"):
             continue
         for i in range(8):
             yield Case("forged", number, f"{name} flipped {i}", _forged(name, _flip))
@@ -297,17 +302,18 @@ def _forged(name: str, change: Callable[..., object]) -> Apply:
         path = folder / name
         _own(path)
         change(path, chance) if change in (_flip, _cut, _extend) else change(path)
-        file = folder / "manifest.json"
+        home = next(above for above in path.parents if (above / "manifest.json").is_file())
+        file = home / "manifest.json"
         raw = json.loads(file.read_text())
         for listed in (raw["files"], *(shard["files"] for shard in raw["shards"])):
             for key, entry in listed.items():
-                if entry.get("at", key) == name:
+                if home / entry.get("at", key) == path:
                     blob = Blob(FolderBlobs(path.parent), path.name)
                     entry |= {"bytes": blob.size(), "xxh3": blob.checksum()}
                     if "at" in entry:
                         stem, ending = key.rsplit(".", 1)
                         entry["at"] = f"{stem}-{entry['xxh3']}.{ending}"
-                        path.rename(folder / entry["at"])
+                        path.rename(home / entry["at"])
         _own(file)
         file.write_text(sealed(raw))
 
@@ -346,7 +352,7 @@ def _table_changes(path: Path) -> Iterator[tuple[str, Change]]:
     yield "without its first row", lambda file: pq.write_table(pq.read_table(file).slice(1), file)
     yield "without its last row", lambda file: pq.write_table(pq.read_table(file).slice(0, table.num_rows - 1), file)
     yield "twice", lambda file: pq.write_table(pa.concat_tables([table, table]), file)
-    yield "reversed", lambda file: pq.write_table(table.take(list(range(table.num_rows))[::-1]), file)
+    yield "reversed", lambda file: pq.write_table(table.take(np.arange(table.num_rows)[::-1]), file)
     yield "with a column more", lambda file: pq.write_table(table.append_column("more", pa.nulls(table.num_rows)), file)
     yield "with zstd", lambda file: pq.write_table(table, file, compression="zstd")
     yield "with gzip", lambda file: pq.write_table(table, file, compression="gzip")

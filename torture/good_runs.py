@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
+from torture.process_kills import record_in_two_processes
 
 WIDE = 40  # keys that are wide enough for a pool
 WORDS = 6
@@ -125,6 +126,15 @@ def _record(
     return GoodRun(path.name, path, model, queries, by, train if keep == dualform.Steps() else None)
 
 
+def _record_together(path: Path, options: dict[str, Any]) -> GoodRun:
+    """Record a run of two processes."""
+    model = record_in_two_processes(path, options)
+    memory = dualform.open(path)
+    queries = {name: torch.randn(2, entry.d_in) for name, entry in memory.layers.items()}
+    by = ("label",) if "keep" in options else ("label", "step")
+    return GoodRun(path.name, path, model, queries, by)
+
+
 def make_good_runs(folder: Path, *, few: bool) -> list[GoodRun]:
     """Record the good runs below a folder; `few` of them where time is short."""
     found = [
@@ -145,4 +155,6 @@ def make_good_runs(folder: Path, *, few: bool) -> list[GoodRun]:
         _record(folder / "shares", _plain, _adam, width=5, attached=True, keep=by_label),
         _record(folder / "groupings", _Mixed, _sgd, width=WIDE, shard_bytes=2500, keep=several),
         _record(folder / "steps", _plain, _adam, width=5, keep=dualform.Steps()),
+        _record_together(folder / "ranks", {"shard_bytes": 700}),
+        _record_together(folder / "rank shares", {"shard_bytes": 700, "keep": by_label}),
     ]

@@ -11,6 +11,7 @@ import functools
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 import traceback
@@ -92,12 +93,17 @@ def _child(folder: Path, rank: int, work: Any, answers: Any) -> None:
         os._exit(0)
 
 
+def network() -> nn.Module:
+    """Return the network that is trained."""
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
 def take_steps(
     training: JointTraining, path: Path | None, first: int, at: Sequence[Any], rank: int
 ) -> list[dict[str, Any]]:
     """Train from a checkpoint to the end, recorded unless there is no path; return what each step left."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    plain = network()
     if at:
         plain.load_state_dict(at[first]["model"])
     model = DistributedDataParallel(plain)
@@ -139,6 +145,19 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
     campaign.run()
     campaign.outcome.seconds = time.monotonic() - begin
     return campaign.outcome
+
+
+def record_in_two_processes(path: Path, options: dict[str, Any]) -> nn.Module:
+    """Record the training to its end, in a run at a path; return the trained network."""
+    meeting = path.with_name(f"{path.name} meeting")
+    meeting.mkdir(parents=True)
+    campaign = _Campaign(meeting, random.Random(0), 0)
+    answers, processes = campaign._start(functools.partial(take_steps, JointTraining(path.name, options), path, 0, []))
+    campaign._end(answers, processes)
+    shutil.rmtree(meeting)
+    model = network()
+    model.load_state_dict(dualform.open(path).weights())
+    return model
 
 
 class _Campaign:

@@ -1,6 +1,8 @@
 """Path contributions that were found before are not computed again; another question is another answer."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.attend.path import PathContributions, find_path_contributions
+from dualform.attend.kept_paths import name_path
+from dualform.attend.path import Asked, PathContributions, find_path_contributions
 
 OTHERWISE: dict[str, Any] = {"by": "source", "tolerance": 0.5, "over": dualform.bins("step", width=2)}
 
@@ -130,3 +133,92 @@ def test_a_function_of_the_users_is_computed_each_time(
         spotlight.path_contributions(by="label")
     assert len(computed) == 2
     assert spotlight.kept_path_contributions(by="label") is None
+
+
+class Scaled(nn.Module):
+    """A linear layer whose outputs are multiplied by a number that nobody prints, and by another function's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.settings = nn.Linear(4, 3), 1.0, SimpleNamespace(power=1, own=object())
+
+    def factor(self) -> float:
+        return float(self.scale**self.settings.power)
+
+    def forward(self, rows: Any) -> Tensor:
+        found: Tensor = self.layer(torch.as_tensor(getattr(rows, "content", rows))) * self.factor()
+        return found
+
+
+class Wrapped:
+    """Inputs whose content cannot be told from outside."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+
+    def __repr__(self) -> str:
+        return "Wrapped"
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Scaled, Tensor]:
+    folder = tmp_path_factory.mktemp("scaled") / "run"
+    torch.manual_seed(0)
+    model, inputs = Scaled(), torch.randn(400, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, folder) as recorder:
+        for _ in range(3):
+            recorder.annotate(label=torch.arange(400) % 3)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), torch.arange(400) % 3).backward()
+            optimizer.step()
+    return folder, model, inputs
+
+
+@pytest.mark.parametrize("what", ["attribute", "object", "method", "arrays"])
+def test_what_is_not_printed_of_a_model_and_its_inputs_counts(
+    scaled: tuple[Path, Scaled, Tensor], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model, inputs = scaled
+    rows: Any = inputs
+    memory = dualform.open(folder)
+    if what == "arrays":
+        rows = {"rows": inputs.numpy()}
+    memory.attend(model, rows, quantity=dualform.contrast(1, 0)).path_contributions("label")
+    if what == "attribute":
+        monkeypatch.setattr(model, "scale", 3.0)
+    elif what == "object":
+        monkeypatch.setattr(model, "scale", 2.0)
+        memory.attend(model, rows, quantity=dualform.contrast(1, 0)).path_contributions("label")
+        monkeypatch.setattr(model.settings, "power", 2)
+    elif what == "method":
+        monkeypatch.setattr(Scaled, "factor", lambda self: 5.0)
+    else:
+        other = inputs.numpy().copy()
+        other[200] = 7.0  # which numpy does not print
+        rows = {"rows": other}
+    found = memory.attend(model, rows, quantity=dualform.contrast(1, 0)).path_contributions("label")
+    outputs = (model(**rows) if isinstance(rows, dict) else model(rows)).detach().double()
+    torch.testing.assert_close(found.output, outputs[:, 1] - outputs[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_quantity_of_the_users_and_inputs_that_cannot_be_read_are_not_kept(
+    scaled: tuple[Path, Scaled, Tensor],
+) -> None:
+    folder, model, inputs = scaled
+    memory = dualform.open(folder)
+    for weights in (torch.tensor([1.0, 0, 0]), torch.tensor([0, 5.0, 0])):
+        found = memory.attend(model, inputs[:2], quantity=Weighted(weights)).path_contributions("label")
+        torch.testing.assert_close(found.output, (model(inputs[:2]) @ weights).detach().double(), rtol=1e-5, atol=1e-5)
+    asked = [Asked(model, [Wrapped(inputs[:2])], None, dualform.contrast(1, 0)), Asked(model, [inputs], None, "logit")]
+    assert [name_path(one, 3, {}) is None for one in asked] == [True, False]
+
+
+@dataclass
+class Weighted:
+    """A quantity of the user's."""
+
+    weights: Tensor = field(repr=False)
+
+    def __call__(self, outputs: Tensor, targets: Any) -> Tensor:
+        return outputs @ self.weights

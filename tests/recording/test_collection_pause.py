@@ -28,3 +28,16 @@ def test_the_search_is_paused_and_goes_on() -> None:
     finally:
         gc.enable()
     assert seen == [False] * 3
+
+
+def test_an_interrupt_just_after_the_search_was_paused_lets_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable = gc.disable
+
+    def interrupted() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pausing_collection(gc.isenabled)()
+    assert gc.isenabled()

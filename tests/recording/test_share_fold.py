@@ -141,3 +141,28 @@ def test_bytes_are_those_of_the_tensors() -> None:
     found = share_bytes({"w": ["a", "b"], "v": ["a"]}, {"w": 100, "v": 10}, {"w": 1, "v": 0}, groups=5)
     assert found.per_group == 2 * 2 * 100 + 10
     assert found.device == 5 * found.per_group + 2 * 100 + 10
+
+
+def test_no_sum_of_keys_is_written_to_twice_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = torch._foreach_add_
+
+    def once(tensors: list[Tensor], *others: Any, **options: Any) -> None:
+        assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), "on a GPU one of the two would be lost"
+        add(tensors, *others, **options)
+
+    monkeypatch.setattr(torch, "_foreach_add_", once)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    optimizer = make.SGD(model.parameters(), lr=0.1)
+    blobs, keys = MemoryBlobs(), torch.randn(2, 4, 3).double()
+    with dualform.record(model, optimizer, blobs, keep=dualform.Shares(by=["label"])) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for rows in keys:
+                recorder.annotate(label=[0, 1, 0, 1])
+                model(rows).square().mean().backward()
+            optimizer.step()
+    kept = Run(blobs).kept_shares
+    assert kept is not None
+    found = kept.key_sums("", ("label",)).sums
+    torch.testing.assert_close(found, 2 * torch.stack([keys[:, ::2].sum((0, 1)), keys[:, 1::2].sum((0, 1))]))

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from dualform.replaying.training import Recording, record_training
 from dualform.store.blobs import Blobs
 from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
+from helpers.together import run_together
 from helpers.trainings import STEPS, batch, make_training
 
 
@@ -52,6 +54,18 @@ def test_several_questions_take_one_replay(source: ReplayedPatterns) -> None:
     spotlight = going_by(source).attend(queries={"1": torch.randn(2, 16), "3": torch.rand(2, 6)})
     spotlight.compute(dualform.Totals(by="label", of="magnitude"), dualform.Top(3), dualform.Top(2, largest=False))
     assert source.replays == 1
+
+
+def test_one_of_several_processes_replays_alone(recorded: Blobs, tmp_path: Path) -> None:
+    def work(rank: int) -> list[float]:
+        if rank:
+            return []
+        source = ReplayedPatterns(Run(recorded), make_training("mlp", "AdamW"), held_bytes=0)
+        spotlight = going_by(source).attend(queries={"3": torch.ones(1, 6)})
+        found: list[float] = spotlight.compute(dualform.Totals(by="label", of="magnitude"))[0]["3"].values[0].tolist()
+        return found
+
+    assert run_together(tmp_path, work)[0] == work(0)
 
 
 def test_a_replay_ends_behind_the_last_step_that_is_asked_for(recorded: Blobs) -> None:

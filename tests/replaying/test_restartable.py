@@ -257,6 +257,16 @@ def test_what_makes_no_sense_is_refused() -> None:
         take_point({"data": [object()]})
     with pytest.raises(ReplayError, match="The restart point has no 'more'"):
         put_back({"more": 1}, take_point({}))
+    whole = take_point(state)
+    misfits: list[dict[str, Any]] = [
+        {"generators": {}},
+        {"generators": None},
+        {"model": {"weight": 1}},
+        {"optimizer": [2]},
+    ]
+    for wrong in misfits:
+        with pytest.raises(ReplayError, match=r"The restart point does not fit the training \("):
+            put_back(dict(state), {**whole, **wrong})
 
 
 def test_a_question_after_a_kill_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dualform
-from dualform.errors import CorruptError, FormatError
+from dualform.errors import CorruptError, FormatError, StoreError
 from dualform.opening import published_stamp
+from dualform.store.folder_blobs import FolderBlobs
 from dualform.store.format import MANIFEST, rank_folder, shares_file
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
@@ -133,6 +134,34 @@ def test_a_run_as_far_as_all_processes_have_published_it(copied: Path) -> None:
     assert Run(copied).steps == 0
 
 
+def test_processes_that_were_killed_are_not_missed_where_fewer_went_on(tmp_path: Path) -> None:
+    in_processes(tmp_path, 2, range(4))
+    other = tmp_path / "run" / rank_folder(1)
+    (other / MANIFEST).write_text(dataclasses.replace(Manifest.read(other), closed=False).to_json())
+    assert not Run(tmp_path / "run").description.closed
+    train(tmp_path / "run", tmp_path / "checkpoint", range(4, 6), None, 1)
+    run = Run(tmp_path / "run")
+    assert run.published.processes == ((0, 2), (4, 1))
+    assert run.description.closed
+    assert run.final is not None
+    assert dualform.open(tmp_path / "run").verify().passed
+
+
+def test_nobody_looks_for_a_million_processes(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = Manifest.read(copied)
+    (copied / MANIFEST).write_text(dataclasses.replace(manifest, processes=((0, 2), (8, 1_000_000))).to_json())
+    looked: list[str] = []
+    within = FolderBlobs.within
+
+    def noted(blobs: FolderBlobs, folder: str) -> FolderBlobs:
+        looked.append(folder)
+        return within(blobs, folder)
+
+    monkeypatch.setattr(FolderBlobs, "within", noted)
+    assert Run(copied).steps == 8
+    assert looked == [rank_folder(1), rank_folder(2)]
+
+
 def test_forged_processes_are_refused(copied: Path, tmp_path: Path) -> None:
     other = copied / rank_folder(1)
     with pytest.raises(FormatError, match="has the patterns of process 1 of a run"):
@@ -149,6 +178,13 @@ def test_forged_processes_are_refused(copied: Path, tmp_path: Path) -> None:
     (next(iter((other / "shards").iterdir()))).unlink()
     with pytest.raises(CorruptError, match="is listed in the manifest but missing"):
         Run(copied)
+
+
+def test_the_files_of_a_process_are_not_read_behind_a_link(copied: Path, tmp_path: Path) -> None:
+    (copied / rank_folder(1)).rename(tmp_path / "elsewhere")
+    (copied / rank_folder(1)).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="is a link, and none is followed inside of a run"):
+        dualform.open(copied)
 
 
 def test_a_copy_has_the_files_of_all_processes(two: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A recording that keeps shares: what it publishes, when, and how it goes on."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -123,6 +124,29 @@ def test_a_run_goes_on_from_a_flush_and_from_an_older_checkpoint(optimizer: str)
         assert run.manifest.shares is not None
         assert run.manifest.shares.horizons == (9,)
         assert set(blobs.list("shares/")) == {name for name in run.manifest.files if "shares/" in name}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_shares_after_a_named_step_are_published_where_a_recording_goes_on_from_it(optimizer: str) -> None:
+    """As where a process was killed when the facts of the step were published, and its shares were not yet."""
+    blobs = MemoryBlobs()
+    model, trainer = make(optimizer)
+    with dualform.record(model, trainer, blobs, keep=dualform.Shares(by="label")) as recorder:
+        train(model, trainer, recorder, range(4))
+        at = copy.deepcopy((model.state_dict(), trainer.state_dict(), recorder.state_dict()))
+        train(model, trainer, recorder, range(4, 6))
+    model, trainer = make(optimizer)
+    model.load_state_dict(at[0])
+    trainer.load_state_dict(at[1])
+    again = dualform.record(model, trainer, blobs, keep=dualform.Shares(by="label", at=[4]), resume=True)
+    again.load_state_dict(at[2])
+    with again:
+        train(model, trainer, again, range(4, 7))
+    kept = Run(blobs).manifest.shares
+    assert kept is not None
+    assert kept.horizons == (4, 7)
+    assert dualform.open(blobs).at(step=4).verify(at[0]).passed
+    torch.testing.assert_close(shares_of(blobs, 4), shares_of(recorded(7, optimizer, at=[4])[0], 4))
 
 
 def test_a_resumed_run_that_takes_no_step_keeps_what_its_state_says_of_rounding() -> None:

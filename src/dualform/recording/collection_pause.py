@@ -25,8 +25,8 @@ def pausing_collection(function: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         if not gc.isenabled():
             return function(*args, **kwargs)
-        gc.disable()
         try:
+            gc.disable()  # inside: Python may raise an interrupt as soon as this call returns
             return function(*args, **kwargs)
         finally:
             gc.enable()

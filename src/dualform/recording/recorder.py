@@ -28,7 +28,7 @@ from dualform.recording.step_preparation import OnFailure
 from dualform.recording.step_recorder import StepRecorder
 from dualform.recording.unwrap import unwrap_all
 from dualform.recording.watch import Layers, Watched, What, covered, report_uncovered, uncovered, watch
-from dualform.recording.world import World
+from dualform.recording.world import OneProcess, World
 from dualform.threads import keeping_modes, restore_threads
 from dualform.torch_modes import keeping_grad_mode
 
@@ -81,7 +81,9 @@ class Recorder:
         optimizers = unwrap_all(optimizer)
         refuse_wrapped(model)
         self._layers = watch(model, layers, optimizers, patterns=patterns)
-        self._world = find_world(wrapper, self._layers) if world is None else world
+        if world is None:  # a replay is one process's own, whatever the program around it does
+            world = OneProcess() if known is not None else find_world(wrapper, self._layers)
+        self._world = world
         if known is None or known.rows is None:
             self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         else:

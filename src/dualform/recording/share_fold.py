@@ -696,12 +696,14 @@ AVERAGES = frozenset(kind.average for kind in optimizer_kinds().values() if kind
 
 def _add_keys(key_sums: Sequence[tuple[_KeySum, RowGroups, Tensor]]) -> None:
     """Add sums of keys by the groups of a call, (n, d_in), to those of all groups so far."""
-    whole = [(total.sums, found) for total, groups, found in key_sums if len(groups.present) == len(total.counts)]
-    if whole:
-        torch._foreach_add_([sums for sums, _ in whole], [found for _, found in whole])
+    whole: dict[int, tuple[Tensor, Tensor]] = {}  # by sum: a kernel for many tensors may write to each of them once
     for total, groups, found in key_sums:
-        if len(groups.present) != len(total.counts):
+        if len(groups.present) == len(total.counts) and id(total) not in whole:
+            whole[id(total)] = total.sums, found
+        else:
             total.sums.index_add_(0, groups.places(found.device), found.double())
+    if whole:
+        torch._foreach_add_([sums for sums, _ in whole.values()], [found for _, found in whole.values()])
 
 
 def _numbered(what: str, *places: int) -> str:

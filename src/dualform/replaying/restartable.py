@@ -149,7 +149,19 @@ def take_point(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_back(state: State, point: Mapping[str, Any]) -> None:
-    """Give a training's state, as `init` returned it, the values of a point."""
+    """Give a training's state, as `init` returned it, the values of a point; raise where they do not fit."""
+    try:
+        _put_back(state, point)
+    except ReplayError:
+        raise
+    except Exception as error:  # whatever the training's own entries raise for values that are not theirs
+        raise ReplayError(
+            f"The restart point does not fit the training ({type(error).__name__}: {error}). Delete the folder "
+            "restart/ of the run: it is made anew."
+        ) from error
+
+
+def _put_back(state: State, point: Mapping[str, Any]) -> None:
     if lacking := [name for name in state if name not in point]:
         raise ReplayError(f"The restart point has no {lacking[0]!r}: init() returns other entries than it did.")
     for name, entry in state.items():

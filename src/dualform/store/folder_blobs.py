@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dualform.errors import RunExistsError
+from dualform.errors import RunExistsError, StoreError
 from dualform.store.blobs import Blobs, ByteSpan, FileEntry, Tag, Write, changed_error, content_tag
 from dualform.store.folder import (
     FOLDERS,
@@ -152,7 +152,9 @@ class FolderBlobs(Blobs):
             if place == self.folder:
                 break
             if place.is_symlink():
-                raise OSError(f"{place} is a link, and nothing is written through it")
+                raise StoreError(
+                    f"{place} is a link, and none is followed inside of a run. Put the folder itself there."
+                )
         return FolderBlobs(path)
 
     def identity(self) -> Hashable:

@@ -94,13 +94,16 @@ class Run(PatternSource):
         return _opened_elsewhere, (self.blobs, self.published, self.manifest_tag, self.published.rank, self.others)
 
     def _opened_others(self) -> "tuple[Run | None, ...]":
-        """Return the runs of the processes after the first, in the order of ranks; None where one has begun none."""
+        """Return the runs of the processes after the first, in the order of ranks, up to one that has begun none: None.
+
+        The steps before its part hold for fewer processes, and those from there on were not published by all.
+        """
         found: list[Run | None] = []
         for rank in range(1, max((count for _, count in self.published.processes), default=1)):
             place = self.blobs.within(rank_folder(rank))
             if place.size(MANIFEST) is None:
                 found.append(None)
-                continue
+                break
             other = Run(place, rank=rank)
             for what in ("layers", "parameters"):
                 if getattr(other.published, what) != getattr(self.published, what):
@@ -117,7 +120,8 @@ class Run(PatternSource):
             return self.published
         others = [None if one is None else one.published for one in self.others]
         steps = published_steps([self.published, *others])
-        whole = steps == self.published.steps and all(one is not None and one.closed for one in others)
+        last = others[: self.published.processes[-1][1] - 1]  # those that recorded up to the end
+        whole = steps == self.published.steps and all(one is not None and one.closed for one in last)
         known = [one for one in others if one is not None]
         rows = dict(self.published.rows)
         for name, check in [entry for one in known for entry in one.rows.items()]:

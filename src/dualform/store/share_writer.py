@@ -87,6 +87,8 @@ class ShareWriter:
         self._published = set(kept.horizons)
         if first:
             self._fold.load(self._state_at(run, first))
+        if first in self._shares.at:  # a process may have been killed between the facts of this step and its shares
+            self._publish(lambda: dict(start.parameters))
 
     def _state_at(self, run: Run, step: int) -> FoldState:
         """Return the state of the fold after a step: of the user's checkpoint, or as the run keeps it."""

@@ -162,3 +162,35 @@ def test_rounding_of_a_bias_is_that_of_its_sum_and_of_its_dtype(dtype: torch.dty
     torch.testing.assert_close(together[0], found, rtol=1e-6, atol=0)
     torch.testing.assert_close(together[1], 2 * found, rtol=1e-6, atol=0)
     assert together[2] == 0.0
+
+
+@pytest.mark.parametrize("decay", [0.3, 1.0])
+def test_divided_weights_follow_another_optimizer_and_a_decay_that_leaves_nothing(decay: float) -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    initial = parameter.detach().clone()
+    folds = [
+        ParameterFold((3, 4), dtype=torch.float64, device=torch.device("cpu"), initial=lambda: initial, warm=None)
+        for _ in range(2)
+    ]
+    folds[1].divides = True
+    codes = torch.tensor([0, 1, 0])
+    for optimizer in (make.SGD([parameter], lr=0.1), make.AdamW([parameter], lr=1.0, weight_decay=decay)):
+        kind = optimizer_kinds()[type(optimizer)]
+        for _ in range(2):
+            values, keys = torch.randn(3, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+            gradient = values.T @ keys
+            parameter.grad = gradient.clone()
+            settings = kind.decode(kind.encode(optimizer.param_groups[0], optimizer.state[parameter]))
+            optimizer.step()
+            after = dict(optimizer.state[parameter])
+            linear = kind.read(ReplayedStep(settings, gradient, {}, after))
+            rows = UseRows((0, 0, 0), OuterMap(), values, keys, codes, 1.0, RowGroups.of_codes(codes))
+            live = after.get(kind.average) if kind.average else None
+            for fold in folds:
+                follow_together(fold.step(linear, [rows], gradient=gradient, live_average=live))
+    plain, divided = ({group: share.weight for _, group, share in fold.parts()} for fold in folds)
+    for group, weight in plain.items():
+        torch.testing.assert_close(divided[group], weight, rtol=1e-12, atol=1e-13)
+    for fold in folds:
+        assert float(fold.rest(parameter.detach())[2].norm()) < 1e-12

@@ -371,8 +371,10 @@ class ParameterFold:
             live_average: the optimizer's average after the step, where it keeps one.
         """
         numbers = linear.matrix
+        if numbers is None:
+            self.fold_waiting()  # before weights are divided by this step's κ, too
         scale = None
-        if self.divides and numbers is None and linear.lerp is not None and self._scale > MIN_SCALE:
+        if self.divides and numbers is None and linear.lerp is not None and self._scale * linear.kappa > MIN_SCALE:
             scale = self._scale = self._scale * linear.kappa
         else:
             self._settle_scale()
@@ -383,7 +385,6 @@ class ParameterFold:
         if numbers is not None:
             self._waiting.append(_WaitingStep(numbers, rows))
             return [whole]
-        self.fold_waiting()
         return [whole, *self._moves_of_shares(linear, rows, scale)]
 
     def _settle_scale(self) -> None:
