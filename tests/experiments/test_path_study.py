@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dualform.attend import spotlight
+from dualform.attend.path import PathContributions, find_path_contributions
 from dualform.errors import DataError
 from dualform.experiments import path_study
+from dualform.experiments.findings import Clock
 from dualform.experiments.image_studies import ImageStudy, ImageStudyName, image_study
 from dualform.experiments.image_training import Phase
 from dualform.experiments.page import write_page
@@ -49,6 +53,10 @@ def test_the_study_is_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     write_page(page, [path_section([found], tmp_path / "study" / "figures", command="dualform reproduce path")])
     text = page.read_text("utf-8")
     assert all(grid.title in text for grid in summarise_path([found]))
+    large = {name: part for name, part in found.items() if name != "retraining"}  # as mnist's
+    section = path_section([large], tmp_path / "study" / "figures", command="dualform reproduce path")
+    assert "on digits alone" in section.text[-1]
+    assert len(section.grids) == len(summarise_path([found])) - 1
 
     write_questions(
         found, tmp_path / "study" / "figures", tmp_path / "questions.md", command="dualform reproduce questions"
@@ -62,6 +70,22 @@ def test_the_study_is_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     again = reproduce_path(TINY, tmp_path / "study", seed=0, keep=False)
     assert again["errors"] == found["errors"]
     assert again["retraining"] == found["retraining"]
+
+
+@pytest.mark.slow
+def test_the_cost_is_not_that_of_a_kept_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_study, "image_study", small_study)
+    asked = path_study._Trained(TINY, tmp_path, seed=0, device="cpu")(Clock({}))
+    computed = []
+
+    def counted(*arguments: Any, **options: Any) -> PathContributions:
+        computed.append(options)
+        return find_path_contributions(*arguments, **options)
+
+    monkeypatch.setattr(spotlight, "find_path_contributions", counted)
+    for _ in range(2):
+        path_study._cost_findings(asked, TINY, "cpu")
+    assert len(computed) == 2 * 3
 
 
 def test_other_data_is_refused() -> None:

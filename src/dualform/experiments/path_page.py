@@ -22,7 +22,7 @@ def summarise_path(findings: Sequence[Row]) -> list[Grid]:
         _error_lines(findings),
         _forgetting_lines(findings),
         _step_lines(findings),
-        _retraining_lines(findings),
+        *([_retraining_lines(findings)] if "retraining" in findings[0] else []),
         _cost_lines(findings),
         costs(findings),
     ]
@@ -38,24 +38,28 @@ def path_section(findings: Sequence[Row], figures: Path, *, command: str) -> Sec
     """
     study = findings[0]["study"]
     first = findings[0]["errors"]["first"]
-    text = (
+    text: tuple[str, ...] = (
         "Path contributions split a quantity of the whole network's output into parts of the training, on the "
         f"networks of the studies above ({study['data']}). They account for this training; they predict no retraining.",
         made_by(command, len(findings)),
     )
-    shown = "path-waterfall.png"
-    drawn = (figures / shown).is_file()
+    if "retraining" not in findings[0]:
+        text = (*text, "Single samples, and how well their parts predict retraining, are looked at on digits alone.")
+    name = "path" if study["data"] == "mnist" else f"path_{study['data']}"
+    shown = f"{name}-waterfall.png"
+    source = figures / "path-waterfall.png"
+    drawn = source.is_file()
     caption = (
         f"test image {first['test']}: {first['said']} rather than {first['true']}, against the reference"
         if first
         else ""
     )
     return Section(
-        name="path",
-        title="Where the answer comes from: `dualform reproduce path`",
+        name=name,
+        title=f"Where the answer comes from, on {study['data']}: `dualform reproduce path`",
         text=text,
         grids=summarise_path(findings),
-        figures={shown: figures / shown} if drawn else {},
+        figures={shown: source} if drawn else {},
         captions={shown: caption} if drawn else {},
     )
 

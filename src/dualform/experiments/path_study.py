@@ -58,6 +58,11 @@ class PathStudy:
     width: int = 500
 
     @property
+    def is_small(self) -> bool:
+        """Whether single samples are asked about and networks trained again and again, which takes long on mnist."""
+        return self.data == "digits"
+
+    @property
     def evaluations(self) -> tuple[RetrainingConfig, ...]:
         """The evaluations against retraining, on digits: one split and one recording each, with SGD and AdamW."""
         common: dict[str, Any] = {
@@ -73,7 +78,7 @@ def path_study(data: str) -> PathStudy:
     """Return the study on `mnist` or, small, on `digits`."""
     if data not in ("mnist", "digits"):
         raise DataError(f"The study of path contributions runs on mnist or digits; {data!r} came.")
-    return PathStudy(data) if data == "mnist" else PathStudy(data, width=100)
+    return PathStudy(data, errors=60) if data == "mnist" else PathStudy(data, width=100)
 
 
 def reproduce_path(study: PathStudy, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
@@ -97,10 +102,10 @@ def reproduce_path(study: PathStudy, folder: Path, *, seed: int, device: str = "
         "errors": lambda clock: clock("errors", lambda: _errors_findings(trained(clock), study, folder / "figures")),
         "cost": lambda clock: clock("cost", lambda: _cost_findings(trained(clock), study, device)),
         "forgetting": lambda clock: _forgetting_findings(study, folder / "continual", clock, seed=seed, device=device),
-        "retraining": lambda clock: _retraining_findings(study, folder / "retraining", clock, device=device),
     }
-    if study.data == "digits":  # of which docs/questions.md has an example
-        parts["questions"] = lambda clock: _question_findings(trained(clock), study, folder)
+    if study.is_small:
+        parts["retraining"] = lambda clock: _retraining_findings(study, folder / "retraining", clock, device=device)
+        parts["questions"] = lambda clock: _question_findings(trained(clock), study, folder)  # for docs/questions.md
     found: dict[str, Row] = {}
     for name, make in parts.items():
         done = _read(folder / f"part-{name}.json")
@@ -129,6 +134,7 @@ def _read(path: Path) -> Any:
 class _Asked:
     """A recorded training on one task, ready to be asked."""
 
+    run: Path
     memory: Memory
     model: nn.Module
     task: Task
@@ -159,7 +165,7 @@ class _Trained:
                 _make_empty(self.run)
                 model = clock("training", lambda: _train([task], plan, self.run, self._seed, device))
                 save_file({name: tensor.cpu() for name, tensor in model.state_dict().items()}, self._weights)
-            self._known = _Asked(dualform.open(self.run), model, task, plan)
+            self._known = _Asked(self.run, dualform.open(self.run), model, task, plan)
         return self._known
 
 
@@ -214,20 +220,26 @@ def _plain_training(task: Task, study: ImageStudy, device: str) -> None:
 
 
 def _cost_findings(asked: _Asked, study: PathStudy, device: str) -> Row:
-    """Return the seconds of one plain training, and of path contributions of test inputs by label and by sample."""
+    """Return the seconds of one plain training, and of path contributions of test inputs by label and by sample.
+
+    Answers that the run keeps in its cache are forgotten first: an interrupted study may have asked already.
+    """
     task, plan = asked.task, asked.plan
     short = dataclasses.replace(plan, phases=(dataclasses.replace(plan.phases[0], steps=10),))
     _plain_training(task, short, device)  # loads what a first training has to load
     training, _ = _seconds(lambda: _plain_training(task, plan, device), device)
     tests = slice(study.tests)
-    spotlight = asked.memory.attend(asked.model, task.test[tests], targets=task.test_labels[tests], quantity="logit")
+    shutil.rmtree(asked.run / "cache", ignore_errors=True)
+    memory = dualform.open(asked.run)
+    spotlight = memory.attend(asked.model, task.test[tests], targets=task.test_labels[tests], quantity="logit")
     reference = _reference(task, study)
     rows = []
     questions: dict[str, Callable[[], PathContributions]] = {
         "by label": lambda: spotlight.path_contributions(by="label"),
         "by label, against the reference": lambda: spotlight.path_contributions(by="label", against=reference),
-        "per sample": lambda: spotlight.path_contributions(per="sample"),
     }
+    if study.is_small:
+        questions["per sample"] = lambda: spotlight.path_contributions(per="sample")
     for what, ask in questions.items():
         seconds, found = _seconds(ask, device)
         rows.append({"what": what, "seconds": seconds, "trainings": seconds / training, **_quality(found)})
