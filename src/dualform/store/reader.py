@@ -102,6 +102,12 @@ class Run(PatternSource):
         for rank in range(1, max((count for _, count in self.published.processes), default=1)):
             place = self.blobs.within(rank_folder(rank))
             if place.size(MANIFEST) is None:
+                begins = min(step for step, count in self.published.processes if count > rank)
+                if self.published.steps > begins:  # no step is made before every process has begun its part
+                    raise CorruptError(
+                        f"{Blob(place, MANIFEST)} is missing, and process {rank} took part from step {begins} on. "
+                        "Restore the folder from a copy of the run."
+                    )
                 found.append(None)
                 break
             other = Run(place, rank=rank)
