@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-# Files that only the whole run has: they are about processes that are killed, chance, or a browser.
-WHOLLY_SLOW = {"test_browser.py", "test_kill.py", "test_machine.py"}
+# Files that only the whole run has: processes that are killed, chance, a browser, or trainings of some length.
+WHOLLY_SLOW = {"test_browser.py", "test_kill.py", "test_machine.py", "test_path_trainings.py"}
 
 
 def test_every_file_keeps_a_fast_test(request: pytest.FixtureRequest) -> None:

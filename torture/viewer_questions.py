@@ -80,6 +80,8 @@ def ordinary(tests: Sequence[int] = (0, 5, 11)) -> list[Question]:
         ask("/api/passage", place=40, context=6),
         ask("/api/passage", place=100_000),
         ask("/api/badge", by="label"),
+        ask("/api/groups", by="label"),
+        ask("/api/path", test=1, by="label", references=0),
         ask("/api/badge", by="task,label"),
         ask("/api/sample", test=1, sample=7),
         ask("/api/sample", test=1, sample=100_000),

@@ -59,6 +59,7 @@ def run_together(folder: Path, work: Callable[[int], Any], size: int = 2) -> lis
 
 def _child(folder: Path, work: Callable[[int], Any], rank: int, size: int, answers: Any) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns where it is unset
     try:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
         answers.send((work(rank), False))

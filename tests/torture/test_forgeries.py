@@ -24,8 +24,8 @@ def test_a_manifest_that_is_not_checked_is_found(tmp_path: Path, monkeypatch: py
 
 
 def test_calls_that_are_not_checked_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualform.store.reader.calls_problem", lambda *_: "")
-    assert shard_check.calls_problem is not None, "it is the guard's name in the reader that counts"
+    monkeypatch.setattr("dualform.store.shard_reading.calls_problem", lambda *_: "")
+    assert shard_check.calls_problem is not None, "it is the name in the module that reads that counts"
     _only(monkeypatch, "forged", lambda what: what.startswith("calls/") and " rows[" in what)
     outcome = forgeries.run(tmp_path, short=True, seed=2022, count=30)
     assert outcome.failures
