@@ -87,7 +87,7 @@ def replay(
     Without a run in `path` this is for a model that was trained before anybody recorded it: the training is recorded to
     `path`, and its end compared with the expected weights.
 
-        outcome = dualform.replay(train, "runs/lm", expect=torch.load("model.pt"))
+        outcome = dualform.replay(train, "runs/lm", expect=torch.load("model.pt", weights_only=True))
         assert outcome.equal, outcome
 
     With a run of steps in `path`, each step is proved to be the recorded one, and patterns are stored in a new run:
