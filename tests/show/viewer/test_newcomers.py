@@ -47,7 +47,7 @@ class Opened:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Running]]:
+def serve(tmp_path: Path) -> Iterator[Callable[..., Running]]:  # tmp_path first: its run goes after server and page
     servers: list[Running] = []
 
     def serve(folder: Path, **options: Any) -> Running:
@@ -60,7 +60,7 @@ def serve() -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture
-def look(chromium: Any) -> Iterator[Callable[..., Opened]]:
+def look(chromium: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:  # a page that still asks needs its run
     opened: list[Opened] = []
 
     def look(server: Running, *, width: int = 1400, state: str = "") -> Opened:
