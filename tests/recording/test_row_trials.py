@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import dualform
 from dualform.errors import AnnotationError
-from dualform.recording.row_trials import _order
+from dualform.recording.row_evidence import row_order
 from dualform.torch_modes import end_function_modes
 from helpers.interruptions import interrupted
 from helpers.loops import loss_of, sgd, state
@@ -127,7 +127,7 @@ def test_rows_that_stay_keep_their_columns(run: Path, rows: int) -> None:
 
 def test_the_order_of_a_trial_leaves_no_row_and_is_no_roll_or_flip() -> None:
     for rows in range(4, 40):
-        order = _order(rows).tolist()
+        order = row_order(rows).tolist()
         assert sorted(order) == list(range(rows))
         assert all(i != place for i, place in enumerate(order))
         power = order
@@ -371,7 +371,7 @@ def test_a_hook_of_the_users_is_not_run_for_a_trial(run: Path) -> None:
 
 
 def test_a_model_that_is_too_large_to_copy_is_assumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["dualform.recording.row_trials"], "MAX_COPY_BYTES", 10)
+    monkeypatch.setattr(sys.modules["dualform.recording.model_copies"], "MAX_COPY_BYTES", 10)
     samples(run, Rowwise(torch.tanh), batch(), expect="too large to copy")
 
 
@@ -613,7 +613,13 @@ def test_a_resumed_run_keeps_the_worst_that_was_found(run: Path) -> None:
 def test_an_interrupt_anywhere_in_a_trial_leaves_the_model_and_torch_as_they_were(run: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     recorder = dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
-    files = ("recording/row_trials.py", "recording/layer_hooks.py", "contextlib.py", "overrides.py")
+    files = (
+        "recording/row_trials.py",
+        "recording/model_copies.py",
+        "recording/layer_hooks.py",
+        "contextlib.py",
+        "overrides.py",
+    )
     random_state = torch.get_rng_state()
     for at in range(1, 10_000, 5):
         reached = interrupted(lambda: recorder.check_rows(torch.randn(4, 5, generator=torch.Generator())), at, files)

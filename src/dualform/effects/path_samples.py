@@ -32,7 +32,7 @@ from dualform.engine.parameter_steps import Following, GroupsByPart, ParameterSt
 from dualform.engine.shares import GroupsOfCalls
 from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import StepReader, StoredCall
-from dualform.identity.families.elementwise import ElementwiseStep
+from dualform.identity.families.elementwise_step import ElementwiseStep
 from dualform.identity.families.optimizer_kind import StepMap
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.identity.parameter_use import ParameterUse

@@ -17,7 +17,7 @@ from dualform.engine.parameter_steps import Following, GroupsByPart, RetakenStep
 from dualform.engine.shares import GroupsOfCalls
 from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import StoredCall
-from dualform.identity.families.elementwise import ElementwiseStep
+from dualform.identity.families.elementwise_step import ElementwiseStep
 from dualform.identity.families.optimizer_kind import Move, StepMap, StepMatrix, follow_together
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
 from dualform.identity.grouped_products import RowGroups, gradients_by_group

@@ -24,7 +24,7 @@ from dualform.engine.reducers import one_group
 from dualform.engine.shares import replayed_parameters
 from dualform.engine.source import PatternSource
 from dualform.engine.stored_calls import StepReader
-from dualform.identity.families.elementwise import ElementwiseMultiplier
+from dualform.identity.families.elementwise_recursions import ElementwiseMultiplier
 from dualform.identity.families.optimizer_kind import AskedOutputs, AskedRecursion, Multiplier, StepMap
 from dualform.identity.families.optimizer_replay import OptimizerReplay
 from dualform.identity.parameter_use import ParameterUse

@@ -20,7 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
-from dualform.recording.row_trials import NO_ROW, check_rows, input_tensors, other_axes, still_holds
+from dualform.recording.argument_tensors import input_tensors
+from dualform.recording.row_evidence import NO_ROW
+from dualform.recording.row_trials import check_rows, other_axes, still_holds
 from dualform.recording.rowcheck import SEVERITY, RowCheck
 from dualform.recording.watch import Watched
 

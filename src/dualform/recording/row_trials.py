@@ -10,24 +10,21 @@ on that axis. Nothing here touches the model that is trained, or the generators 
 import copy
 import dataclasses
 import itertools
-import math
-import random
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
 
+from dualform.recording.argument_tensors import input_tensors, leaves, mapped, tensors_in
 from dualform.recording.generators import untouched_generators
 from dualform.recording.layer_hooks import catch_calls
-from dualform.recording.rowcheck import Placement, RowCheck
+from dualform.recording.model_copies import NoDropout, Untried, check_copyable, frozen, not_called
+from dualform.recording.row_evidence import FEW_ROWS, NO_ROW, SeenCall, all_move_as, joint_check, judge, row_order
+from dualform.recording.rowcheck import RowCheck
 from dualform.recording.watch import Watched, find_candidates
 from dualform.torch_modes import (
     call_without_autocast,
@@ -37,16 +34,10 @@ from dualform.torch_modes import (
     without_gradients,
 )
 
-MAX_COPY_BYTES = 2 << 30  # parameters and buffers of a model that is copied for a trial
-FEW_ROWS = 3  # batches in which a permutation without fixed points may commute with what the model does to its rows
 RETRIED_ROWS = 8  # of a batch, in a trial that asks whether an earlier one still holds
-SAME = 0.05  # how far a row may be from where it should be, relative to how far the permutation moved it
-ROUNDING = 64  # units in the last place of a tensor's largest element that rounding may move its elements by
-FLAT = 50  # times the rounding: rows that differ by less count as equal
 
-
-class Untried(Exception):
-    """A trial could not be made; the message says why."""
+Axes = list[tuple[int, ...]]
+"""Which axes of each input tensor to permute, in the order of `input_tensors`."""
 
 
 def check_rows(
@@ -132,7 +123,7 @@ def still_holds(
     return False
 
 
-def _tells_as_much(whole: Sequence[Tensor], few: Sequence[Tensor], axes: "Axes") -> bool:
+def _tells_as_much(whole: Sequence[Tensor], few: Sequence[Tensor], axes: Axes) -> bool:
     """Say whether lengths, masks and the like that differ from row to row of a batch also do among its few rows."""
     for batch, part, where in zip(whole, few, axes, strict=True):
         for axis in where if not batch.is_floating_point() or batch.dim() == 1 else ():
@@ -150,7 +141,7 @@ def _is_same(before: RowCheck, now: RowCheck) -> bool:
     return same and (not now.undecided or before.reason == now.reason == UNCALLED)
 
 
-def _best(trial: "_Trial", ways: Sequence["Axes"], rows: int) -> dict[str, RowCheck]:
+def _best(trial: "_Trial", ways: Sequence[Axes], rows: int) -> dict[str, RowCheck]:
     """Return what the way of permuting shows that proves most layers, or the first that leaves none unclear."""
     best: dict[str, RowCheck] | None = None
     for axes in ways:
@@ -168,16 +159,9 @@ def _is_clear(found: Mapping[str, RowCheck]) -> bool:
     return all(check.outcome != "not aligned" or check.reason == NO_ROW for check in found.values())
 
 
-NO_ROW = "its patterns belong to no row of the batch"
 UNCALLED = "it was not called in the trial"
+
 EXCHANGED = "the model exchanges rows before it"
-
-
-def input_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return every tensor among a forward's arguments, nested ones included."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-        return [args[0]]
-    return list(_tensors((tuple(args), dict(kwargs))))
 
 
 def other_axes(args: Sequence[Any], kwargs: Mapping[str, Any], *, rows: int, axis: int) -> list[int]:
@@ -189,10 +173,6 @@ def other_axes(args: Sequence[Any], kwargs: Mapping[str, Any], *, rows: int, axi
 
 def _proofs(found: Mapping[str, RowCheck]) -> int:
     return sum(check.outcome == "proved" for check in found.values())
-
-
-Axes = list[tuple[int, ...]]
-"""Which axes of each input tensor to permute, in the order of `input_tensors`."""
 
 
 def _ways(args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, axis: int, *, plainly: bool) -> Iterator[Axes]:
@@ -239,12 +219,12 @@ class _Trial:
         self._model = getattr(model, "_orig_mod", model)  # as it was before torch.compile
         self._layers = layers
         self._batch = (tuple(args), dict(kwargs))
-        _check_copyable(self._model)
+        check_copyable(self._model)
         self._plain = self._run(self._batch)
 
     def find(self, axes: Axes, rows: int) -> dict[str, RowCheck]:
         """Return what permuting these axes of the input tensors says of each layer."""
-        order = _order(rows)
+        order = row_order(rows)
         moved = self._run(_permuted(self._batch, axes, order))
         found = {}
         for layer in self._layers:
@@ -254,7 +234,7 @@ class _Trial:
             elif len(before) != len(after):
                 found[layer.name] = RowCheck("not aligned", "it is called another number of times when rows move")
             else:
-                found[layer.name] = _all([_judge(*pair, order) for pair in zip(before, after, strict=True)])
+                found[layer.name] = joint_check([judge(*pair, order) for pair in zip(before, after, strict=True)])
         if rows <= FEW_ROWS and _proofs(found):
             self._look_closer(found, axes, rows)
         elif rows == FEW_ROWS + 1 and _proofs(found):
@@ -269,7 +249,7 @@ class _Trial:
         order = torch.arange(rows).roll(1)
         moved = self._run(_permuted(self._batch, axes, order))
         for name, check in found.items():
-            if check.outcome == "proved" and not _all_move_as(self._plain[name], moved[name], check, order):
+            if check.outcome == "proved" and not all_move_as(self._plain[name], moved[name], check, order):
                 found[name] = RowCheck("not aligned", EXCHANGED)
 
     def _look_closer(self, found: dict[str, RowCheck], axes: Axes, rows: int) -> None:
@@ -285,7 +265,7 @@ class _Trial:
             fits = []
             for places in itertools.permutations(range(rows)):  # row i of the layer is row places[i] of the batch
                 expected = torch.tensor([places.index(int(taken[place])) for place in places])
-                if _all_move_as(self._plain[name], moved[name], check, expected):
+                if all_move_as(self._plain[name], moved[name], check, expected):
                     fits.append(places)
             if fits and fits[0] != tuple(range(rows)):
                 found[name] = RowCheck("not aligned", EXCHANGED)
@@ -293,7 +273,7 @@ class _Trial:
                 reason = f"a batch of {rows} rows is too small to tell, since its rows depend on each other"
                 found[name] = RowCheck("assumed", reason, undecided=True)
 
-    def _run(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list["_Seen"]]:
+    def _run(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list[SeenCall]]:
         """Return the keys and values of every call of each layer, from one forward and backward of a fresh copy.
 
         With `keys_only` there is no backward, and there are no values.
@@ -308,7 +288,7 @@ class _Trial:
                 elif any(p.dtype in _COARSE for p in model.parameters()):
                     model = model.float()
                 cloned = _cloned_double if self._double else _cloned
-                seen = self._catch(model, _mapped(batch, cloned))
+                seen = self._catch(model, mapped(batch, cloned))
                 if moved():
                     raise Untried("the model draws random numbers")
         except Untried:
@@ -318,7 +298,7 @@ class _Trial:
             raise Untried(f"the trial raised {type(error).__name__}{': ' + text[0] if text else ''}") from error
         return seen
 
-    def _catch(self, model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list["_Seen"]]:
+    def _catch(self, model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list[SeenCall]]:
         candidates = {".".join(filter(None, (self._prefix, name))): c for name, c in find_candidates(model).items()}
         watched = {
             layer.name: dataclasses.replace(layer, module=found.module, kind=found.kind)
@@ -330,12 +310,12 @@ class _Trial:
                 module.dropout = 0.0
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
 
-        mode, depth = _NoDropout(), function_modes()
+        mode, depth = NoDropout(), function_modes()
 
         @(without_gradients if self._keys_only else with_gradients)
         def compute() -> None:
             try:
-                with mode, _not_called(self._model), _frozen(self._model):
+                with mode, not_called(self._model), frozen(self._model):
                     args, kwargs = batch
                     outputs = model(*args, **kwargs)
                     # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and
@@ -354,221 +334,16 @@ class _Trial:
             call_without_autocast([device], compute)
         return {
             layer.name: [
-                _Seen(call.leading, call.keys().detach(), call.values(call.keys()) if call.reached else None)
+                SeenCall(call.leading, call.keys().detach(), call.values(call.keys()) if call.reached else None)
                 for call in calls.get(layer.name, ())
             ]
             for layer in self._layers
         }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
-    """The patterns of one call of a layer in a trial."""
-
-    leading: tuple[int, ...]
-    keys: Tensor  # (..., d_in)
-    values: Tensor | None  # (n, d_out); nothing where the backward did not come
-
-
-class _NoDropout(TorchFunctionMode):
-    """Lets every function of torch through but dropout, which gives back its input.
-
-    Generators of the model's own that functions draw from are put back when the mode ends: a copy of the model may
-    share them with the model.
-    """
-
-    NAMES = frozenset(
-        f"{kind}dropout{dims}{place}"
-        for kind in ("", "alpha_", "feature_", "feature_alpha_")
-        for dims in ("", "1d", "2d", "3d")
-        for place in ("", "_")
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended = False
-        self._generators: list[tuple[torch.Generator, Tensor]] = []  # each with its state before the trial
-
-    def put_back(self) -> None:
-        """Give the model's own generators the state that they had, and do nothing any more.
-
-        torch takes a mode off while it handles a function, and where an interrupt comes then puts it back when the
-        exception is dropped: after the trial.
-        """
-        self.ended = True
-        for generator, state in self._generators:
-            generator.set_state(state)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a function without its dropout."""
-        kwargs = kwargs or {}
-        if self.ended:
-            return func(*args, **kwargs)
-        generator = kwargs.get("generator")
-        if generator is not None and all(generator is not known for known, _ in self._generators):
-            self._generators.append((generator, generator.get_state()))
-        name = getattr(func, "__name__", "")
-        if name in self.NAMES:
-            return args[0] if args else kwargs["input"]
-        if name == "scaled_dot_product_attention":
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, dict(kwargs)
-            if len(args) <= 4:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
-
-
-def _judge(before: _Seen, after: _Seen, order: Tensor) -> RowCheck:
-    """Say whether one call's patterns moved as the rows of the batch did, and on which axis."""
-    if before.leading != after.leading:
-        return RowCheck("not aligned", "its input has another shape when rows move")
-    places = _placements(before.leading, len(order))
-    fitting = [place for place in places if _moves_as(before, after, place, order)]
-    if len(fitting) == 1:
-        return RowCheck("proved", f"rows are {fitting[0]}", fitting[0], shapes=frozenset([before.leading]))
-    if fitting:
-        return RowCheck("not aligned", f"rows could be {' or '.join(map(str, fitting))}")
-    if not (_unchanged(before.keys, after.keys) and _unchanged(before.values, after.values)):
-        return RowCheck("not aligned", "its rows are not those of the batch: sorted, rolled, joined or mixed")
-    if any(_states(before, after, place, order) == {"equal"} for place in places):
-        return RowCheck("assumed", "all its rows were equal", undecided=True)
-    return RowCheck("not aligned", NO_ROW)
-
-
-def _all(checks: Sequence[RowCheck]) -> RowCheck:
-    """Return what holds for all calls of a layer in one forward; undecided where it is so for any of them."""
-    decided = [check for check in checks if not check.undecided] or checks
-    if len(set(decided)) == 1:
-        shapes = frozenset[tuple[int, ...]]().union(*(check.shapes for check in decided))
-        return dataclasses.replace(decided[0], shapes=shapes, undecided=any(check.undecided for check in checks))
-    for outcome in ("not aligned", "assumed"):
-        for check in checks:
-            if check.outcome == outcome:
-                return RowCheck(check.outcome, f"in one of {len(checks)} calls {check.reason}")
-    return RowCheck("not aligned", "its calls have their rows in different places")
-
-
-def _placements(leading: Sequence[int], rows: int) -> list[Placement]:
-    """Return every place in which leading axes could hold so many rows."""
-    found = []
-    for axis, size in enumerate(leading):
-        if size == rows:
-            found.append(Placement(len(leading), axis))
-        elif size > rows and size % rows == 0:
-            found.append(Placement(len(leading), axis, "rows first"))
-            found.append(Placement(len(leading), axis, "rows last"))
-    return found
-
-
-def _moves_as(before: _Seen, after: _Seen, place: Placement, order: Tensor) -> bool:
-    """Say whether keys and values moved as the rows: one of them, and the other too unless all its rows are equal."""
-    states = _states(before, after, place, order)
-    return "moved" in states and states <= {"moved", "equal"}
-
-
-def _all_move_as(before: Sequence[_Seen], after: Sequence[_Seen], check: RowCheck, order: Tensor) -> bool:
-    """Say whether all calls of a layer whose rows are proved moved as ordered; other calls than before did not."""
-    if check.placement is None or [call.leading for call in before] != [call.leading for call in after]:
-        return False
-    return all(_moves_as(*pair, check.placement, order) for pair in zip(before, after, strict=True))
-
-
-def _states(before: _Seen, after: _Seen, place: Placement, order: Tensor) -> set[str]:
-    pairs = [(before.keys, after.keys)]
-    if before.values is not None and after.values is not None:
-        pairs.append((before.values, after.values))
-    elif before.values is not None or after.values is not None:
-        return {"other"}
-    view = place.view(before.leading, len(order))
-    assert view is not None, "placements are made for these leading axes"
-    shape, axis = view
-    return {_state(a.reshape(*shape, -1).movedim(axis, 0), b.reshape(*shape, -1).movedim(axis, 0), order)
-            for a, b in pairs}  # fmt: skip
-
-
-def _state(before: Tensor, after: Tensor, order: Tensor) -> Literal["moved", "equal", "other"]:
-    """Say whether rows (B, ...) moved as ordered, are all equal, or did something else."""
-    before, after = before.flatten(1), after.flatten(1)
-    if not before.numel():
-        return "equal"
-    rounding = _rounding(before)
-    before, after = before.double(), after.double()
-    expected = before[order.to(before.device)]
-    distance = (expected - before).norm(dim=1)  # (B,)
-    error = (after - expected).norm(dim=1)
-    if not bool(torch.isfinite(error).all()):
-        return "other"
-    limit = torch.maximum(SAME * distance, torch.full_like(distance, rounding))
-    if float(distance.max()) <= FLAT * rounding:
-        return "equal" if float(error.max()) <= FLAT * rounding else "other"
-    return "moved" if bool((error <= limit).all()) else "other"
-
-
-def _unchanged(before: Tensor | None, after: Tensor | None) -> bool:
-    if before is None or after is None:
-        return before is after
-    if before.shape != after.shape:
-        return False
-    difference = float((after.double() - before.double()).norm())
-    return difference <= 1e-3 * float(before.double().norm())
-
-
-def _rounding(rows: Tensor) -> float:
-    """Return how far rounding may move a row (B, d), as a norm; nothing rounds whole numbers."""
-    if not rows.is_floating_point():
-        return 0.0
-    largest = float(rows.abs().max())
-    return ROUNDING * torch.finfo(rows.dtype).eps * largest * math.sqrt(rows.shape[1])
-
-
-def _order(rows: int) -> Tensor:
-    """Return a fixed permutation that is one cycle, so that no row stays, and no power of which is a roll or a flip.
-
-    What a model does to its rows in a fixed way (a roll, a flip) must not commute with the permutation. With three
-    rows and fewer that cannot be had.
-    """
-    generator = random.Random(2022)
-    plain = {tuple((i + shift) % rows for i in range(rows)) for shift in range(rows)} | {tuple(reversed(range(rows)))}
-    while True:
-        cycle = list(range(rows))
-        for i in range(rows - 1, 0, -1):  # Sattolo's shuffle gives one cycle
-            j = generator.randrange(i)
-            cycle[i], cycle[j] = cycle[j], cycle[i]
-        if rows <= FEW_ROWS:
-            return torch.tensor(cycle)
-        power = tuple(cycle)
-        commutes = False
-        for _ in range(min(rows, 12) - 2):
-            commutes = commutes or power in plain
-            power = tuple(cycle[i] for i in power)
-        if not commutes:
-            return torch.tensor(cycle)
-
-
-def _unfreeze(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Let no gradient reach the model's own parameters, which a copy of it may refer to through a closure."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        try:
-            _unfreeze(trained)
-        finally:
-            _unfreeze(trained)  # once more: an interrupt may have cut the first short
-
-
 def _check_permutable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise `Untried` where inputs are no plain tensors, so that not all of their rows could be permuted."""
-    for part in itertools.chain(*map(_leaves, args), *map(_leaves, kwargs.values())):
+    for part in itertools.chain(*map(leaves, args), *map(leaves, kwargs.values())):
         if isinstance(part, PackedSequence) or (
             isinstance(part, Tensor) and (part.is_nested or part.layout != torch.strided)
         ):
@@ -579,81 +354,18 @@ def _check_permutable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             raise Untried("an input holds strings, whose rows cannot be permuted")
 
 
-def _check_copyable(model: nn.Module) -> None:
-    """Raise `Untried` where a model is too large to copy, or running it once more would do more than compute."""
-    size = sum(tensor.nbytes for tensor in itertools.chain(model.parameters(), model.buffers()))
-    if size > MAX_COPY_BYTES:
-        raise Untried(f"the model is too large to copy ({size / 1e9:.1f} GB)")
-    devices = {parameter.device for parameter in model.parameters()}
-    for device in devices:
-        if device.type == "cuda" and 4 * size > torch.cuda.mem_get_info(device)[0]:
-            raise Untried("the GPU has no room for a copy of the model")
-    for name, module in model.named_modules():
-        for kind, which in _HOOKS:
-            if any(not _is_harmless(hook) for hook in getattr(module, which).values()):
-                raise Untried(
-                    f"module {name or 'itself'!r} has a {kind} hook of yours, which a trial would run as well"
-                )
-    if any(not _is_harmless(hook) for _, which in _HOOKS for hook in getattr(every_module, f"_global{which}").values()):
-        raise Untried("there is a hook of yours on all modules, which a trial would run as well")
-
-
-_HOOKS = (
-    ("forward", "_forward_hooks"),
-    ("forward", "_forward_pre_hooks"),
-    ("backward", "_backward_hooks"),
-    ("backward", "_backward_pre_hooks"),
-)
-
-
-def _is_harmless(hook: Any) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.startswith(("dualform.", "torch.", "transformers.", "peft."))
-
-
-@contextmanager
-def _not_called(model: nn.Module) -> Iterator[None]:
-    """Raise `Untried` where any module of this model is called, and compile nothing, while the context lasts.
-
-    A copy of a model calls the model's own layers where a function that it holds refers to them: `model.forward =
-    lambda x: head(body(x))`.
-    """
-    mine = {id(module) for module in model.modules()}
-
-    def refuse(module: nn.Module, _: Any) -> None:
-        if id(module) in mine:
-            raise Untried("a copy of the model calls layers of the model itself, which a function refers to")
-
-    compiling = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    hooks = every_module._global_forward_pre_hooks
-
-    def remove_all() -> None:
-        for number in [number for number, hook in hooks.items() if hook is refuse]:
-            del hooks[number]
-
-    try:
-        every_module.register_module_forward_pre_hook(refuse)
-        with compiling:
-            yield
-    finally:
-        try:
-            remove_all()
-        finally:
-            remove_all()  # once more: an interrupt may have cut the first short
-
-
 def _summed(outputs: Any) -> Tensor:
     """Return a number that is a sum over all elements of a model's outputs, so that no row is singled out."""
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type | Mapping):
         outputs = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
-    found = [t for t in _tensors(outputs) if t.is_floating_point() and t.requires_grad]
+    found = [t for t in tensors_in(outputs) if t.is_floating_point() and t.requires_grad]
     if not found:
         raise Untried("the model's outputs hold no tensor with a gradient")
     return torch.stack([(t * t / 2 + t / 3).sum() for t in found]).sum()
 
 
 def _permuted(batch: Any, axes: Axes, order: Tensor) -> Any:
-    """Return a batch whose tensors have these axes permuted, in the order in which `_tensors` yields them."""
+    """Return a batch whose tensors have these axes permuted, in the order in which `tensors_in` yields them."""
     remaining = iter(axes)
 
     def permute(tensor: Tensor) -> Tensor:
@@ -661,7 +373,7 @@ def _permuted(batch: Any, axes: Axes, order: Tensor) -> Any:
             tensor = tensor.index_select(axis, order.to(tensor.device))
         return tensor
 
-    return _mapped(batch, permute)
+    return mapped(batch, permute)
 
 
 _COARSE = (torch.float16, torch.bfloat16)
@@ -675,41 +387,3 @@ def _cloned_double(tensor: Tensor) -> Tensor:
 def _cloned(tensor: Tensor) -> Tensor:
     tensor = tensor.float() if tensor.dtype in _COARSE else tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a nested value with every tensor changed; what is no tensor, mapping, list or tuple stays."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        changed = {key: _mapped(part, change) for key, part in value.items()}
-        return changed if type(value) is dict else _like(value, changed)
-    if isinstance(value, tuple | list):
-        parts = [_mapped(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-def _like(value: Any, changed: dict[Any, Any]) -> Any:
-    other = copy.copy(value)
-    for key, part in changed.items():
-        other[key] = part
-    return other
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a nested value, in the order in which `_mapped` visits them."""
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Tensor | PackedSequence):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _leaves(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _leaves(part)
-    else:
-        yield value

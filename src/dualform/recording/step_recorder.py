@@ -20,6 +20,7 @@ from dualform.identity.parameter_use import takes_ids
 from dualform.recording.accumulation import Accumulations
 from dualform.recording.alignment import Alignment
 from dualform.recording.annotations import Annotator, Binding
+from dualform.recording.argument_tensors import input_tensors
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
 from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
@@ -37,7 +38,6 @@ from dualform.recording.module_hooks import HookHandle, hook_step
 from dualform.recording.processes import refuse_join, rounds_reduced
 from dualform.recording.proven_steps import KnownSteps, ProvenAccumulations, ProvenChanges, ProvenPreparation
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
-from dualform.recording.row_trials import input_tensors
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import (
     LateSink,

@@ -1,9 +1,9 @@
 """Logged step facts in, coefficients or linear maps out: pure mathematics, one optimizer family a file.
 
-`kind.py` has what an optimizer gives and the registry; `scalar.py` (SGD), `elementwise.py` (Adam and its relatives) and
-`onesided.py` (Muon) register theirs: every file here is
-imported. Coefficients and maps belong to a horizon (a number of steps), because momentum
-and decay go on changing a pattern's share after its step.
+`optimizer_kind.py` has what an optimizer gives and the registry. `scalar.py` (SGD), `adam_and_relatives.py` (the
+elementwise family; its mathematics is in the `elementwise` files) and `onesided.py` (Muon) register theirs: each file
+here is imported. Coefficients and maps belong to a horizon (a number of steps), because momentum and decay go on
+changing a pattern's share after its step.
 """
 
 import importlib

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dualform.errors import RefusedError
-from dualform.identity.families.elementwise import AskedElements, ElementwiseBackward, ElementwiseStep
+from dualform.identity.families.elementwise_recursions import AskedElements, ElementwiseBackward
+from dualform.identity.families.elementwise_step import ElementwiseStep
 from dualform.identity.families.optimizer_facts import Coefficients, CoefficientsOf, Facts, Series, UpdateRates
 from dualform.identity.families.optimizer_kind import (
     AskedOutputs,

@@ -1,0 +1,156 @@
+"""What a permuted batch shows of a layer: whether its patterns moved as the rows did, and on which axis. Pure."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dualform.recording.rowcheck import Placement, RowCheck
+
+FEW_ROWS = 3  # batches in which a permutation without fixed points may commute with what the model does to its rows
+SAME = 0.05  # how far a row may be from where it should be, relative to how far the permutation moved it
+ROUNDING = 64  # units in the last place of a tensor's largest element that rounding may move its elements by
+FLAT = 50  # times the rounding: rows that differ by less count as equal
+
+NO_ROW = "its patterns belong to no row of the batch"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenCall:
+    """The patterns of one call of a layer in a trial."""
+
+    leading: tuple[int, ...]
+    keys: Tensor  # (..., d_in)
+    values: Tensor | None  # (n, d_out); nothing where the backward did not come
+
+
+def judge(before: SeenCall, after: SeenCall, order: Tensor) -> RowCheck:
+    """Say whether one call's patterns moved as the rows of the batch did, and on which axis."""
+    if before.leading != after.leading:
+        return RowCheck("not aligned", "its input has another shape when rows move")
+    places = _placements(before.leading, len(order))
+    fitting = [place for place in places if _moves_as(before, after, place, order)]
+    if len(fitting) == 1:
+        return RowCheck("proved", f"rows are {fitting[0]}", fitting[0], shapes=frozenset([before.leading]))
+    if fitting:
+        return RowCheck("not aligned", f"rows could be {' or '.join(map(str, fitting))}")
+    if not (_unchanged(before.keys, after.keys) and _unchanged(before.values, after.values)):
+        return RowCheck("not aligned", "its rows are not those of the batch: sorted, rolled, joined or mixed")
+    if any(_states(before, after, place, order) == {"equal"} for place in places):
+        return RowCheck("assumed", "all its rows were equal", undecided=True)
+    return RowCheck("not aligned", NO_ROW)
+
+
+def joint_check(checks: Sequence[RowCheck]) -> RowCheck:
+    """Return what holds for all calls of a layer in one forward; undecided where it is so for any of them."""
+    decided = [check for check in checks if not check.undecided] or checks
+    if len(set(decided)) == 1:
+        shapes = frozenset[tuple[int, ...]]().union(*(check.shapes for check in decided))
+        return dataclasses.replace(decided[0], shapes=shapes, undecided=any(check.undecided for check in checks))
+    for outcome in ("not aligned", "assumed"):
+        for check in checks:
+            if check.outcome == outcome:
+                return RowCheck(check.outcome, f"in one of {len(checks)} calls {check.reason}")
+    return RowCheck("not aligned", "its calls have their rows in different places")
+
+
+def _placements(leading: Sequence[int], rows: int) -> list[Placement]:
+    """Return every place in which leading axes could hold so many rows."""
+    found = []
+    for axis, size in enumerate(leading):
+        if size == rows:
+            found.append(Placement(len(leading), axis))
+        elif size > rows and size % rows == 0:
+            found.append(Placement(len(leading), axis, "rows first"))
+            found.append(Placement(len(leading), axis, "rows last"))
+    return found
+
+
+def _moves_as(before: SeenCall, after: SeenCall, place: Placement, order: Tensor) -> bool:
+    """Say whether keys and values moved as the rows: one of them, and the other too unless all its rows are equal."""
+    states = _states(before, after, place, order)
+    return "moved" in states and states <= {"moved", "equal"}
+
+
+def all_move_as(before: Sequence[SeenCall], after: Sequence[SeenCall], check: RowCheck, order: Tensor) -> bool:
+    """Say whether all calls of a layer whose rows are proved moved as ordered; other calls than before did not."""
+    if check.placement is None or [call.leading for call in before] != [call.leading for call in after]:
+        return False
+    return all(_moves_as(*pair, check.placement, order) for pair in zip(before, after, strict=True))
+
+
+def _states(before: SeenCall, after: SeenCall, place: Placement, order: Tensor) -> set[str]:
+    pairs = [(before.keys, after.keys)]
+    if before.values is not None and after.values is not None:
+        pairs.append((before.values, after.values))
+    elif before.values is not None or after.values is not None:
+        return {"other"}
+    view = place.view(before.leading, len(order))
+    assert view is not None, "placements are made for these leading axes"
+    shape, axis = view
+    return {_state(a.reshape(*shape, -1).movedim(axis, 0), b.reshape(*shape, -1).movedim(axis, 0), order)
+            for a, b in pairs}  # fmt: skip
+
+
+def _state(before: Tensor, after: Tensor, order: Tensor) -> Literal["moved", "equal", "other"]:
+    """Say whether rows (B, ...) moved as ordered, are all equal, or did something else."""
+    before, after = before.flatten(1), after.flatten(1)
+    if not before.numel():
+        return "equal"
+    rounding = _rounding(before)
+    before, after = before.double(), after.double()
+    expected = before[order.to(before.device)]
+    distance = (expected - before).norm(dim=1)  # (B,)
+    error = (after - expected).norm(dim=1)
+    if not bool(torch.isfinite(error).all()):
+        return "other"
+    limit = torch.maximum(SAME * distance, torch.full_like(distance, rounding))
+    if float(distance.max()) <= FLAT * rounding:
+        return "equal" if float(error.max()) <= FLAT * rounding else "other"
+    return "moved" if bool((error <= limit).all()) else "other"
+
+
+def _unchanged(before: Tensor | None, after: Tensor | None) -> bool:
+    if before is None or after is None:
+        return before is after
+    if before.shape != after.shape:
+        return False
+    difference = float((after.double() - before.double()).norm())
+    return difference <= 1e-3 * float(before.double().norm())
+
+
+def _rounding(rows: Tensor) -> float:
+    """Return how far rounding may move a row (B, d), as a norm; nothing rounds whole numbers."""
+    if not rows.is_floating_point():
+        return 0.0
+    largest = float(rows.abs().max())
+    return ROUNDING * torch.finfo(rows.dtype).eps * largest * math.sqrt(rows.shape[1])
+
+
+def row_order(rows: int) -> Tensor:
+    """Return a fixed permutation that is one cycle, so that no row stays, and no power of which is a roll or a flip.
+
+    What a model does to its rows in a fixed way (a roll, a flip) must not commute with the permutation. With three
+    rows and fewer that cannot be had.
+    """
+    generator = random.Random(2022)
+    plain = {tuple((i + shift) % rows for i in range(rows)) for shift in range(rows)} | {tuple(reversed(range(rows)))}
+    while True:
+        cycle = list(range(rows))
+        for i in range(rows - 1, 0, -1):  # Sattolo's shuffle gives one cycle
+            j = generator.randrange(i)
+            cycle[i], cycle[j] = cycle[j], cycle[i]
+        if rows <= FEW_ROWS:
+            return torch.tensor(cycle)
+        power = tuple(cycle)
+        commutes = False
+        for _ in range(min(rows, 12) - 2):
+            commutes = commutes or power in plain
+            power = tuple(cycle[i] for i in power)
+        if not commutes:
+            return torch.tensor(cycle)
