@@ -26,6 +26,7 @@ from dualform.errors import QueryError, ReplayError, SelectionError
 from dualform.identity.families.naming import class_name
 from dualform.logits import logits_of
 from dualform.modes import evaluating
+from dualform.recording.user_warnings import warn_user
 
 PATH_NOTE = (
     "A path contribution is an account of this training: start, parts and the rest add up to the output. It is no "
@@ -204,6 +205,7 @@ def find_path_contributions(
     units = None if reference is None else reference.units
     probe = PathProbe(asked.model, batches, targets, asked.quantity, run.layers, batch_axis=axis, units=units)
     probe.check_rows()
+    _warn_of_late_state(known_state)
     samples = groups if per == "sample" else None
     followed = groups if samples is None else _Merged(samples, STEERING_GROUPS)
     count = 1 if groups is None else len(groups.labels)
@@ -280,6 +282,20 @@ def _check_question(table: Table, by: By | None, per: PathPer | None, over: Bins
                         "gradient: path contributions of single samples are known for optimizers that multiply it "
                         "element by element (SGD, Adam and their kin). Ask by groups: by= a column."
                     )
+
+
+def _warn_of_late_state(known_state: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
+    """Warn of uncovered state that is not kept as it was before the first step: its early changes are no part."""
+    first = {name: steps for steps, state in reversed(known_state) for name in state}
+    late = {name: steps for name, steps in first.items() if steps}
+    if late:
+        shown = ", ".join(f"{name!r} (after step {steps})" for name, steps in sorted(late.items())[:4])
+        more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+        warn_user(
+            f"The run does not keep {shown}{more} as it was before the first step, but only as it was later. The path "
+            "is followed as if it had been so from the start: the part `start` is that of such a network, and `state` "
+            "lacks what changed before."
+        )
 
 
 class _Merged:

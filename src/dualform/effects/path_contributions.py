@@ -319,21 +319,25 @@ class _Path(Onlooker):
 
 
 def state_between(known: Sequence[tuple[int, State]]) -> Callable[[int], State]:
-    """Return the uncovered state after any number of steps, linear between those after which it is known.
+    """Return the uncovered state after any number of steps, each tensor linear between those after which it is known.
 
     Before the first and after the last it is as there. Whole numbers are those of the later one.
     """
+    entries: dict[str, list[tuple[int, Tensor]]] = {}
+    for steps, state in known:
+        for name, tensor in state.items():
+            entries.setdefault(name, []).append((steps, tensor))
+    return lambda steps: {name: _tensor_between(found, steps) for name, found in entries.items()}
 
-    def at(steps: int) -> State:
-        after = [entry for entry in known if entry[0] >= steps]
-        before = [entry for entry in known if entry[0] < steps]
-        if not after or not before:
-            return (after[0] if after else before[-1])[1] if known else {}
-        (early, first), (late, last) = before[-1], after[0]
-        shared = {name: tensor for name, tensor in first.items() if name in last}
-        return {**last, **between(shared, last, (steps - early) / (late - early))}
 
-    return at
+def _tensor_between(known: Sequence[tuple[int, Tensor]], steps: int) -> Tensor:
+    """Return one tensor after a number of steps, from what is known of it."""
+    after = [entry for entry in known if entry[0] >= steps]
+    before = [entry for entry in known if entry[0] < steps]
+    if not after or not before:
+        return (after[0] if after else before[-1])[1]
+    (early, first), (late, last) = before[-1], after[0]
+    return between({"": first}, {"": last}, (steps - early) / (late - early))[""]
 
 
 def path_fold(
