@@ -15,9 +15,10 @@ from dualform.attend.groups import Table
 from dualform.binning import Bins, By, label_order
 from dualform.drawing import picture_of
 from dualform.effects.output_gradients import Quantity, measure_quantity
-from dualform.effects.path_contributions import PathParts, PathSettings, path_fold, state_between, step_bins
+from dualform.effects.path_contributions import path_fold, state_between, step_bins
 from dualform.effects.path_probe import PathProbe
 from dualform.effects.path_samples import chunk_length, find_sample_parts
+from dualform.effects.path_walk import PathParts, PathSettings
 from dualform.engine.model_layers import move
 from dualform.engine.parameter_steps import optimizer_of
 from dualform.engine.reading import kept_rows
