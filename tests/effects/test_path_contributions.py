@@ -310,6 +310,7 @@ def test_a_layer_that_is_trained_from_some_step_on_is_not_recorded_and_counts_as
 ) -> None:
     x, y = data()
     model = network()
+    assert isinstance(model, nn.Sequential)
     begun = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
     with dualform.record(model, optimizer, tmp_path / "run") as recorder:
