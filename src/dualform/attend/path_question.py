@@ -188,8 +188,11 @@ def read_paths(tensors: Mapping[str, Tensor], source: str) -> dict[str, PathCont
 def _checked(found: PathContributions) -> PathContributions:
     """Return path contributions whose tensors fit each other; else raise `ValueError`."""
     inputs, groups = len(found.output), len(found.groups)
-    shapes = dict.fromkeys(("start", "state", "rest", "residual", "output"), (inputs,))
-    shapes["values"], shapes["by_layer"] = (inputs, groups), (inputs, groups, len(found.layers))
+    shapes: dict[str, tuple[int, ...]] = {
+        "values": (inputs, groups),
+        "by_layer": (inputs, groups, len(found.layers)),
+        **dict.fromkeys(("start", "state", "rest", "residual", "output"), (inputs,)),
+    }
     for name, shape in shapes.items():
         tensor = getattr(found, name)
         if tensor.shape != shape or not tensor.is_floating_point():
