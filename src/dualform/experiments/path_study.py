@@ -49,6 +49,7 @@ class PathStudy:
         errors: the most test errors that are looked at.
         reference: training inputs whose mean is the reference.
         width: steps of a bin, in the continual part.
+        updates: how many each task gets in the continual part, where they are not as many as in the continual study.
     """
 
     data: str = "mnist"
@@ -56,6 +57,7 @@ class PathStudy:
     errors: int = 100
     reference: int = 32
     width: int = 500
+    updates: int | None = None
 
     @property
     def is_small(self) -> bool:
@@ -74,11 +76,13 @@ class PathStudy:
         )
 
 
-def path_study(data: str) -> PathStudy:
+def path_study(data: str, *, updates: int | None = None) -> PathStudy:
     """Return the study on `mnist` or, small, on `digits`."""
     if data not in ("mnist", "digits"):
         raise DataError(f"The study of path contributions runs on mnist or digits; {data!r} came.")
-    return PathStudy(data, errors=60) if data == "mnist" else PathStudy(data, width=100)
+    return (
+        PathStudy(data, errors=60, updates=updates) if data == "mnist" else PathStudy(data, width=100, updates=updates)
+    )
 
 
 def reproduce_path(study: PathStudy, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
@@ -331,6 +335,9 @@ def _share(hits: Tensor) -> float:
 def _forgetting_findings(study: PathStudy, run: Path, clock: Clock, *, seed: int, device: str) -> Row:
     """Train on two tasks in sequence, and say how much of the first task's margins the second took away, and when."""
     continual = image_study("continual", study.data)
+    if study.updates is not None:
+        phases = tuple(dataclasses.replace(phase, steps=study.updates) for phase in continual.phases)
+        continual = dataclasses.replace(continual, phases=phases)
     tasks = make_tasks(load_sets(continual.tasks))
     _make_empty(run)
     model = clock("training on two tasks", lambda: _train(tasks, continual, run, seed, device))
@@ -346,6 +353,7 @@ def _forgetting_findings(study: PathStudy, run: Path, clock: Clock, *, seed: int
     assert found.by_step is not None, "bins of steps were asked for"
     return {
         "tasks": [first, second],
+        "updates": [phase.steps for phase in continual.phases],
         "start": float(found.start.mean()),
         "gained": float(gained.mean()),
         "taken": float(taken.mean()),
