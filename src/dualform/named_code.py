@@ -56,7 +56,7 @@ class RememberedFunction:
                 found = import_name(self.spec)
         except QueryError as error:
             raise QueryError(
-                f"{error} What a run names is not looked for in the current folder. If you trust it, {self.instead}."
+                f"What a run names is not looked for in the current folder: {error} If you trust it, {self.instead}."
             ) from error
         home = str(getattr(found, "__module__", ""))
         plain = inspect.isfunction(found) or (
