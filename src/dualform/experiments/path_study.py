@@ -35,6 +35,9 @@ from dualform.show.terminal_tables import plain
 ABOUT = "study.json"
 """The file that says which study and seed a folder holds."""
 
+STEP_BINS = 6
+"""Bins of steps of each task, in the continual part with a number of updates of its own."""
+
 LDS_METHODS = ("effects", "path", "direct", "attention", "ceiling")
 """Scores of the retraining evaluation that stand beside path contributions."""
 
@@ -80,9 +83,10 @@ def path_study(data: str, *, updates: int | None = None) -> PathStudy:
     """Return the study on `mnist` or, small, on `digits`."""
     if data not in ("mnist", "digits"):
         raise DataError(f"The study of path contributions runs on mnist or digits; {data!r} came.")
-    return (
-        PathStudy(data, errors=60, updates=updates) if data == "mnist" else PathStudy(data, width=100, updates=updates)
-    )
+    study = PathStudy(data, errors=60) if data == "mnist" else PathStudy(data, width=100)
+    if updates is None:
+        return study
+    return dataclasses.replace(study, updates=updates, width=max(1, updates // STEP_BINS))
 
 
 def reproduce_path(study: PathStudy, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
