@@ -219,7 +219,7 @@ def test_gradients_that_were_clipped() -> None:
 def test_parameters_that_stay_and_several_groups() -> None:
     def frozen() -> nn.Module:
         model = Mlp()
-        model.body[0].weight.requires_grad_(False)  # type: ignore[union-attr]
+        model.body[0].weight.requires_grad_(False)
         return model
 
     found = unrolled(make_training(model=frozen))

@@ -158,8 +158,8 @@ class _Walk:
         """Return the gradient of each input's quantity by each parameter, (M, ...)."""
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        for parameter in parameters:
-            parameter.requires_grad_()
+        for trained in parameters:
+            trained.requires_grad_()
         asked, taken = self._asked, 0
         rows: list[list[Tensor]] = [[] for _ in parameters]
         device = parameters[0].device

@@ -14,7 +14,7 @@ differentiated, and a step that did anything else is refused.
 """
 
 import contextlib
-import functools
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -330,13 +330,9 @@ def _by_freshness(update: GroupUpdate, step: TakenStep) -> Iterator[list[int]]:
             yield mine
 
 
-@functools.cache
 def require_differentiable(optimizer: type[Optimizer]) -> None:
     """Raise unless torch can differentiate through an optimizer's steps."""
-    try:
-        differentiable = "differentiable" in optimizer([torch.zeros(1, requires_grad=True)]).defaults  # type: ignore[call-arg]
-    except (TypeError, ValueError):
-        differentiable = False
+    differentiable = "differentiable" in inspect.signature(optimizer).parameters
     if not differentiable or not optimizer.__module__.startswith("torch.optim"):
         raise QueryError(
             f"Unrolled effects go backwards through the optimizer's steps, and torch cannot differentiate those of "

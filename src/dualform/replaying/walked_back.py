@@ -5,6 +5,7 @@ then the training is put back to each of them, the last first. With points every
 on disk and sqrt(S) in memory, and all steps are taken twice at most.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class StateWatch:
         self._state = state
         self._optimizers = unwrap_all(state["optimizer"])
         for index, optimizer in enumerate(self._optimizers):
-            optimizer.register_step_pre_hook(lambda one, args, kwargs, index=index: self._before_update(index))
+            optimizer.register_step_pre_hook(functools.partial(self._before_update, index))
 
     def before_step(self, number: int, take: Callable[[], Mapping[str, Any]]) -> None:
         """Hold the state before a step."""
@@ -59,7 +60,7 @@ class StateWatch:
             self.points[number] = take()
             self._taken[number], self._settings[number] = {}, {}
 
-    def _before_update(self, index: int) -> None:
+    def _before_update(self, index: int, *_: Any) -> None:
         """Hold the gradients and the settings that an optimizer takes."""
         if self._number not in self._steps:
             return
@@ -74,7 +75,7 @@ class StateWatch:
         """Return copies of the parameters, and of what the optimizers keep of each."""
         held = self._held()
         kept = {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
-        copies = [
+        copies: list[ParameterState] = [
             {name: one.detach().clone() if isinstance(one, Tensor) else one for name, one in kept.get(p, {}).items()}
             for p in held
         ]
@@ -99,7 +100,7 @@ class StateWatch:
         """Return the step that the training is put back to."""
         model: nn.Module = self._state["model"]
         held = self._held()
-        names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         place = {parameter: at for at, parameter in enumerate(held)}
         batch = train.batches[number]
         updates = []
