@@ -23,9 +23,9 @@ def noise_section(findings: Sequence[Row], *, command: str) -> Section:
         f"SGD with momentum 0.9 and learning rate {study['learning_rate']:g}, batches of {study['batch']}. Each method "
         "ranks all training samples, most suspicious first. Harm is the predicted rise of the loss of "
         f"{study['held']:,} held-out samples whose labels are right, summed; of path contributions, what a sample "
-        "added to the loss of the first 60 of them. A sample's own loss is asked with the label that it was given: the more "
-        "a network owes this loss to the sample itself, the more it had to learn it by heart. TracInCP and confident "
-        "learning are written from the published formulas, with five checkpoints and five folds; EK-FAC is "
+        "added to the loss of the first 60 of them. A sample's own loss is asked with the label that it was given: the "
+        "more a network owes this loss to the sample itself, the more it had to learn it by heart. TracInCP and "
+        "confident learning are written from the published formulas, with five checkpoints and five folds; EK-FAC is "
         "kronfluence's with its own damping, where it is installed. Nothing was tuned: all methods were run once for "
         "each seed, with the first settings that were tried.",
         f"Then the first {planted:,} samples of each ranking are taken out and {study['retrainings']} networks are "

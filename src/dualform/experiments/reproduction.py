@@ -26,6 +26,8 @@ from dualform.experiments.questions_page import write_questions
 from dualform.experiments.study_summary import Grid, summarise_images, summarise_shares
 from dualform.experiments.text_sources import TextSourcesStudy, reproduce_text_sources
 from dualform.experiments.text_sources_page import summarise_text_sources, text_sources_section
+from dualform.experiments.tuning_page import summarise_tuning, tuning_section
+from dualform.experiments.tuning_study import TuningStudy, reproduce_tuning
 from dualform.show.terminal_tables import console, print_grid, print_json
 from dualform.tokens import SPLIT_UNITS
 
@@ -36,6 +38,7 @@ TEXT_SOURCES = "sources"
 CHECKPOINTS = "checkpoints"
 PATH = "path"
 NOISE = "noise"
+TUNING = "tuning"
 QUESTIONS_STUDY = "questions"
 QUESTIONS_PAGE = Path("docs/questions.md")
 
@@ -167,12 +170,14 @@ def _jobs(options: ReproductionOptions) -> list[StudyJob]:
         return [_path_job(options)]
     if which == NOISE:
         return [_noise_job(options)]
+    if which == TUNING:
+        return [_tuning_job(options)]
     if which == "all":
         wanted = [*image_studies.IMAGE_STUDIES, *([*plans.PAPER_STUDIES] if options.data in (None, "mnist") else [])]
     elif which in known:
         wanted = [which]
     else:
-        more = (*known, TEXT_SOURCES, PATH, CHECKPOINTS, NOISE, QUESTIONS_STUDY)
+        more = (*known, TEXT_SOURCES, PATH, CHECKPOINTS, NOISE, TUNING, QUESTIONS_STUDY)
         raise QueryError(f"There is no study {which!r}; expected {', '.join(more)} or all.")
     return [
         _image_job(cast("image_studies.ImageStudyName", name), options)
@@ -255,6 +260,16 @@ def _noise_job(options: ReproductionOptions) -> StudyJob:
         run=lambda folder, seed, keep: reproduce_noise(study, folder, seed=seed, keep=keep),
         summarise=summarise_noise,
         section=lambda findings: noise_section(findings, command=options.command(NOISE)),
+    )
+
+
+def _tuning_job(options: ReproductionOptions) -> StudyJob:
+    study = replace(TuningStudy(), width=options.units or TuningStudy().width)
+    return StudyJob(
+        name=TUNING,
+        run=lambda folder, seed, keep: reproduce_tuning(study, folder, seed=seed, keep=keep),
+        summarise=summarise_tuning,
+        section=lambda findings: tuning_section(findings, command=options.command(TUNING)),
     )
 
 

@@ -76,6 +76,7 @@ class TuningStudy:
 
     cases: tuple[TuningCase, ...] = (
         TuningCase("characters, AdamW", "text", "AdamW", 1e-3),
+        TuningCase("characters, AdamW, eps 1e-6", "text", "AdamW", 1e-3, eps=1e-6),
         TuningCase("characters, SGD", "text", "SGD", 0.05),
         TuningCase("digits, AdamW, dropout", "digits", "AdamW", 1e-3, epochs=5, pretraining=300, dropout=0.1),
         TuningCase("digits, SGD", "digits", "SGD", 0.02, epochs=5, pretraining=300),
