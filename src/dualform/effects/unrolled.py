@@ -41,6 +41,13 @@ SMALL_PART = 1e-3
 CLIPPING_EPSILON = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm."""
 
+TOGETHER_ELEMENTS = 1 << 16
+"""The most elements of all inputs for which several adjoints are pulled back together on a CPU.
+
+On one thread, 20 adjoints of an MLP with 6,000 weights take 2 ms together and 7 ms one by one; of one with 84,000
+weights 14 ms either way; and of one with a million 512 and 125 ms.
+"""
+
 COUNTERS = ("step", "mu_product")
 """Entries of an optimizer's state that count steps, and depend on no gradient."""
 
@@ -300,7 +307,8 @@ def pull_back(outputs: Sequence[Tensor], inputs: Sequence[Tensor], adjoints: Seq
             rows.append([torch.zeros_like(x) if r is None else r for x, r in zip(inputs, row, strict=True)])
         return [torch.stack(each) for each in zip(*rows, strict=True)]
 
-    if many == 1:
+    small = sum(one.numel() for one in inputs) <= TOGETHER_ELEMENTS
+    if many == 1 or not (small or wanted[0].is_cuda):
         return one_by_one()
     try:
         with warnings.catch_warnings():

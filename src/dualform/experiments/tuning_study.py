@@ -7,10 +7,12 @@ method is scored by the rank correlation, over the subsets, of what it predicts 
 
 import contextlib
 import dataclasses
-import time
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -81,9 +83,9 @@ class TuningStudy:
         TuningCase("digits, AdamW, dropout", "digits", "AdamW", 1e-3, epochs=5, pretraining=300, dropout=0.1),
         TuningCase("digits, SGD", "digits", "SGD", 0.02, epochs=5, pretraining=300),
     )
-    subsets: int = 50
+    subsets: int = 40
     shares: tuple[float, ...] = (0.5, 0.05)
-    tests: int = 30
+    tests: int = 20
     width: int = 48
     length: int = 32
 
@@ -175,9 +177,12 @@ def reproduce_tuning(study: TuningStudy, folder: Path, *, seed: int, keep: bool 
     folder.mkdir(parents=True)
     clock = Clock({})
     rows = [
-        clock(case.name, lambda case=case, at=at: _case_findings(study, case, folder / f"case-{at}", seed=seed))
+        clock(case.name, partial(_case_findings, study, case, folder / f"case-{at}", seed=seed))
         for at, case in enumerate(study.cases)
     ]
+    for at in range(len(study.cases)):
+        if at or not keep:
+            shutil.rmtree(folder / f"case-{at}")
     findings = {"study": study, "seed": seed, "cases": rows, "seconds": clock.seconds}
     return store_findings(folder, findings | {"machine": describe_machine("cpu")})
 
@@ -188,9 +193,9 @@ def _case_findings(study: TuningStudy, case: TuningCase, folder: Path, *, seed: 
     seconds: dict[str, float] = {}
 
     def timed(what: str, action: Callable[[], Any]) -> Any:
-        start = time.process_time()
+        start = process_time()
         result = action()
-        seconds[what] = time.process_time() - start
+        seconds[what] = process_time() - start
         return result
 
     ones = torch.ones(case.samples)
