@@ -253,6 +253,14 @@ class SelectiveSink(Protocol):
         """Say whether the sink has a use for the values of a layer. Asked while a recording is open."""
 
 
+@runtime_checkable
+class WholeStepSink(Protocol):
+    """A sink that may have no use for a step which an error broke off between the steps of two optimizers."""
+
+    def needs_whole_steps(self) -> bool:
+        """Say whether the steps will be made again by a replay, which makes each with all of its optimizers."""
+
+
 def sample(parameter: Tensor) -> Tensor:
     """Return a fixed sample of a parameter's elements, to recognise a step by, (at most 2 · SAMPLE,)."""
     flat = parameter.detach().reshape(-1)

@@ -48,6 +48,7 @@ from dualform.recording.sinks import (
     Sink,
     Start,
     StepFacts,
+    WholeStepSink,
 )
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
@@ -243,6 +244,9 @@ class StepRecorder:
                     raise _after_lost(INTERRUPTED)
             else:
                 self._settle()
+                if error is not None and self._is_useless(done):
+                    self._sink.close_without_final(f"step {self.steps} was broken off between two optimizers")
+                    return
                 self._hand_on(done)
                 if (warning := self._close_sink()) and error is None:
                     warn_user(warning)
@@ -255,6 +259,11 @@ class StepRecorder:
             warn_user(f"The recording could not be closed properly: {failure}")
         if untold is not None and error is None:
             warn_user(untold)
+
+    def _is_useless(self, done: OptimizersDone) -> bool:
+        """Say whether a step that was broken off is of no use to the sink: some optimizers made it, others did not."""
+        some = 0 < len(done.ids) < len(self._owned)
+        return some and isinstance(self._sink, WholeStepSink) and self._sink.needs_whole_steps()
 
     def attach(self, files: Files) -> None:
         """Hand files that are no patterns to the sink."""
