@@ -5,7 +5,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import torch
@@ -147,6 +147,16 @@ EFFECT_NOTE = (
 )
 
 
+UNROLLED_NOTE = (
+    "The derivative of this very training, with its seed and its order, by the weight of the group's samples; without "
+    "the group the quantity is predicted to be lower by its effect. Every step was within {:.1e} of the one that was "
+    "differentiated."
+)
+
+EffectMethod = Literal["filter", "unrolled"]
+"""How effects are found."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Effects(Answer):
     """What training on each group of patterns is predicted to have brought to a quantity of each input.
@@ -160,6 +170,8 @@ class Effects(Answer):
         groups: (G,) each group's value, a tuple where there are several columns.
         values: (M, G), float64. Without the group, the quantity is predicted to be lower by that.
         outside: layers that contribute nothing to effects, and why.
+        method: "filter", the prediction from the memory alone; or "unrolled", the derivative of this very training.
+        error: of an unrolled training, how far its steps were at most from those that were differentiated, relative.
     """
 
     layers: tuple[str, ...]
@@ -168,6 +180,8 @@ class Effects(Answer):
     groups: tuple[Any, ...]
     values: Tensor
     outside: Mapping[str, str]
+    method: EffectMethod = "filter"
+    error: float = 0.0
 
     def top(self, k: int, *, largest: bool = True) -> "Effects":
         """Return the k groups whose effect on any input is largest (or most negative), best first."""
@@ -189,7 +203,8 @@ class Effects(Answer):
         more = [] if len(self.groups) <= 12 else [f"... {len(self.groups) - 12} more groups"]
         more += [] if len(self.values) <= 10 else [f"... {len(self.values) - 10} more inputs"]
         more += [f"layer {name!r} contributes nothing: {reason}" for name, reason in self.outside.items()]
-        return "\n".join([title, *grid_lines(["input", *names], rows), *more, EFFECT_NOTE])
+        note = EFFECT_NOTE if self.method == "filter" else UNROLLED_NOTE.format(self.error)
+        return "\n".join([title, *grid_lines(["input", *names], rows), *more, note])
 
 
 def add_effects(found: Sequence[Effects], outside: Mapping[str, str]) -> Effects:
