@@ -1,5 +1,6 @@
 """Effects against the dense reference, the fast form against the filter, and what is refused."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dualform.effects.losses import Losses
 from dualform.effects.moments import Extended, MomentSums
 from dualform.engine.block import Block
 from dualform.errors import KeysOnlyError, QueryError
-from helpers.dense_effects import asked_of, dense_effects, train_densely
+from helpers.dense_effects import asked_of, dense_effects, kernel_size, train_densely
 from helpers.paired import Pair
 from helpers.small import batch, network
 
@@ -83,6 +84,26 @@ def test_effects_are_the_dense_formulas(run: Path, monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(
             worst.values[:, 0], by_sample.topk(2, dim=1, largest=False).values, rtol=1e-3, atol=1e-3 * size
         )
+
+
+@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adamw"])
+def test_filters_of_each_layer_and_of_all_together_are_the_dense_formulas(run: Path, adam: bool) -> None:
+    memory, model, start = record(run, adam=adam)
+    chosen = {"lr": 0.02, "weight_decay": 0.1} if adam else {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.02}
+    batches = [batch(step, dtype=torch.float64, rows=ROWS) for step in range(STEPS)]
+    trained, steps = train_densely(start, batches, adam=adam, **chosen)
+    inputs, labels = questions()
+    spot = memory.attend(model, inputs, targets=labels)
+    asked = asked_of(trained, inputs, labels, "margin")
+    sizes = {layer: kernel_size(steps[layer], steps["2"]) for layer in ("0", "2")}
+    for layer, size in sizes.items():
+        source, patterns = spot[layer]._require_asked(), spot[layer]._group("pattern")
+        kappa = sum(sizes.values()) / size
+        assert kappa > 1.1
+        for filtering, strength in (("joint", kappa), ("layerwise", 1.0)):
+            found = dataclasses.replace(source, filtering=filtering).totals(patterns)
+            expected = dense_effects(steps[layer], steps["2"], asked[layer], kappa=strength)
+            torch.testing.assert_close(found, expected, **EXACT)
 
 
 def test_layers_add_up_and_views_keep_the_filter(run: Path) -> None:

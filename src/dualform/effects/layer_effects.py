@@ -10,7 +10,7 @@ filtered shares; everything else is a streaming pass over queries that were mapp
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,15 @@ from torch import Tensor
 
 from dualform.effects.filter import Filter, make_filter, no_filter
 from dualform.effects.losses import Losses, find_losses
-from dualform.effects.moments import Extended, extension, find_moments, is_linear, pattern_rates
+from dualform.effects.moments import (
+    Extended,
+    extension,
+    find_kernel_sizes,
+    find_moments,
+    is_linear,
+    outside,
+    pattern_rates,
+)
 from dualform.effects.output_gradients import OutputGradients
 from dualform.effects.rates import Rates, find_rates
 from dualform.effects.views import EffectGroups, EffectView
@@ -27,9 +35,14 @@ from dualform.engine.block import Block
 from dualform.engine.jobs import Pass
 from dualform.engine.reading import BLOCK_PATTERNS
 from dualform.engine.reducers import GroupSums, Reducer, Sums, each_group, joined
+from dualform.engine.source import PatternSource
 from dualform.errors import QueryError
 
 R = TypeVar("R")
+Filtering = Literal["joint", "layerwise", "none"]
+"""How later steps answer to an absence: all layers together, each layer for itself, or not at all, which leaves what
+the updates did themselves with all later steps held as they were."""
+FILTERING: Filtering = "layerwise"
 MAX_EFFECT_SHARES_BYTES = 1 << 30  # bytes of group shares that may be held at most
 PRODUCT_OVERHEAD = 100_000  # multiplications that take as long as a small product's overhead
 MAX_CACHED_GROUPS = 64  # groups, whose shares are worth keeping for the next question
@@ -46,8 +59,8 @@ class LayerEffects:
     queries: Tensor  # (Q, d_in)
     gradients: OutputGradients
     dtype: torch.dtype
-    unfiltered: bool = False  # for comparison: what the updates did themselves, all later steps held as they were
-    held: dict[bool, Filter] = field(default_factory=dict)
+    filtering: Filtering = FILTERING
+    held: dict[Filtering, Filter] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.gradients.inputs
@@ -116,7 +129,8 @@ class LayerEffects:
         def compute() -> dict[str, Tensor]:
             found = find_moments(self.table.run, self.table.executor, self.layer, self.rates(), self._losses())
             time = found.time
-            made = make_filter(found.keys / time, found.values / time, time, found.decay)
+            strength = self._others_too() if self.filtering == "joint" else 1.0
+            made = make_filter(found.keys / time, found.values / time, time * strength, found.decay)
             return {
                 "keys": made.keys,
                 "values": made.values,
@@ -126,23 +140,23 @@ class LayerEffects:
             }
 
         self.require()
-        if self.unfiltered not in self.held:
-            if self.unfiltered:
+        if self.filtering not in self.held:
+            if self.filtering == "none":
                 made = no_filter(self._extend.width(self.queries.shape[1]), self.gradients.rows.shape[1])
             else:
-                made = Filter(**self.cache.get(("effect filter", self.layer, self.table.horizon), compute))
-            self.held[self.unfiltered] = made.to(self.queries.device)
-        return self.held[self.unfiltered]
+                what = ("effect filter", self.filtering, self.layer, self.table.horizon)
+                made = Filter(**self.cache.get(what, compute))
+            self.held[self.filtering] = made.to(self.queries.device)
+        return self.held[self.filtering]
 
     def rates(self) -> Rates:
         """Return the layer's rates."""
+        return layer_rates(self.table, self.cache, self.layer)
 
-        def compute() -> dict[str, Tensor]:
-            found = find_rates(self.table.run, self.table.executor, self.layer, horizon=self.table.horizon)
-            return {"rate": torch.from_numpy(found.rate), "decay": torch.from_numpy(found.decay)}
-
-        found = self.cache.get(("effect rates", self.layer, self.table.horizon), compute)
-        return Rates(found["rate"].numpy(), found["decay"].numpy())
+    def _others_too(self) -> float:
+        """Return kappa: how much faster an absence is repaired by all layers together than by this one alone."""
+        sizes = kernel_sizes(self.table, self.cache)
+        return sum(sizes.values()) / sizes[self.layer] if sizes[self.layer] else 1.0
 
     def require(self) -> None:
         """Raise unless this layer can have effects."""
@@ -181,7 +195,7 @@ class LayerEffects:
             job = Pass(self.layer, self.table, reducer, like, groups=grouping, values=True)
             return {"shares": self.filter().apply(self.table.answer(job))}
 
-        what = ("effect shares", self.unfiltered, self.layer, self.table.conditions, self.table.horizon, grouping.parts)
+        what = ("effect shares", self.filtering, self.layer, self.table.conditions, self.table.horizon, grouping.parts)
         return self.cache.get(what, compute)["shares"].to(self.queries.device)
 
     def _by_shares(self, shares: Tensor) -> Tensor:
@@ -199,10 +213,43 @@ class LayerEffects:
         return list(torch.arange(len(self), device=self.queries.device).split(size))
 
 
+def layer_rates(table: EffectView, cache: AnswerCache, layer: str) -> Rates:
+    """Return a layer's rates, found once for the run and a horizon."""
+
+    def compute() -> dict[str, Tensor]:
+        found = find_rates(table.run, table.executor, layer, horizon=table.horizon)
+        return {"rate": torch.from_numpy(found.rate), "decay": torch.from_numpy(found.decay)}
+
+    found = cache.get(("effect rates", layer, table.horizon), compute)
+    return Rates(found["rate"].numpy(), found["decay"].numpy())
+
+
+def kernel_sizes(table: EffectView, cache: AnswerCache) -> dict[str, float]:
+    """Return t = T tr(A) tr(G) of every layer that has effects, found once for the run and a horizon."""
+    run = table.run
+    trained = {
+        name: rates
+        for name in _linear_layers(run)
+        if outside(run, name) is None and (rates := layer_rates(table, cache, name)).rate.any()
+    }
+
+    def compute() -> dict[str, Tensor]:
+        found = find_kernel_sizes(run, table.executor, list(trained.items()), losses(table, cache))
+        return {"sizes": torch.tensor(found, dtype=torch.float64)}
+
+    sizes = cache.get(("effect kernel sizes", tuple(trained), table.horizon), compute)["sizes"]
+    return dict(zip(trained, sizes.tolist(), strict=True))
+
+
+def _linear_layers(run: PatternSource) -> list[str]:
+    """Return the layers of the linear family whose patterns are kept whole."""
+    return [n for n, e in run.layers.items() if e.has_values and run.count(n) and is_linear(run, n)]
+
+
 def losses(table: EffectView, cache: AnswerCache) -> Losses:
     """Return what the values say about the loss, found once for the run."""
     run = table.run
-    layers = [n for n, e in run.layers.items() if e.has_values and run.count(n) and is_linear(run, n)]
+    layers = _linear_layers(run)
     found: list[Losses] = []
 
     def compute() -> dict[str, Tensor]:

@@ -7,7 +7,10 @@ where w comes from too). Every pattern adds its own terms, so parts of a memory 
 order.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +25,7 @@ from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
 from dualform.errors import QueryError
 
+R = TypeVar("R")
 WIDEST = 8192  # of a layer whose moments are worth having
 
 
@@ -75,6 +79,36 @@ class MomentSums(Reducer[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]):
 
     def result(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the moments of keys and of values."""
+        return state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceSums(Reducer[Tensor, Tensor]):
+    """The traces of the weighted second moments of (extended) keys and of values, (2,)."""
+
+    on_keys: Tensor
+    on_values: Tensor
+    extend: "Extended"
+
+    def new(self, like: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(2, dtype=torch.float64)
+
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add a block's traces."""
+        assert block.values is not None, "this pass reads values"
+        at = block.pattern_ids
+        pairs = ((self.extend(block.keys), self.on_keys[at]), (block.values, self.on_values[at]))
+        for i, (rows, weights) in enumerate(pairs):
+            state[i] += (rows.double().square().sum(dim=1).cpu() * weights).sum()
+        return state
+
+    def merge(self, first: Tensor, second: Tensor) -> Tensor:
+        """Add the traces."""
+        return first + second
+
+    def result(self, state: Tensor) -> Tensor:
+        """Return the traces of keys' and of values' moments."""
         return state
 
 
@@ -141,22 +175,55 @@ def pattern_rates(run: PatternSource, layer: str, part: PatternPart, rates: Rate
 
 def find_moments(source: PatternSource, executor: Executor, layer: str, rates: Rates, losses: Losses) -> Moments:
     """Add up a layer's moments over all its patterns within the rates' horizon."""
-    horizon = len(rates.rate)
     entry = source.require_values(layer)
-    extend = extension(source, layer, horizon=horizon)
-    weights = [_moment_weights(source, layer, part, rates, losses) for part in source.parts() if part.start < horizon]
-    on_keys, on_values, decay = (torch.from_numpy(np.concatenate(each)) for each in zip(*weights, strict=True))
+    extend = extension(source, layer, horizon=len(rates.rate))
+    on_keys, on_values, decay = _all_moment_weights(source, layer, rates, losses)
     reducer = MomentSums(on_keys, on_values, extend, (entry.d_out, extend.width(entry.d_in)))
-    like = torch.empty(0, dtype=torch.float64 if entry.dtype == "float64" else torch.float32)
-    job = Pass(layer, WholeView(source, horizon), reducer, like, values=True)
-    keys, values = executor.run(source, [job])[0]
+    keys, values = executor.run(source, [_moment_pass(source, layer, len(rates.rate), reducer)])[0]
     for what, moment in (("keys", keys), ("values", values)):
         if not bool(torch.isfinite(moment).all()):
-            raise QueryError(
-                f"Layer {layer!r} holds {what} that are not finite, or too large to be squared: the training diverged. "
-                "There are no effects; look at an earlier memory.at(step=...)."
-            )
+            raise _diverged(layer, what)
     return Moments(keys, values, float(on_keys.sum()), float(decay.sum()))
+
+
+def find_kernel_sizes(
+    source: PatternSource, executor: Executor, layers: Sequence[tuple[str, Rates]], losses: Losses
+) -> list[float]:
+    """Return t = T tr(A) tr(G) of each layer, from one reading of all: how fast a layer answers to its own absence."""
+    jobs, times = [], []
+    for layer, rates in layers:
+        on_keys, on_values, _ = _all_moment_weights(source, layer, rates, losses)
+        reducer = TraceSums(on_keys, on_values, extension(source, layer, horizon=len(rates.rate)))
+        jobs.append(_moment_pass(source, layer, len(rates.rate), reducer))
+        times.append(float(on_keys.sum()))
+    sizes = [float(found.prod()) / time for found, time in zip(executor.run(source, jobs), times, strict=True)]
+    for (layer, _), size in zip(layers, sizes, strict=True):
+        if not math.isfinite(size):
+            raise _diverged(layer, "patterns")
+    return sizes
+
+
+def _diverged(layer: str, what: str) -> QueryError:
+    return QueryError(
+        f"Layer {layer!r} holds {what} that are not finite, or too large to be squared: the training diverged. "
+        "There are no effects; look at an earlier memory.at(step=...)."
+    )
+
+
+def _moment_pass(source: PatternSource, layer: str, horizon: int, reducer: Reducer[Any, R]) -> Pass[R]:
+    """Return the pass that adds something up over all patterns of a layer within a horizon."""
+    like = torch.empty(0, dtype=torch.float64 if source.layer(layer).dtype == "float64" else torch.float32)
+    return Pass(layer, WholeView(source, horizon), reducer, like, values=True)
+
+
+def _all_moment_weights(
+    source: PatternSource, layer: str, rates: Rates, losses: Losses
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights of keys and of values and the part of decay of all a layer's patterns in the horizon, (n,)."""
+    parts = [part for part in source.parts() if part.start < len(rates.rate)]
+    weights = [_moment_weights(source, layer, part, rates, losses) for part in parts]
+    on_keys, on_values, decay = (torch.from_numpy(np.concatenate(each)) for each in zip(*weights, strict=True))
+    return on_keys, on_values, decay
 
 
 def _moment_weights(

@@ -35,8 +35,8 @@ class RetrainingConfig:
         train: how many training samples, drawn anew for each split.
         tests: how many test inputs.
         network: one of `NETWORKS`; by default an MLP for images and a Transformer for text.
-        hidden: units of an MLP's hidden layers; the two channels and the units of a CNN; the width of a residual network
-            or Transformer; the widths of the embedding and of the LSTM.
+        hidden: units of an MLP's hidden layers; the two channels and the units of a CNN; the width of a residual
+            network or Transformer; the widths of the embedding and of the LSTM.
         blocks: of a residual network or Transformer.
         optimizer: SGD or AdamW.
         learning_rate: of the optimizer, without a schedule.
@@ -88,8 +88,8 @@ class RetrainingConfig:
         if NETWORKS.get(self.network) != kind or len(self.hidden) != WIDTHS.get(self.network, len(self.hidden)):
             fitting = ", ".join(name for name, takes in NETWORKS.items() if takes == kind)
             raise DataError(
-                f"{self.name} wants the network {self.network!r} with {len(self.hidden)} widths for {self.data}; expected "
-                f"one of {fitting}, with {', '.join(f'{n} for {name}' for name, n in WIDTHS.items())}."
+                f"{self.name} wants the network {self.network!r} with {len(self.hidden)} widths for {self.data}; "
+                f"expected one of {fitting}, with {', '.join(f'{n} for {name}' for name, n in WIDTHS.items())}."
             )
         if self.seeds < 2 or self.subsets < 4 or self.train < 4 or min(self.tests, self.recordings, self.splits) < 1:
             raise DataError(f"{self.name} is too small: at least 2 seeds, 4 subsets, 4 samples, and one of the others.")

@@ -85,11 +85,12 @@ def train_stack(
     orders = torch.stack([order(rows.shape[1], config, seed) for seed in seeds])  # (K, S, batch)
     inputs, targets, rows, orders = (part.to(device) for part in (inputs, targets, rows, orders))
     skeleton = models[0].to(device)
+    mapped = vmap if _can_be_mapped(skeleton) else _one_by_one
 
     def loss(parameters: Mapping[str, Tensor], batch: Tensor, wanted: Tensor) -> Tensor:
         return loss_of(functional_call(skeleton, dict(parameters), (batch,)), wanted)
 
-    losses: Callable[..., Tensor] = vmap(loss)
+    losses: Callable[..., Tensor] = mapped(loss)
     checkpoints: list[StackedState] = []
     with bar("retraining", total=orders.shape[1]) as advance:
         for step in range(orders.shape[1]):
@@ -112,8 +113,29 @@ def measure_stack(config: RetrainingConfig, stacked: StackedState, inputs: Tenso
     def margins(parameters: Mapping[str, Tensor], batch: Tensor, wanted: Tensor) -> Tensor:
         return measure_quantity(functional_call(skeleton, dict(parameters), (batch,)), wanted, "margin")
 
-    found: Tensor = vmap(margins, in_dims=(0, None, None))(stacked, inputs.to(device), targets.to(device))
+    if _can_be_mapped(skeleton):
+        found: Tensor = vmap(margins, in_dims=(0, None, None))(stacked, inputs.to(device), targets.to(device))
+    else:
+        count = len(next(iter(stacked.values())))
+        on_all = (part.to(device).expand(count, *part.shape) for part in (inputs, targets))
+        found = _one_by_one(margins)(stacked, *on_all)
     return found.cpu()
+
+
+def _can_be_mapped(model: nn.Module) -> bool:
+    """Say whether `vmap` can train a stack of such models; it knows no recurrent layers."""
+    return not any(isinstance(module, nn.RNNBase) for module in model.modules())
+
+
+def _one_by_one(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that does for each model of a stack what a function does for one."""
+
+    def each(parameters: Mapping[str, Tensor], *others: Tensor) -> Tensor:
+        count = len(next(iter(parameters.values())))
+        alone = ({name: tensor[i] for name, tensor in parameters.items()} for i in range(count))
+        return torch.stack([function(one, *parts) for one, *parts in zip(alone, *others, strict=True)])
+
+    return each
 
 
 def train_recorded(config: RetrainingConfig, inputs: Tensor, targets: Tensor, folder: Path, seed: int) -> nn.Module:
