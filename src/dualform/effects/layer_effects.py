@@ -4,8 +4,8 @@
 
 for a test input with query q at the layer and gradient g of some quantity at its output (summed over the input's
 queries where it has several). An effect is what training on the pattern is predicted to have brought to the quantity:
-without the pattern, the quantity would be lower by that. Totals by few groups are exact products with the groups'
-filtered shares; everything else is a streaming pass over queries that were mapped once (`Filter.turn`).
+without the pattern, the quantity would be lower by that. Totals by few groups are exact products of filtered queries
+with the groups' shares; everything else is a streaming pass over queries that were mapped once (`Filter.turn`).
 """
 
 import math
@@ -83,7 +83,7 @@ class LayerEffects:
         if 8 * max(groups, len(self)) * size > MAX_EFFECT_SHARES_BYTES:
             return False
         products = min(patterns, groups * math.ceil(patterns / BLOCK_PATTERNS))
-        by_shares = (patterns + queries + groups * (len(self) + d_in + d_out)) * size + products * PRODUCT_OVERHEAD
+        by_shares = (patterns + queries + len(self) * (groups + d_in + d_out)) * size + products * PRODUCT_OVERHEAD
         return by_shares < patterns * queries * (d_in + d_out) * len(self.filter().left) or groups <= MAX_CACHED_GROUPS
 
     def reduce(
@@ -186,25 +186,28 @@ class LayerEffects:
         return torch.from_numpy(np.concatenate(parts)).to(self.queries.device, self.dtype)
 
     def _shares(self, grouping: EffectGroups) -> Tensor:
-        """Return sum_t rate_t e_t x_tᵀ over each group's patterns, filtered, (G, d_out, d_in)."""
+        """Return sum_t rate_t e_t x_tᵀ over each group's patterns, (G, d_out, d_in)."""
 
         def compute() -> dict[str, Tensor]:
             shape = (len(grouping.labels), self.gradients.rows.shape[1], self._extend.width(self.queries.shape[1]))
             reducer = _EffectShares(shape, self._extend, self._pattern_rates())
             like = torch.empty(0, dtype=self.dtype, device=self.queries.device)
             job = Pass(self.layer, self.table, reducer, like, groups=grouping, values=True)
-            return {"shares": self.filter().apply(self.table.answer(job))}
+            return {"shares": self.table.answer(job)}
 
-        what = ("effect shares", self.filtering, self.layer, self.table.conditions, self.table.horizon, grouping.parts)
+        what = ("effect shares", self.layer, self.table.conditions, self.table.horizon, grouping.parts)
         return self.cache.get(what, compute)["shares"].to(self.queries.device)
 
     def _by_shares(self, shares: Tensor) -> Tensor:
-        """Return -⟨sum of g qᵀ over an input's queries, share⟩ per input and group, (M, G)."""
+        """Return -⟨sum of g qᵀ over an input's queries, filtered, share⟩ per input and group, (M, G).
+
+        The filter is symmetric, so that it does not matter which of the two it is applied to.
+        """
         queries, gradients = self._extended.double(), self.gradients.rows.double()
         order = self.gradients.of.argsort(stable=True)
         parts = order.split(torch.bincount(self.gradients.of, minlength=len(self)).tolist())
         per_input = torch.stack([gradients[rows].T @ queries[rows] for rows in parts])  # (M, d_out, d_in)
-        return -per_input.flatten(1) @ shares.flatten(1).T
+        return -self.filter().apply(per_input).flatten(1) @ shares.flatten(1).T
 
     def _blocks(self, block: int | None) -> list[Tensor]:
         """Return the inputs in blocks, each with few enough queries for one pass."""

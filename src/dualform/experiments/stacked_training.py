@@ -16,6 +16,7 @@ from torch.nn import functional
 import dualform
 from dualform.effects.output_gradients import measure_quantity
 from dualform.experiments.retraining_config import RetrainingConfig
+from dualform.experiments.retraining_networks import CharacterLSTM
 from dualform.progress import bar
 
 StackedState = dict[str, Tensor]
@@ -84,13 +85,12 @@ def train_stack(
     optimizer = make_optimizer(config, list(stacked.values()))
     orders = torch.stack([order(rows.shape[1], config, seed) for seed in seeds])  # (K, S, batch)
     inputs, targets, rows, orders = (part.to(device) for part in (inputs, targets, rows, orders))
-    skeleton = models[0].to(device)
-    mapped = vmap if _can_be_mapped(skeleton) else _one_by_one
+    skeleton = _mappable(models[0]).to(device)
 
     def loss(parameters: Mapping[str, Tensor], batch: Tensor, wanted: Tensor) -> Tensor:
         return loss_of(functional_call(skeleton, dict(parameters), (batch,)), wanted)
 
-    losses: Callable[..., Tensor] = mapped(loss)
+    losses: Callable[..., Tensor] = vmap(loss)
     checkpoints: list[StackedState] = []
     with bar("retraining", total=orders.shape[1]) as advance:
         for step in range(orders.shape[1]):
@@ -104,38 +104,24 @@ def train_stack(
     return {name: tensor.detach() for name, tensor in stacked.items()}, checkpoints
 
 
+def _mappable(model: nn.Module) -> nn.Module:
+    """Let a model compute in a way that `vmap` knows: it knows no LSTM."""
+    if isinstance(model, CharacterLSTM):
+        model.written_out = True
+    return model
+
+
 @torch.no_grad()
 def measure_stack(config: RetrainingConfig, stacked: StackedState, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the margin of every test input under every network, (K, M)."""
     device = next(iter(stacked.values())).device
-    skeleton = initial(config, 0).to(device).eval()
+    skeleton = _mappable(initial(config, 0)).to(device).eval()
 
     def margins(parameters: Mapping[str, Tensor], batch: Tensor, wanted: Tensor) -> Tensor:
         return measure_quantity(functional_call(skeleton, dict(parameters), (batch,)), wanted, "margin")
 
-    if _can_be_mapped(skeleton):
-        found: Tensor = vmap(margins, in_dims=(0, None, None))(stacked, inputs.to(device), targets.to(device))
-    else:
-        count = len(next(iter(stacked.values())))
-        on_all = (part.to(device).expand(count, *part.shape) for part in (inputs, targets))
-        found = _one_by_one(margins)(stacked, *on_all)
+    found: Tensor = vmap(margins, in_dims=(0, None, None))(stacked, inputs.to(device), targets.to(device))
     return found.cpu()
-
-
-def _can_be_mapped(model: nn.Module) -> bool:
-    """Say whether `vmap` can train a stack of such models; it knows no recurrent layers."""
-    return not any(isinstance(module, nn.RNNBase) for module in model.modules())
-
-
-def _one_by_one(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that does for each model of a stack what a function does for one."""
-
-    def each(parameters: Mapping[str, Tensor], *others: Tensor) -> Tensor:
-        count = len(next(iter(parameters.values())))
-        alone = ({name: tensor[i] for name, tensor in parameters.items()} for i in range(count))
-        return torch.stack([function(one, *parts) for one, *parts in zip(alone, *others, strict=True)])
-
-    return each
 
 
 def train_recorded(config: RetrainingConfig, inputs: Tensor, targets: Tensor, folder: Path, seed: int) -> nn.Module:
