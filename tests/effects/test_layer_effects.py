@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,11 +15,12 @@ from torch.nn import functional
 
 import dualform
 from dualform.attend.memory import Memory
-from dualform.effects import layer_effects
-from dualform.effects.filter import factorise, make_filter, remaining
+from dualform.effects import layer_effects, moments
+from dualform.effects.filter import Side, factorise, make_filter, remaining, whole_side
 from dualform.effects.losses import Losses
-from dualform.effects.moments import Extended, MomentSums
+from dualform.effects.moments import Extended, MomentSum, TraceSums, largest_eigenvectors
 from dualform.engine.block import Block
+from dualform.engine.reducers import Reducer
 from dualform.errors import KeysOnlyError, QueryError
 from helpers.dense_effects import asked_of, dense_effects, kernel_size, train_densely
 from helpers.paired import Pair
@@ -146,16 +147,23 @@ def test_moments_merge_in_any_order(data: st.DataObject) -> None:
     keys, values = (torch.randn(count, d, generator=generator, dtype=torch.float64) for d in (4, 3))
     on_keys, on_values = (torch.rand(count, generator=generator, dtype=torch.float64) for _ in range(2))
     part_of = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
-    reducer = MomentSums(on_keys, on_values, Extended(weight=True, biases=0), (3, 4))
-    parts = []
-    for number in range(4):
-        mine = part_of == number
-        block = Block(np.flatnonzero(mine.numpy()), keys[mine], values[mine])
-        parts.append(reducer.add(reducer.new(keys), block, keys[:0], part_of[mine]))
-    one, two, three, four = data.draw(st.permutations(parts))
-    of_keys, of_values = reducer.result(reducer.merge(reducer.merge(one, two), reducer.merge(three, four)))
-    torch.testing.assert_close(of_keys, (keys * on_keys[:, None]).T @ keys, **EXACT)
-    torch.testing.assert_close(of_values, (values * on_values[:, None]).T @ values, **EXACT)
+    extend, columns = Extended(weight=True, biases=0), torch.randn(3, 2, generator=generator, dtype=torch.float64)
+    of_keys, of_values = (keys * on_keys[:, None]).T @ keys, (values * on_values[:, None]).T @ values
+    reducers: list[tuple[Reducer[Tensor, Tensor], Tensor]] = [
+        (MomentSum("keys", on_keys, extend, 4), of_keys),
+        (MomentSum("values", on_values, extend, 3), of_values),
+        (MomentSum("values", on_values, extend, 3, columns), of_values @ columns),
+        (TraceSums(on_keys, on_values, extend), torch.stack([of_keys.trace(), of_values.trace()])),
+    ]
+    for reducer, expected in reducers:
+        parts = []
+        for number in range(4):
+            mine = part_of == number
+            block = Block(np.flatnonzero(mine.numpy()), keys[mine], values[mine])
+            parts.append(reducer.add(reducer.new(keys), block, keys[:0], part_of[mine]))
+        one, two, three, four = data.draw(st.permutations(parts))
+        found = reducer.result(reducer.merge(reducer.merge(one, two), reducer.merge(three, four)))
+        torch.testing.assert_close(found, expected, **EXACT)
 
 
 @given(
@@ -177,7 +185,7 @@ def test_the_fast_form_is_the_filter(d_in: int, d_out: int, rank: int, time: flo
     x, e = draw(rank, d_in) * 10 ** draw(rank, 1), draw(rank, d_out) * 10 ** draw(rank, 1)  # of rank 1 and more
     a, g = x.T @ x / rank, e.T @ e / rank
     query, gradient = draw(3, d_in), draw(3, d_out)
-    made = make_filter(a, g, time, decay, tolerance=0.0)
+    made = make_filter(whole_side(a), whole_side(g), time, decay, tolerance=0.0)
     a_values, u_a = torch.linalg.eigh(a)
     g_values, u_g = torch.linalg.eigh(g)
     whole = remaining(time * torch.outer(g_values.clamp(min=0), a_values.clamp(min=0)) + decay)
@@ -188,6 +196,74 @@ def test_the_fast_form_is_the_filter(d_in: int, d_out: int, rank: int, time: flo
     size = float(e.norm() * gradient.norm() * x.norm() * query.norm())  # of what is filtered
     torch.testing.assert_close(fast, expected, rtol=1e-5, atol=1e-9 * size)
     torch.testing.assert_close(made.apply(torch.einsum("qo,qi->qoi", gradient, query)), dense, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("wide", ["keys", "values", "both"])
+def test_directions_that_are_not_told_apart_share_one_eigenvalue(wide: str) -> None:
+    """The filter of a wide side is that of the moment whose other eigenvalues are all their mean."""
+    generator = torch.Generator().manual_seed(3)
+    sides, dense = [], []
+    for name, d, k in (("keys", 9, 4), ("values", 7, 3)):
+        basis = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
+        moment = torch.cat([torch.logspace(1, -1, k, dtype=torch.float64), torch.full((d - k,), 0.02).double()])
+        cut = wide in (name, "both")
+        sides.append(Side(basis[:, :k], moment[: k + 1]) if cut else Side(basis, moment))
+        dense.append(Side(basis, moment))
+    cut_one, whole_one = (make_filter(*both, 3.0, 0.1, tolerance=0.0) for both in (sides, dense))
+    matrix = torch.randn(5, 7, 9, generator=generator, dtype=torch.float64)
+    for strength in (1.0, 4.0):
+        torch.testing.assert_close(cut_one.apply(matrix, strength=strength), whole_one.apply(matrix, strength=strength))
+    gradients, queries = (torch.randn(5, d, generator=generator, dtype=torch.float64) for d in (7, 9))
+    values, keys = cut_one.stronger(4.0, tolerance=0.0).turn(gradients, queries)
+    expected = whole_one.apply(torch.einsum("qo,qi->qoi", gradients, queries), strength=4.0)
+    torch.testing.assert_close(torch.einsum("rqo,rqi->qoi", values, keys), expected)
+
+
+def test_the_largest_eigenvectors_are_found_and_their_error_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "RANK", 12)
+    generator = torch.Generator().manual_seed(5)
+    basis = torch.linalg.qr(torch.randn(90, 90, generator=generator, dtype=torch.float64)).Q
+    for falls in (1.0, 6.0):
+        eigenvalues = torch.logspace(0, -falls, 90, dtype=torch.float64)
+        moment = (basis * eigenvalues) @ basis.T
+        side, error = largest_eigenvectors(lambda columns, m=moment: m @ columns, 90, float(moment.trace()))
+        torch.testing.assert_close(side.moment[:12].flip(0), eigenvalues[:12], rtol=0.05, atol=0.0)
+        kept = (side.basis * side.moment[:12]) @ side.basis.T
+        kept += side.moment[12] * (torch.eye(90, dtype=torch.float64) - side.basis @ side.basis.T)
+        assert float(kept.trace()) == pytest.approx(float(moment.trace()))
+        truth = float((moment - kept).norm() / moment.norm())
+        assert error == pytest.approx(truth, rel=0.35)
+        assert 0.05 < truth < 0.6
+
+
+def test_effects_of_wide_layers_come_from_their_largest_eigenvectors(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, model, _ = record(run, adam=False)
+    inputs, labels = questions()
+    exact = memory.attend(model, inputs, targets=labels)["0"].effects(per="pattern")
+    monkeypatch.setattr(moments, "WIDEST", 3)
+    monkeypatch.setattr(moments, "RANK", 2)
+    monkeypatch.setattr(moments, "OVERSAMPLING", 1)
+    other = dualform.open(run)
+    found = dataclasses.replace(
+        other.attend(model, inputs, targets=labels)["0"]._require_asked(), cache=cast(Any, _NoCache())
+    )
+    values = found.totals(other.attend(model, inputs, targets=labels)["0"]._group("pattern"))
+    assert found.filter().keys.has_rest
+    assert found.filter().values.has_rest
+    assert set(found.moment_errors) == {"keys", "values"}
+    assert all(0.02 < error < 1 for error in found.moment_errors.values())
+    both = torch.stack([values.flatten(), exact.values.flatten()])
+    assert not torch.allclose(values, exact.values)
+    assert float(torch.corrcoef(both)[0, 1]) > 0.9
+
+
+class _NoCache:
+    """Keeps nothing."""
+
+    def get(self, what: object, compute: Any) -> Any:
+        return compute()
 
 
 def test_few_terms_are_enough() -> None:

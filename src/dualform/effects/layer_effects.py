@@ -9,14 +9,15 @@ with the groups' shares; everything else is a streaming pass over queries that w
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.effects.filter import Filter, make_filter, no_filter
+from dualform.effects.filter import Filter, Side, make_filter, no_filter
 from dualform.effects.losses import Losses, find_losses
 from dualform.effects.moments import (
     Extended,
@@ -42,6 +43,8 @@ R = TypeVar("R")
 Filtering = Literal["joint", "layerwise", "none"]
 """How later steps answer to an absence: all layers together, each layer for itself, or not at all, which leaves what
 the updates did themselves with all later steps held as they were."""
+STRENGTHS = (1.0, 0.25, 4.0)
+"""Strengths of the filter: first its own; effects at the others say how far an effect depends on it."""
 FILTERING: Filtering = "layerwise"
 MAX_EFFECT_SHARES_BYTES = 1 << 30  # bytes of group shares that may be held at most
 PRODUCT_OVERHEAD = 100_000  # multiplications that take as long as a small product's overhead
@@ -61,16 +64,28 @@ class LayerEffects:
     dtype: torch.dtype
     filtering: Filtering = FILTERING
     held: dict[Filtering, Filter] = field(default_factory=dict)
+    moment_errors: dict[str, float] = field(default_factory=dict)  # of keys and values, once the filter is made
 
     def __len__(self) -> int:
         return self.gradients.inputs
 
     def totals(self, grouping: EffectGroups) -> Tensor:
         """Return the sum of effects per group, (M, G), in float64, the cheaper way."""
+        return self.totals_at(grouping, (1.0,))[0]
+
+    def totals_at(self, grouping: EffectGroups, strengths: Sequence[float]) -> Tensor:
+        """Return the sums of effects per group had later steps answered more strongly, or weakly, (S, M, G)."""
         groups = len(grouping.labels)
         if self._shares_are_cheaper(groups, len(grouping.codes)):
-            return self._by_shares(self._shares(grouping))
-        return self.reduce(grouping, GroupSums(groups), block=None)
+            shares = self._shares(grouping)
+            return torch.stack([self._by_shares(shares, strength) for strength in strengths])
+        found = []
+        for strength in strengths:
+            stronger = (
+                self if strength == 1.0 else replace(self, held={self.filtering: self.filter().stronger(strength)})
+            )
+            found.append(stronger.reduce(grouping, GroupSums(groups), block=None))
+        return torch.stack(found)
 
     def _shares_are_cheaper(self, groups: int, patterns: int) -> bool:
         """Say whether to multiply with the groups' shares, (G, d_out, d_in), or to measure every pattern."""
@@ -128,15 +143,16 @@ class LayerEffects:
 
         def compute() -> dict[str, Tensor]:
             found = find_moments(self.table.run, self.table.executor, self.layer, self.rates(), self._losses())
-            time = found.time
-            strength = self._others_too() if self.filtering == "joint" else 1.0
-            made = make_filter(found.keys / time, found.values / time, time * strength, found.decay)
+            kappa = self._others_too() if self.filtering == "joint" else 1.0
+            made = make_filter(found.keys, found.values, found.time * kappa, found.decay)
             return {
-                "keys": made.keys,
-                "values": made.values,
-                "whole": made.whole,
+                "keys": made.keys.basis,
+                "key moment": made.keys.moment,
+                "values": made.values.basis,
+                "value moment": made.values.moment,
                 "left": made.left,
                 "right": made.right,
+                "numbers": torch.tensor([made.time, made.decay, *found.errors], dtype=torch.float64),
             }
 
         self.require()
@@ -145,7 +161,11 @@ class LayerEffects:
                 made = no_filter(self._extend.width(self.queries.shape[1]), self.gradients.rows.shape[1])
             else:
                 what = ("effect filter", self.filtering, self.layer, self.table.horizon)
-                made = Filter(**self.cache.get(what, compute))
+                kept = self.cache.get(what, compute)
+                keys, values = Side(kept["keys"], kept["key moment"]), Side(kept["values"], kept["value moment"])
+                time, decay, *errors = kept["numbers"].tolist()
+                self.moment_errors.update(zip(("keys", "values"), errors, strict=True))
+                made = Filter(keys, values, time, decay, kept["left"], kept["right"])
             self.held[self.filtering] = made.to(self.queries.device)
         return self.held[self.filtering]
 
@@ -198,7 +218,7 @@ class LayerEffects:
         what = ("effect shares", self.layer, self.table.conditions, self.table.horizon, grouping.parts)
         return self.cache.get(what, compute)["shares"].to(self.queries.device)
 
-    def _by_shares(self, shares: Tensor) -> Tensor:
+    def _by_shares(self, shares: Tensor, strength: float) -> Tensor:
         """Return -⟨sum of g qᵀ over an input's queries, filtered, share⟩ per input and group, (M, G).
 
         The filter is symmetric, so that it does not matter which of the two it is applied to.
@@ -207,7 +227,7 @@ class LayerEffects:
         order = self.gradients.of.argsort(stable=True)
         parts = order.split(torch.bincount(self.gradients.of, minlength=len(self)).tolist())
         per_input = torch.stack([gradients[rows].T @ queries[rows] for rows in parts])  # (M, d_out, d_in)
-        return -self.filter().apply(per_input).flatten(1) @ shares.flatten(1).T
+        return -self.filter().apply(per_input, strength=strength).flatten(1) @ shares.flatten(1).T
 
     def _blocks(self, block: int | None) -> list[Tensor]:
         """Return the inputs in blocks, each with few enough queries for one pass."""
