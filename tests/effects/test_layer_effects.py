@@ -16,6 +16,7 @@ from torch.nn import functional
 import dualform
 from dualform.attend.memory import Memory
 from dualform.effects import layer_effects, moments
+from dualform.effects.cautions import regime_cautions, size_cautions
 from dualform.effects.filter import Side, factorise, make_filter, remaining, whole_side
 from dualform.effects.losses import Losses
 from dualform.effects.moments import Extended, MomentSum, TraceSums, largest_eigenvectors
@@ -126,7 +127,7 @@ def test_layers_add_up_and_views_keep_the_filter(run: Path) -> None:
     earlier = ask(memory.at(step=5)).effects(by="label")
     assert not torch.allclose(earlier.values, both.values)
     assert both.top(1).groups == (both.groups[int(both.values.amax(dim=0).argmax())],)
-    assert both.to_arrow().column_names == ["query", "label", "effect"]
+    assert both.to_arrow().column_names == ["query", "label", "effect", "spread"]
 
 
 def test_moments_do_not_depend_on_shards(tmp_path: Path) -> None:
@@ -523,3 +524,55 @@ def test_filters_are_kept_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch)
 def test_targets_that_do_not_fit(pair: Pair, targets: Tensor, message: str) -> None:
     with pytest.raises(QueryError, match=message):
         pair.memory.attend(pair.model, pair.queries("0"), targets=targets)
+
+
+# How far to trust them ------------------------------------------------------------------------------------------------
+
+
+def test_the_spread_is_over_strengths_of_the_filter_of_all_layers_together(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, model, _ = record(run, adam=False)
+    inputs, labels = questions()
+    spot = memory.attend(model, inputs, targets=labels)
+    found = spot.effects()
+    sources = [(spot[layer]._require_asked(), spot[layer]._group("sample")) for layer in ("0", "2")]
+    every = torch.stack([sum(s.totals_at(g, (strength,))[0] for s, g in sources) for strength in (0.25, 1.0, 4.0)])
+    torch.testing.assert_close(found.values, every[1], **EXACT)
+    assert found.spread is not None
+    torch.testing.assert_close(found.spread, (every.amax(dim=0) - every.amin(dim=0)) / 2, **EXACT)
+    assert float(found.spread.min()) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_effects, "MAX_EFFECT_SHARES_BYTES", 0)  # by a pass over the patterns
+        streamed = spot.effects().spread
+        assert streamed is not None
+        assert float((streamed - found.spread).norm()) < 0.02 * float(found.spread.norm())
+    best = found.top(2)
+    assert best.spread is not None
+    at = [found.groups.index(group) for group in best.groups]
+    torch.testing.assert_close(best.spread, found.spread[:, at])
+    assert "±" in repr(found)
+    assert found.to_arrow().column_names == ["query", "sample", "effect", "spread"]
+    plain = spot.effects(spread=False)
+    assert plain.spread is None
+    assert "±" not in repr(plain)
+    torch.testing.assert_close(plain.values, found.values)
+
+
+def test_trainings_and_groups_unlike_those_that_were_compared_are_named(run: Path) -> None:
+    memory, model, _ = record(run, adam=False)
+    inputs, labels = questions()
+    cautions = memory.attend(model, inputs, targets=labels).effects(by="micro").cautions
+    assert any("9 steps; effects were compared with retraining from 75 steps on" in one for one in cautions)
+    assert any("group 0 holds 100% of the patterns" in one for one in cautions)
+    few = memory.attend(model, inputs, targets=labels).effects()
+    assert not any("group" in one for one in few.cautions)
+    assert "caution: the training has 9 steps" in repr(few)
+
+
+def test_limits_of_what_was_compared() -> None:
+    assert regime_cautions(75, 0.5) == []
+    assert regime_cautions(74, None)[0].startswith("the training has 74 steps")
+    assert "changed the weights by 1.0% of their size" in regime_cautions(500, 0.01)[0]
+    assert size_cautions(["a", "b"], np.array([0, 0, 1, 1])) == []
+    assert "group 'a' holds 75% of the patterns" in size_cautions(["a", "b"], np.array([0, 0, 0, 1]))[0]

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.effects.cautions import regime_cautions, size_cautions, weight_change
 from dualform.effects.filter import Filter, Side, make_filter, no_filter
 from dualform.effects.losses import Losses, find_losses
 from dualform.effects.moments import (
+    RANK,
     Extended,
     extension,
     find_kernel_sizes,
@@ -186,6 +188,30 @@ class LayerEffects:
                 f"Layer {self.layer!r} was not trained within {self.table.horizon} steps: it has no effects. "
                 "Leave it out, with attend(layers=[...])."
             )
+
+    def cautions(self, grouping: EffectGroups | None) -> list[str]:
+        """Return reasons to trust the layer's effects less; of groups, whether some are too large to be additive."""
+        run, horizon = self.table.run, self.table.horizon
+        found = regime_cautions(horizon, self._weight_change() if horizon == run.steps else None)
+        for side, error in self.moment_errors.items():
+            if error:
+                found.append(
+                    f"layer {self.layer!r} is wide: of its {side}, {RANK} directions are told apart, which leaves "
+                    f"{error:.0%} of their second moment"
+                )
+        if grouping is not None:
+            found += size_cautions(grouping.labels, grouping.codes)
+        return found
+
+    def _weight_change(self) -> float | None:
+        """Return the change of all weights over the training, of their size at the start; None if it is not known."""
+
+        def compute() -> dict[str, Tensor]:
+            change = weight_change(self.table.run)
+            return {"change": torch.tensor([] if change is None else [change], dtype=torch.float64)}
+
+        known = self.cache.get(("weight change",), compute)["change"].tolist()
+        return known[0] if known else None
 
     @property
     def _extend(self) -> Extended:
