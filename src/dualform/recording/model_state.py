@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from dualform.recording.sharded_modules import reshard
 from dualform.recording.watch import plain_name
 
 StateKind = Literal["trained", "frozen", "buffer", "extra"]
@@ -51,6 +52,7 @@ class UncoveredState:
         model = self._model()
         if model is None:
             return None
+        reshard(model)
         held = {id(parameter): name for name, parameter in self._held()}
         found: dict[str, StatePart] = {}
         for path, parameter in model.named_parameters():

@@ -37,6 +37,21 @@ class LayerStart:
 
 
 @dataclass(frozen=True, slots=True)
+class DividedStart:
+    """How a parameter is divided by rows among processes.
+
+    Attributes:
+        shape: the shape of the whole parameter.
+        first: the number of this process's first row.
+        sample: the sample of the whole parameter, as `sample` takes it.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    sample: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """What a recording starts from."""
 
@@ -51,6 +66,8 @@ class Start:
     devices: Mapping[str, torch.device] = field(default_factory=dict)  # where the covered parameters are; the CPU
     rank: int = 0  # the number of this process among those that train together
     processes: int = 1  # how many they are; each has a sink of its own, and all sinks one run
+    divided: Mapping[str, DividedStart] = field(default_factory=dict)
+    """Parameters of which `parameters`, `states` and what comes later have this process's rows alone, by name."""
 
 
 class CallRecord(NamedTuple):
