@@ -93,7 +93,7 @@ class OwnRows(nn.Parameter):
 
 
 def _own_rows(divided: nn.Parameter, place: tuple[dict[str, Any], str], state: Any) -> OwnRows:
-    rows = cast("OwnRows", torch.Tensor._make_subclass(OwnRows, _local(divided), divided.requires_grad))
+    rows = torch.Tensor._make_subclass(OwnRows, _local(divided), divided.requires_grad)
     rows.divided, rows.whole, rows.leaf = divided, divided.shape, None
     rows._place, rows._state = place, state
     mesh = cast("Any", divided).device_mesh
@@ -186,7 +186,7 @@ def refuse_divided(model: nn.Module) -> None:
     for module in model.modules():
         if is_sharded_module(module):
             inside.update(id(parameter) for parameter in module.parameters())
-    meshes = []
+    meshes: list[Any] = []
     for path, parameter in model.named_parameters():
         if not is_divided(parameter):
             continue

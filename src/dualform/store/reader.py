@@ -325,7 +325,9 @@ class Run(PatternSource):
 
     def _parameter_files(self, name: str) -> list[TensorFile]:
         """Return the file of process 0 with parameters, and those of processes that keep rows of them."""
-        others = [one for one in self.others if one is not None and name in one.published.files]
+        recorded_last = self.published.processes[-1][1] if self.others else 1
+        theirs = self.others[: recorded_last - 1] if name == FINAL else self.others
+        others = [one for one in theirs if one is not None and name in one.published.files]
         return [TensorFile(Blob(self.blobs, name)), *(TensorFile(Blob(one.blobs, name)) for one in others)]
 
     def require_values(self, layer: str) -> LayerEntry:
