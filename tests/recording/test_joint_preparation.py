@@ -63,6 +63,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.opti
     "divided, accumulated": (mlp, adamw, {"wrap": "rows", "micros": 2, "no_sync": True, "clip": True}),
     "divided, reduced each time": (mlp, adamw, {"wrap": "rows", "micros": 3, "clip": True}),
     "divided, tied": (Tied, adamw, {"wrap": "rows", "clip": True}),
+    "divided, shares": (mlp, sgd, {"wrap": "rows", "micros": 2, "keep": dualform.Shares(by="label")}),
+    "divided, tied, shares": (Tied, adamw, {"wrap": "rows", "clip": True, "keep": dualform.Shares(by="label")}),
     "divided, tied, accumulated": (Tied, sgd, {"wrap": "rows", "micros": 2, "no_sync": True, "clip": True}),
 }
 ROUNDED_WITHIN = 3e-2  # of the change, of gradients that a communication hook rounds to float16

@@ -150,6 +150,26 @@ class LiveParameter:
         return found
 
 
+class GatheredParameter(LiveParameter):
+    """A divided parameter with the rows of all processes: its gradient, and its optimizer's state.
+
+    Attributes:
+        entries: the state; before a step those entries of it that the step overwrites.
+    """
+
+    __slots__ = ("entries",)
+    entries: Mapping[str, Any]
+
+    def keep(self, entries: Mapping[str, Any]) -> None:
+        """Take the state as it was gathered now."""
+        object.__setattr__(self, "entries", entries)
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The optimizer's state of the parameter, as it was gathered last."""
+        return self.entries
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     """One optimizer's part of a step, just before it moves its parameters."""
@@ -268,6 +288,14 @@ class SelectiveSink(Protocol):
 
     def wants_values(self, layer: str) -> bool:
         """Say whether the sink has a use for the values of a layer. Asked while a recording is open."""
+
+
+@runtime_checkable
+class WholeSink(Protocol):
+    """A sink that looks at gradients and states of whole parameters, also where processes have rows of them."""
+
+    def takes_whole(self, parameter: str) -> bool:
+        """Say whether it does so with a parameter. Asked while a recording is open; the same in every process."""
 
 
 def sample(parameter: Tensor) -> Tensor:

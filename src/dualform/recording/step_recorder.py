@@ -29,6 +29,7 @@ from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
 from dualform.recording.collection_pause import pausing_collection
 from dualform.recording.divided import OwnRows, localized, reduces_coarsely
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
+from dualform.recording.gathered import gather_after
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.host_clock import HostClock
@@ -52,6 +53,7 @@ from dualform.recording.sinks import (
     Sink,
     Start,
     StepFacts,
+    WholeSink,
 )
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
@@ -162,7 +164,8 @@ class StepRecorder:
         self._accumulations = accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
         shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
-        self._joint = JointPreparation(*shared, world, own_rows, **settings) if several else None
+        takes_whole = sink.takes_whole if isinstance(sink, WholeSink) else lambda parameter: False
+        self._joint = JointPreparation(*shared, world, own_rows, takes_whole, **settings) if several else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, divided=own_rows, clock=self.clock)
@@ -506,6 +509,8 @@ class StepRecorder:
         self._samples |= join_samples(self._world, {name: one for name, one in self._own_rows.items() if name in mine})
         if step.evaluations > 1:
             self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
+        if self._own_rows and isinstance(prepared, PreparedStep):
+            gather_after(prepared.live, self._own_rows)
         if isinstance(prepared, LateStep):
             self._made.note(prepared, step.clear(), dict(self._samples))
             self.steps += 1
