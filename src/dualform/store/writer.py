@@ -24,7 +24,7 @@ from torch import Tensor
 from dualform._version import __version__
 from dualform.engine.description import LayerEntry, ParameterEntry, Stored, TrainingEntry
 from dualform.engine.proofs import ParameterMarker
-from dualform.errors import RefusedError, ResumeError, RunExistsError, StoreError
+from dualform.errors import CorruptError, RefusedError, ResumeError, RunExistsError, StoreError
 from dualform.recording.annotations import Binding
 from dualform.recording.estimate import size_text
 from dualform.recording.keep import Keep, Patterns, Steps, keeps_patterns
@@ -178,7 +178,7 @@ class DiskWriter:
             self._take_lock()
             if self.rank:
                 steps = self._join(start)
-            elif self.blobs.size(MANIFEST) is not None:
+            elif self.blobs.size(MANIFEST) is not None and not self._is_half_begun():
                 self._continue(start)
             else:
                 self._begin(start)
@@ -480,6 +480,22 @@ class DiskWriter:
         entries, files = self._keeper.begin(self.blobs)
         files |= self._keeper.publish_start(self.blobs)
         self._shards.publish_manifest(files={INITIAL: initial, **files}, uncovered_state=entries)
+
+    def _is_half_begun(self) -> bool:
+        """Say whether a run has no steps yet, nor all rows of its parameters; then nothing is left of it.
+
+        Some of its processes were killed before they had published their rows, so that it holds nothing to continue.
+        """
+        run = Run(self.blobs)
+        if self._resume is False or run.steps or not run.published.divided:
+            return False
+        try:
+            _ = run.initial
+        except CorruptError:
+            for rank in reversed(range(max(count for _, count in run.published.processes))):
+                (self.blobs.within(rank_folder(rank)) if rank else self.blobs).remove(MANIFEST)
+            return True
+        return False
 
     def _continue(self, start: Start) -> None:
         if self._resume is False:
