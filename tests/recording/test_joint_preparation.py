@@ -135,10 +135,8 @@ def divide_by_rows(model: nn.Module) -> None:
     """Divide a model's parameters by rows among two processes; those of some layers apart from the rest."""
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.modules():
-        if (
-            isinstance(layer, nn.TransformerEncoderLayer)
-            or (layer is next(model.children())
-            and not isinstance(model, Tied))
+        if isinstance(layer, nn.TransformerEncoderLayer) or (
+            layer is next(model.children()) and not isinstance(model, Tied)
         ):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
