@@ -52,7 +52,7 @@ class JointPreparation(StepPreparation):
         warn_once: WarnOnce,
         world: World,
         own_rows: Mapping[str, OwnRows],
-        takes_whole: Callable[[str], bool],
+        takes_all_rows: Callable[[str], bool],
         *,
         batch_axis: int,
         on_failure: OnFailure,
@@ -67,7 +67,7 @@ class JointPreparation(StepPreparation):
         )
         self._world = world
         self._own_rows = own_rows
-        self._takes_whole = takes_whole
+        self._takes_all_rows = takes_all_rows
         self._has_gathered = False
 
     def prepare_together(
@@ -168,7 +168,7 @@ class JointPreparation(StepPreparation):
     ) -> Mapping[str, LiveParameter]:
         """Return the divided parameters that the sink looks at with all rows, where they have a gradient."""
         wanted = {name: self._own_rows[name] for name, one in finals.items() if one is not None}
-        wanted = {name: rows for name, rows in wanted.items() if self._takes_whole(name)}
+        wanted = {name: rows for name, rows in wanted.items() if self._takes_all_rows(name)}
         first, self._has_gathered = not self._has_gathered, self._has_gathered or bool(wanted)
         return gather_before(owned, wanted, scale, first=first)
 

@@ -10,6 +10,7 @@ on that axis. Nothing here touches the model that is trained, or the generators 
 import copy
 import dataclasses
 import itertools
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -315,13 +316,20 @@ class _Trial:
         @(without_gradients if self._keys_only else with_gradients)
         def compute() -> None:
             try:
-                with mode, not_called(self._model), frozen(self._model):
+                # Not by `with`: its end raises another error where torch has taken the mode off and was interrupted.
+                mode.__enter__()
+                with not_called(self._model), frozen(self._model):
                     args, kwargs = batch
                     outputs = model(*args, **kwargs)
                     # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and
                     # frozen.
                     if not self._keys_only:
                         _summed(outputs).backward()
+            except BaseException as error:
+                # Where an interrupt kept torch from putting a mode back, that happens when its frame is cleared: now,
+                # and not when somebody drops the exception.
+                traceback.clear_frames(error.__traceback__)
+                raise
             finally:
                 try:
                     mode.put_back()

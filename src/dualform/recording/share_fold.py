@@ -299,7 +299,7 @@ class ShareFold:
 
     # A step -------------------------------------------------------------------------------------------------------
 
-    def takes_whole(self, parameter: str) -> bool:
+    def takes_all_rows(self, parameter: str) -> bool:
         """Say whether shares of a parameter are folded."""
         return parameter in self._shapes
 

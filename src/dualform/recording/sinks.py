@@ -291,11 +291,19 @@ class SelectiveSink(Protocol):
 
 
 @runtime_checkable
-class WholeSink(Protocol):
+class AllRowsSink(Protocol):
     """A sink that looks at gradients and states of whole parameters, also where processes have rows of them."""
 
-    def takes_whole(self, parameter: str) -> bool:
+    def takes_all_rows(self, parameter: str) -> bool:
         """Say whether it does so with a parameter. Asked while a recording is open; the same in every process."""
+
+
+@runtime_checkable
+class WholeStepSink(Protocol):
+    """A sink that may have no use for a step which an error broke off between the steps of two optimizers."""
+
+    def needs_whole_steps(self) -> bool:
+        """Say whether the steps will be made again by a replay, which makes each with all of its optimizers."""
 
 
 def sample(parameter: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closu
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sharded_modules import reshard
 from dualform.recording.sinks import (
+    AllRowsSink,
     LateSink,
     LateWatchingSink,
     ParameterFacts,
@@ -53,7 +54,7 @@ from dualform.recording.sinks import (
     Sink,
     Start,
     StepFacts,
-    WholeSink,
+    WholeStepSink,
 )
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
@@ -164,8 +165,8 @@ class StepRecorder:
         self._accumulations = accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
         shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
-        takes_whole = sink.takes_whole if isinstance(sink, WholeSink) else lambda parameter: False
-        self._joint = JointPreparation(*shared, world, own_rows, takes_whole, **settings) if several else None
+        takes_all_rows = sink.takes_all_rows if isinstance(sink, AllRowsSink) else lambda parameter: False
+        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if several else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, divided=own_rows, clock=self.clock)
@@ -255,6 +256,9 @@ class StepRecorder:
                     raise _after_lost(INTERRUPTED)
             else:
                 self._settle()
+                if error is not None and self._is_useless(done):
+                    self._sink.close_without_final(f"step {self.steps} was broken off between two optimizers")
+                    return
                 self._hand_on(done)
                 if (warning := self._close_sink()) and error is None:
                     warn_user(warning)
@@ -267,6 +271,11 @@ class StepRecorder:
             warn_user(f"The recording could not be closed properly: {failure}")
         if untold is not None and error is None:
             warn_user(untold)
+
+    def _is_useless(self, done: OptimizersDone) -> bool:
+        """Say whether a step that was broken off is of no use to the sink: some optimizers made it, others did not."""
+        some = 0 < len(done.ids) < len(self._owned)
+        return some and isinstance(self._sink, WholeStepSink) and self._sink.needs_whole_steps()
 
     def attach(self, files: Files) -> None:
         """Hand files that are no patterns to the sink."""

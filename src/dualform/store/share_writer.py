@@ -116,9 +116,9 @@ class ShareWriter:
             )
         return FoldState(step, tuple(stored_labels(one) for one in entry.groupings), *found)
 
-    def takes_whole(self, parameter: str) -> bool:
+    def takes_all_rows(self, parameter: str) -> bool:
         """Say whether the gradient and the optimizer's state of a parameter are needed with all rows."""
-        return self._fold.takes_whole(parameter)
+        return self._fold.takes_all_rows(parameter)
 
     def updates(self) -> Mapping[str, int]:
         """Return how many updates of each parameter the run holds."""

@@ -231,6 +231,10 @@ class DiskWriter:
         """Say whether the values of a layer are stored, or looked at before they are."""
         return self._accumulated.stores(layer)
 
+    def needs_whole_steps(self) -> bool:
+        """Say whether the run keeps steps, to be made again."""
+        return self._training is not None
+
     def call(self, record: CallRecord) -> None:
         """Keep a call's patterns until their step, or until they are discarded."""
         self._accumulated.add(record)
