@@ -1,8 +1,9 @@
 """SIGKILL of one or of all of the processes that record a training together: nothing published is lost.
 
-Two processes train a small network over gloo, with DistributedDataParallel or fully_shard, and publish often. At a random moment one of
-them is killed, or both. Then the run must hold every step that both had published before, rebuild the weights of its
-last step, and go on from a checkpoint; after the last kill it must come to its end with all steps, each once.
+Two processes train a small network over gloo, with DistributedDataParallel or fully_shard, and publish often. At a
+random moment one of them is killed, or both. Then the run must hold every step that both had published before, rebuild
+the weights of its last step, and go on from a checkpoint; after the last kill it must come to its end with all steps,
+each once.
 """
 
 import copy
@@ -112,9 +113,8 @@ def take_steps(
     if at:
         plain.load_state_dict(at[first]["model"])
     if training.divided:
-        model: nn.Module = fully_shard(plain, mesh=init_device_mesh("cpu", (SIZE,)))
-    else:
-        model = DistributedDataParallel(plain)
+        fully_shard(plain, mesh=init_device_mesh("cpu", (SIZE,)))
+    model = plain if training.divided else DistributedDataParallel(plain)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     if at:
         state = copy.deepcopy(at[first]["optimizer"])

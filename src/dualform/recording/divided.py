@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import RefusedError
-from dualform.recording.sharded_modules import is_sharded_module
+from dualform.recording.sharded_modules import is_divided, is_sharded_module, own_part
 from dualform.recording.sinks import SAMPLE
 from dualform.recording.watch import plain_name
 
@@ -41,7 +41,7 @@ class OwnRows(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """These rows of the gradient that all processes have made together; None where there is none."""
         gradient = self.divided.grad
-        return None if gradient is None else _local(gradient)
+        return None if gradient is None else own_part(gradient)
 
     @property
     def own_gradient(self) -> Tensor | None:
@@ -71,7 +71,7 @@ class OwnRows(nn.Parameter):
 
     def follow(self) -> None:
         """Go on with the memory in which the rows are now: `fully_shard` may have moved them in its first forward."""
-        rows = _local(self.divided)
+        rows = own_part(self.divided)
         if rows.data_ptr() != self.data_ptr() or rows.shape != self.shape:
             self.data = rows
 
@@ -93,27 +93,13 @@ class OwnRows(nn.Parameter):
 
 
 def _own_rows(divided: nn.Parameter, place: tuple[dict[str, Any], str], state: Any) -> OwnRows:
-    rows = torch.Tensor._make_subclass(OwnRows, _local(divided), divided.requires_grad)
+    rows = torch.Tensor._make_subclass(OwnRows, own_part(divided), divided.requires_grad)
     rows.divided, rows.whole, rows.leaf = divided, divided.shape, None
     rows._place, rows._state = place, state
     mesh = cast("Any", divided).device_mesh
     most = math.ceil(divided.shape[0] / mesh.size())  # of a process, as torch.chunk divides
     rows.first = min(divided.shape[0], most * mesh.get_local_rank())
     return rows
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast("Tensor", cast("Any", tensor).to_local()).detach()
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """Return this process's rows of a tensor that is divided among processes; any other tensor as it is."""
-    return _local(tensor) if is_divided(tensor) else tensor
-
-
-def is_divided(tensor: Any) -> bool:
-    """Say whether the elements of a tensor are divided among processes."""
-    return type(tensor).__name__ == "DTensor" or type(getattr(tensor, "data", None)).__name__ == "DTensor"
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:

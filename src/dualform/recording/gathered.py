@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dualform.recording.divided import OwnRows, is_divided
+from dualform.recording.divided import OwnRows
 from dualform.recording.recorded_optimizers import RecordedOptimizer
+from dualform.recording.sharded_modules import is_divided
 from dualform.recording.sinks import GatheredParameter
 
 

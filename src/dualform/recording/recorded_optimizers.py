@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from dualform.errors import RefusedError
 from dualform.identity.families.naming import class_name, optimizer_name
 from dualform.identity.families.optimizer_kind import OptimizerKind
-from dualform.recording.divided import own_part
 from dualform.recording.optimizers import kind_of, known_type, require_kind
+from dualform.recording.sharded_modules import own_part
 
 
 class RecordedOptimizer:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dualform.recording.divided import own_part
+from dualform.recording.sharded_modules import own_part
 from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
 
