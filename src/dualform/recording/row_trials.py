@@ -7,7 +7,6 @@ dropout off and a loss that is a sum over rows. A layer whose keys and values mo
 on that axis. Nothing here touches the model that is trained, or the generators of random numbers.
 """
 
-import copy
 import dataclasses
 import itertools
 import traceback
@@ -27,6 +26,7 @@ from dualform.recording.layer_hooks import catch_calls
 from dualform.recording.model_copies import NoDropout, Untried, check_copyable, frozen, not_called
 from dualform.recording.row_evidence import FEW_ROWS, NO_ROW, SeenCall, all_move_as, joint_check, judge, row_order
 from dualform.recording.rowcheck import RowCheck
+from dualform.recording.sharded_modules import plain_copy
 from dualform.recording.watch import Watched, find_candidates
 from dualform.torch_modes import (
     call_without_autocast,
@@ -302,7 +302,7 @@ class _Trial:
 
     def _copied(self) -> "_Copy":
         """Return a copy of the model, its watched layers by name, and no dropout inside of its layers."""
-        model = copy.deepcopy(self._model)
+        model = plain_copy(self._model)
         if self._double:
             model = model.double()
         elif any(p.dtype in _COARSE for p in model.parameters()):
