@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dualform.effects.output_gradients import contrast
     from dualform.errors import DualformError
     from dualform.indexing import indexed
-    from dualform.opening import from_checkpoints, open
+    from dualform.opening import from_checkpoints, open, open_ensemble
     from dualform.recording.estimate import estimate
     from dualform.recording.keep import Patterns, Shares, Steps
     from dualform.recording.layers import register_layer
@@ -44,6 +44,7 @@ _HOME = {
     "from_checkpoints": "dualform.opening",
     "indexed": "dualform.indexing",
     "open": "dualform.opening",
+    "open_ensemble": "dualform.opening",
     "record": "dualform.store.record_to_folder",
     "record_training": "dualform.replaying.training",
     "register_layer": "dualform.recording.layers",
@@ -70,6 +71,7 @@ __all__ = [
     "from_checkpoints",
     "indexed",
     "open",
+    "open_ensemble",
     "record",
     "record_training",
     "register_layer",

@@ -22,6 +22,7 @@ from dualform.engine.addresses import Calls, addresses
 from dualform.engine.beside_patterns import KnownState, Media, Tests
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.engine.share_source import ShareSource
+from dualform.engine.walk_back import VisitStep
 from dualform.errors import KeysOnlyError, QueryError, SharesOnlyError, UnknownLayerError
 from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
 from dualform.identity.families.optimizer_facts import CoefficientsOf
@@ -267,6 +268,16 @@ class PatternSource(ABC):
                 f"{self.name} was made from checkpoints: the weights between two of them are not known, and {what} "
                 "needs them. Record the training, or replay it (docs/replay.md)."
             )
+
+    def walk_back(self, visit: VisitStep, *, steps: int) -> None:
+        """Show each of so many steps, the last one first, with the training put back to just before it.
+
+        Of a source that cannot run its training again, this is refused.
+        """
+        raise QueryError(
+            f"Unrolled effects run the training again from its end to its beginning, and {self.name} keeps patterns "
+            "alone. Record a dualform.Restartable with loss=... by dualform.record_training (docs/replay.md)."
+        )
 
     @property
     def steps_table(self) -> pa.Table:

@@ -29,7 +29,7 @@ from dualform.store.derived_sums import StoredSums
 from dualform.store.format import FINAL, INITIAL, MANIFEST, SHARES, STATE, UNEXPLAINED, rank_folder
 from dualform.store.joined_ranks import cut_shards, join_columns_of, join_shards, published_steps
 from dualform.store.manifest import Manifest
-from dualform.store.parameter_check import check_parameters
+from dualform.store.parameter_check import join_parameters
 from dualform.store.places import Place, as_blobs
 from dualform.store.shard_reading import CallColumns, Shard
 from dualform.store.tables import MARKS
@@ -144,6 +144,7 @@ class Run(PatternSource):
             cut,
             shares=shares,
             closed=self.published.closed and whole,
+            no_final=next((one.no_final for one in [self.published, *last] if one is not None and one.no_final), ""),
             columns=join_columns_of([self.published, *known]),
             rows=rows,
         )
@@ -317,15 +318,18 @@ class Run(PatternSource):
             return {name: found for name, found in self._start().items() if name in self.manifest.parameters}
         if not self.manifest.closed or self.manifest.no_final:
             return None
-        file = TensorFile(Blob(self.blobs, FINAL))
-        check_parameters(file, self.manifest, states=False)
-        return file.tensors()
+        return join_parameters(self._parameter_files(FINAL), self.manifest, states=False)
 
     def _start(self) -> dict[str, Tensor]:
         """Return the parameters at the start, and the optimizers' state that was warm then."""
-        file = TensorFile(Blob(self.blobs, INITIAL))
-        check_parameters(file, self.manifest, states=True)
-        return file.tensors()
+        return join_parameters(self._parameter_files(INITIAL), self.manifest, states=True)
+
+    def _parameter_files(self, name: str) -> list[TensorFile]:
+        """Return the file of process 0 with parameters, and those of processes that keep rows of them."""
+        recorded_last = self.published.processes[-1][1] if self.others else 1
+        theirs = self.others[: recorded_last - 1] if name == FINAL else self.others
+        others = [one for one in theirs if one is not None and name in one.published.files]
+        return [TensorFile(Blob(self.blobs, name)), *(TensorFile(Blob(one.blobs, name)) for one in others)]
 
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""

@@ -36,6 +36,8 @@ Snapshot = Callable[[], dict[str, Tensor]]
 StateNow = Callable[[], dict[str, Tensor]]
 OWN_TENSORS = ("share", "keys", "counts", "lowest", "spread", "noise")
 """The tensors of shares that each of several processes keeps of its own patterns; the others are the same in all."""
+DIVIDED_TENSORS = (*OWN_TENSORS, "rounding")
+"""The same where processes have rows of the parameters: each knows the rounding of its own rows."""
 
 
 class ShareWriter:
@@ -50,6 +52,7 @@ class ShareWriter:
         self._kept_layers: set[str] = set()  # whose patterns are kept
         self._columns: dict[str, str] = {}  # of the steps that were taken
         self._kept_calls: dict[int, int] = {}  # number of a call whose patterns are kept -> its backward
+        self._own_tensors: tuple[str, ...] = OWN_TENSORS
         self._published: set[int] = set()  # steps after which shares are published
         self._given: FoldState | None = None  # the state of a checkpoint
         self._broken: BaseException | None = None  # the error that kept a step from being folded to its end
@@ -80,8 +83,11 @@ class ShareWriter:
         return first
 
     def _open_fold(self, start: Start, first: int) -> None:
+        self._own_tensors = DIVIDED_TENSORS if start.divided else OWN_TENSORS
         whole = Run(self._run.blobs)
-        self._fold.open(start, lambda name: whole.initial[name], whole.initial_states)
+        # Of divided parameters other processes may be publishing their rows only now.
+        begun = functools.cache(lambda: Run(self._run.blobs) if start.divided else whole)
+        self._fold.open(start, lambda name: begun().initial[name], lambda: begun().initial_states)
         run = Run(self._run.place, rank=start.rank, others=())  # the files of this process
         sizes = {count for _, count in whole.published.processes}
         if first and len(sizes) > 1:
@@ -151,6 +157,10 @@ class ShareWriter:
                 "is started; or call recorder.flush() with every checkpoint."
             )
         return FoldState(step, tuple(stored_labels(one) for one in entry.groupings), *found)
+
+    def takes_all_rows(self, parameter: str) -> bool:
+        """Say whether the gradient and the optimizer's state of a parameter are needed with all rows."""
+        return self._fold.takes_all_rows(parameter)
 
     def updates(self) -> Mapping[str, int]:
         """Return how many updates of each parameter the run holds."""
@@ -277,7 +287,7 @@ class ShareWriter:
         if closing and not self._shares.resumable and step not in self._shares.at:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rounding.")}
         if self._run.rank:  # the rest is the same in every process
-            tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in OWN_TENSORS}
+            tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in self._own_tensors}
         replaced: list[str] = []
 
         def publish(blobs: Blobs, manifest: Manifest) -> dict[str, Any]:

@@ -79,6 +79,11 @@ class StoredShares(ShareSource):
             else self._closing(file, parameter, by, horizon),
         )
 
+    def own_rounding(self, parameter: str, *, horizon: int) -> Tensor | None:
+        """Return the rounding of a process's own rows of a divided parameter, zero in others; None where not kept."""
+        file, at = self._file(horizon), list(self._run.manifest.parameters).index(parameter)
+        return file.tensor(f"rounding.{at}") if f"rounding.{at}" in file.places else None
+
     def _closing(self, file: TensorFile, parameter: str, by: tuple[str, ...], horizon: int | None) -> Tensor:
         """Return the rounding that a file leaves out at the end: the final parameter less all other parts."""
         at = list(self._run.manifest.parameters).index(parameter)
