@@ -2,8 +2,8 @@
 
 On a CPU torch runs an LSTM in float32 by oneDNN. Its forward keeps the gates and cell states in a workspace, and its
 backward writes the errors that go from each time step to the one before into the same memory. With all of them, the
-errors at the gates are a few elementwise products. Without them the gates have to be computed again and the errors followed back step by step
-(`dualform.recording.layers.gates`), which takes nearly as long as training.
+errors at the gates are a few elementwise products. Without them the gates have to be computed again and the errors
+followed back step by step (`dualform.recording.layers.gates`), which takes nearly as long as training.
 
 The layout of the workspace is documented nowhere, so nothing here relies on it unseen. The first call of each shape is
 computed in full, and the layout is found by looking for the computed numbers in the workspace. Every later call is
