@@ -63,10 +63,10 @@ def test_the_second_of_two_writers_is_refused(service: Service, storage: OtherSt
     """By the generation of the manifest at Google, by its ETag at Azure."""
     one, other = (object_blobs.ObjectBlobs(f"{service}://{BUCKET}/runs/b") for _ in range(2))
     tag = one.replace("manifest.json", b"first", was=None)
-    with pytest.raises(StoreError, match="manifest.json"):
+    with pytest.raises(StoreError, match=r"manifest\.json"):
         other.replace("manifest.json", b"also first", was=None)
     newer = other.replace("manifest.json", b"second", was=tag)
-    with pytest.raises(StoreError, match="manifest.json"):
+    with pytest.raises(StoreError, match=r"manifest\.json"):
         one.replace("manifest.json", b"third", was=tag)
     assert newer != tag
     assert one.load("manifest.json") == (b"second", newer)
