@@ -43,7 +43,9 @@ def reproduce_command(
     tokens: Annotated[str | None, typer.Option(help="For text: chars or words.")] = None,
     model: Annotated[str, typer.Option(help="Of a language model: lstm or transformer.")] = "lstm",
     paper: Annotated[bool, typer.Option("--paper", help="Language models of the paper's size.")] = False,
-    updates: Annotated[int | None, typer.Option(help="Of a language model.", min=1)] = None,
+    updates: Annotated[
+        int | None, typer.Option(help="Of a language model, or of each of the two tasks in path.", min=1)
+    ] = None,
     units: Annotated[int | None, typer.Option(help="LSTM units, or width of the Transformer.", min=1)] = None,
     seeds: Annotated[int, typer.Option(help="How many runs, with seeds 0, 1, ...", min=1)] = 1,
     folder: Annotated[Path, typer.Option(help="Where to put runs, findings and figures.")] = Path("runs/reproduce"),
