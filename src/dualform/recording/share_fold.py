@@ -618,6 +618,30 @@ class ShareFold:
             shares[f"lowest.{self._layers[layer][0]}"] = lowest.double()
         return FoldState(self.steps, self.labels, _on_cpu(shares), _on_cpu(self._for_resuming()))
 
+    @without_gradients
+    def shares_now(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the shares of the first grouping as they are, and the rest: see `SharesNow.shares`.
+
+        Args:
+            live: the covered parameters after the last step that was folded.
+        """
+        self.fold_waiting()
+        groups = len(self.groupings[0].labels)
+        found: dict[str, Tensor] = {}
+        for name, shape in self._shapes.items():
+            parts = torch.zeros(groups + 2, *shape, dtype=self._dtypes[name], device=self._devices[name])
+            whole, fold = live[name].to(parts.device, torch.float64), self._folds.get(name)
+            if fold is None:  # no step has touched it
+                parts[-2] = whole
+            else:
+                for (grouping, _, _), group, share in fold.parts():
+                    if not grouping:
+                        parts[group] += share.weight
+                parts[-2] = fold.start.parts()[0]
+                parts[-1] = whole - parts[:-1].sum(0, dtype=torch.float64)
+            found[name] = parts
+        return found
+
     def _all_shares(self) -> list[tuple[tuple[int, int, int], int, GroupShare]]:
         return [part for fold in self._folds.values() for part in fold.parts()]
 

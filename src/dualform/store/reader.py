@@ -5,6 +5,7 @@ cut short is an error at opening; changed bytes are found by `dualform.store.aud
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -163,7 +164,7 @@ class Run(PatternSource):
             columns=manifest.columns,
             steps=manifest.steps,
             batch_axis=manifest.batch_axis,
-            uncovered=manifest.uncovered,
+            uncovered={**manifest.uncovered, **_trained_later(manifest)},
             rows=manifest.rows,
             closed=manifest.closed,
             no_final=manifest.no_final,
@@ -378,6 +379,15 @@ class Run(PatternSource):
                 f"{blob} has {found} bytes, but {entry.bytes} were published: it was cut short or changed. "
                 "Restore it from a copy of the run."
             )
+
+
+def _trained_later(manifest: Manifest) -> dict[str, int]:
+    """Return the uncovered parameters that an optimizer held at the end, with their numbers of elements."""
+    return {
+        name: math.prod(entry.shape)
+        for name, entry in (manifest.uncovered_state or {}).items()
+        if entry.kind == "trained" and not entry.reason
+    }
 
 
 def _opened_elsewhere(blobs: Blobs, manifest: Manifest, tag: Tag, rank: int, others: Others) -> Run:
