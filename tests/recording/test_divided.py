@@ -15,9 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dualform
-from dualform.errors import CorruptError
+from dualform.errors import CorruptError, QueryError
 from dualform.recording.sharded_modules import own_part
+from dualform.store import kept_state
 from dualform.store.format import INITIAL, MANIFEST, rank_folder
+from dualform.store.kept_state import differing, known_state
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
@@ -238,6 +240,59 @@ def test_kinds_and_rows_of_layers_are_found_as_in_one_process(tmp_path: Path) ->
     found = {name: check.outcome for name, check in run.manifest.rows.items()}
     assert found == {**dict.fromkeys(run.layers, "proved"), "places": "not aligned"}
     assert dualform.open(tmp_path / "run").verify().passed
+
+
+class Partly(nn.Module):
+    """A network with a frozen layer, and with a matrix that no layer covers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.frozen, self.head = nn.Linear(5, 5).requires_grad_(requires_grad=False), nn.Linear(5, 3)
+        self.matrix = nn.Parameter(torch.randn(5, 5))
+        self.register_buffer("offset", torch.ones(5) * seed)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.frozen(inputs) @ self.matrix + self.offset))
+        return found
+
+
+@pytest.mark.parametrize("kept", ["values", "checksums"])
+def test_state_that_no_layer_covers_is_kept_by_rows(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kept == "checksums":
+        monkeypatch.setattr(kept_state, "FROZEN_BYTES", 10)
+
+    def work(rank: int) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the matrix, which is not recorded
+            model = fully_shard(Partly(1), mesh=init_device_mesh("cpu", (2,)))
+            optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+            with dualform.record(model, optimizer, tmp_path / "run"):
+                for step in range(2):
+                    take_step(model, optimizer, rank, step)
+            return {
+                name: getattr(one, "full_tensor", lambda one=one: one)().numpy()
+                for name, one in model.state_dict().items()
+            }
+
+    expected = run_together(tmp_path, work)[0]
+    memory = dualform.open(tmp_path / "run")
+    model = Partly(2 if kept == "values" else 1)
+    trained = memory.trained(model)
+    for name, value in trained.state_dict().items():
+        torch.testing.assert_close(value, torch.from_numpy(expected[name]), rtol=0, atol=0)
+    run = Run(tmp_path / "run")
+    known = known_state(run)
+    assert known is not None
+    assert known.unknown == {}
+    assert set(known.checksums) == ({"frozen.weight", "frozen.bias"} if kept == "checksums" else set())
+    assert differing(run, trained) == {}
+    with torch.no_grad():
+        trained.get_parameter("frozen.weight")[4, 4] += 1.0  # a row of the second process
+    assert set(differing(run, trained)) == {"frozen.weight"}
+    if kept == "checksums":
+        with pytest.raises(QueryError, match=r"frozen.weight"):
+            memory.trained(trained)
 
 
 def test_what_cannot_be_recorded_of_rows_is_refused_in_all_processes(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ def refuse_wrapped(model: nn.Module) -> None:
         if kind in _WRAPPERS:
             raise RefusedError(
                 f"{where} is not supported: {_WRAPPERS[kind]}. Record a training of the plain module in one process; "
-                "or, in all of its processes, of a model that is wrapped as a whole by DistributedDataParallel or divided "
-                "by fully_shard."
+                "or, in all of its processes, of a model that is wrapped as a whole by DistributedDataParallel, or "
+                "divided by fully_shard."
             )
     refuse_divided(model)
 
