@@ -190,6 +190,78 @@ def test_a_run_that_not_all_processes_began_is_begun_again(tmp_path: Path) -> No
         report.verify()
 
 
+class Reused(nn.Module):
+    """A network that calls one layer three times, and another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again, self.never = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.first(inputs)
+        for _ in range(3):
+            found = self.again(torch.tanh(found))
+        return found
+
+
+def test_ways_to_train(tmp_path: Path) -> None:
+    """Two optimizers in turn, gradients that are zeroed and skipped, a warm start, and layers that are frozen first."""
+
+    def work(rank: int) -> None:
+        def record(name: str, train: Callable[[nn.Module, Callable[..., Any]], None]) -> None:
+            model = Reused()
+            mesh = init_device_mesh("cpu", (2,))
+            fully_shard(model.again, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            train(model, lambda *optimizers, **options: dualform.record(model, optimizers, tmp_path / name, **options))
+
+        def backward(model: nn.Module, step: int) -> None:
+            model(torch.randn(3, 5, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
+
+        def in_turn(model: nn.Module, recording: Callable[..., Any]) -> None:
+            adam = torch.optim.AdamW(model.get_submodule("first").parameters(), lr=0.01)
+            sgd = torch.optim.SGD(model.get_submodule("again").parameters(), lr=0.01, momentum=0.9)
+            with recording(adam, sgd):
+                for step in range(4):
+                    model.zero_grad()
+                    backward(model, step)
+                    adam.step()
+                    if step % 2:
+                        sgd.step()
+
+        def zeroed(model: nn.Module, recording: Callable[..., Any]) -> None:
+            optimizer = adamw(model)
+            with recording(optimizer):
+                for step in range(4):
+                    optimizer.zero_grad(set_to_none=step == 1)
+                    backward(model, step)
+                    if step != 2:
+                        optimizer.step()
+
+        def warm(model: nn.Module, recording: Callable[..., Any]) -> None:
+            optimizer = adamw(model)
+            take_step(model, optimizer, rank, 0)
+            model.get_submodule("first").requires_grad_(requires_grad=False)
+            with recording(optimizer):
+                take_step(model, optimizer, rank, 1)
+                model.get_submodule("first").requires_grad_(requires_grad=True)
+                take_step(model, optimizer, rank, 2)
+
+        record("in turn", in_turn)
+        record("zeroed", zeroed)
+        record("warm", warm)
+
+    run_together(tmp_path, work)
+    steps = {"in turn": [0, 1, 2, 3], "zeroed": [0, 1, 2], "warm": [1]}
+    for name, expected in steps.items():
+        memory = dualform.open(tmp_path / name)
+        report = memory.verify()
+        assert report.passed, name
+        assert max(layer.error or 0.0 for layer in report.layers) < 1e-5
+        assert sorted(set(memory.patterns("first")["step"].to_pylist())) == expected
+
+
 class OwnRMSNorm(nn.Module):
     """A norm of a project's own, which is recognised by what it computes."""
 
