@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_a_stack_of_transformers_trains_as_one_does(characters: RetrainingConfig
     assert margins.shape == (2, 4)
 
 
-NETWORK_ROWS = {
+NETWORK_ROWS: dict[str, dict[str, Any]] = {
     "cnn": {"network": "cnn", "hidden": (2, 3, 5)},
     "residual": {"network": "residual", "hidden": (6,), "blocks": 3},
     "lstm": {"network": "lstm", "hidden": (5, 6)},

@@ -95,9 +95,8 @@ def calibrate_effects(
     inputs, targets = inputs[:MOST_TESTS], targets[:MOST_TESTS]
     samples = _samples(memory)
     generator = torch.Generator().manual_seed(seed)
-    halves = [
-        samples[torch.randperm(len(samples), generator=generator)[: len(samples) // 2]] for _ in range(retrainings)
-    ]
+    rows = [torch.randperm(len(samples), generator=generator)[: len(samples) // 2] for _ in range(retrainings)]
+    halves = [samples[chosen.sort().values] for chosen in rows]
     margins: list[Tensor] = []
     model: nn.Module | None = None
     with bar("retraining", total=retrainings) as advance:
