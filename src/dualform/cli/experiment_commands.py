@@ -119,6 +119,7 @@ def _evaluate(config: Path, *, folder: Path | None, device: str, json: bool) -> 
     from dualform.experiments import retraining
     from dualform.experiments.retraining_config import read_config
     from dualform.experiments.retraining_page import table
+    from dualform.experiments.retraining_results import Evaluation
     from dualform.show.terminal_tables import console, print_grid, print_json
 
     settings = read_config(config)
@@ -128,7 +129,7 @@ def _evaluate(config: Path, *, folder: Path | None, device: str, json: bool) -> 
     if json:
         print_json({"config": settings, "scores": scores, "note": EFFECT_NOTE})
         return
-    grid = table({settings: scores})
+    grid = table([Evaluation(settings, scores)])
     screen = console()
     print_grid(screen, f"{grid.title}, mean ± standard error over {settings.splits} splits", grid.columns, grid.rows)
     screen.print(EFFECT_NOTE)
