@@ -7,6 +7,7 @@ from dualform._version import __version__
 
 if TYPE_CHECKING:
     from dualform.attend.memory import Memory
+    from dualform.attend.path_question import PathQuestion
     from dualform.attend.questions import Top, Totals
     from dualform.attend.spotlight import Spotlight
     from dualform.binning import bins
@@ -28,6 +29,7 @@ _HOME = {
     "Corpus": "dualform.corpus",
     "DualformError": "dualform.errors",
     "Memory": "dualform.attend.memory",
+    "PathQuestion": "dualform.attend.path_question",
     "Patterns": "dualform.recording.keep",
     "Recorder": "dualform.recording.recorder",
     "Restartable": "dualform.replaying.restartable",
@@ -53,6 +55,7 @@ __all__ = [
     "Corpus",
     "DualformError",
     "Memory",
+    "PathQuestion",
     "Patterns",
     "Recorder",
     "Restartable",

@@ -20,6 +20,7 @@ from dualform.experiments.image_training import ClassifierRecipe, Phase, make_ta
 from dualform.show.predictions import predict_units
 from helpers.object_storage import serving
 from helpers.served import Running
+from helpers.small import network
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def test_every_command_has_help():
     for command in (
         "demo",
         "reproduce",
+        "estimate",
         "info",
         "verify",
         "cp",
@@ -303,6 +305,25 @@ def test_the_support_page_is_what_the_registries_say(monkeypatch, capsys):
     assert out == page.read_text(), "run: dualform support > docs/support.md"
     for name in ("`Linear`", "`Conv2d`", "`Embedding`", "`LayerNorm`", "`SGD`", "`AdamW`"):
         assert name in out
+
+
+def test_the_table_of_costs_is_what_the_estimates_say(monkeypatch, capsys):
+    status, out, _ = call(monkeypatch, capsys, "estimate")
+    assert status == 0
+    page = Path(__file__).parents[2] / "docs" / "keep.md"
+    assert out in page.read_text(), "put what `dualform estimate` prints into docs/keep.md"
+
+
+def test_estimate_of_a_model_of_ones_own(monkeypatch, capsys):
+    own = ("estimate", "--model", "helpers.small:network", "--steps", 10)
+    status, out, _ = call(monkeypatch, capsys, *own, "--shape", "4,5", "--groups", 2)
+    assert (status, out.count("\n"), "Shares(by=...) of 2 groups" in out) == (0, 6, True)
+    status, out, _ = call(monkeypatch, capsys, *own, "--shape", "4,5", "--json")
+    assert json.loads(out)[0]["bytes"] == dualform.estimate(network(), torch.zeros(4, 5), steps=10).total
+    for shape, said in (("4,6", "takes no inputs of shape [4, 6]"), ("4x5", "--shape is '4x5'")):
+        status, _, err = call(monkeypatch, capsys, *own, "--shape", shape)
+        assert status == 1
+        assert said in err
 
 
 def test_attend_by_effect(trained, monkeypatch, capsys):

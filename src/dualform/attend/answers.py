@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import torch
@@ -148,6 +148,16 @@ EFFECT_NOTE = (
 )
 
 
+UNROLLED_NOTE = (
+    "The derivative of this very training, with its seed and its order, by the weight of the group's samples; without "
+    "the group the quantity is predicted to be lower by its effect. Every step was within {:.1e} of the one that was "
+    "differentiated."
+)
+
+EffectMethod = Literal["filter", "unrolled"]
+"""How effects are found."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Effects(Answer):
     """What training on each group of patterns is predicted to have brought to a quantity of each input.
@@ -161,6 +171,8 @@ class Effects(Answer):
         groups: (G,) each group's value, a tuple where there are several columns.
         values: (M, G), float64. Without the group, the quantity is predicted to be lower by that.
         outside: layers that contribute nothing to effects, and why.
+        method: "filter", the prediction from the memory alone; or "unrolled", the derivative of this very training.
+        error: of an unrolled training, how far its steps were at most from those that were differentiated, relative.
         spread: (M, G) how uncertain each effect is, as far as `spread_over` tells; None where it was not asked for.
         spread_over: what the spread is over: the standard deviation over recordings of one recipe; or, of one
             recording, half the range of effects when later steps are taken to answer up to 4 times as weakly and as
@@ -174,6 +186,8 @@ class Effects(Answer):
     groups: tuple[Any, ...]
     values: Tensor
     outside: Mapping[str, str]
+    method: EffectMethod = "filter"
+    error: float = 0.0
     spread: Tensor | None = None
     spread_over: str = ""
     cautions: tuple[str, ...] = ()
@@ -210,7 +224,8 @@ class Effects(Answer):
         more += [f"layer {name!r} contributes nothing: {reason}" for name, reason in self.outside.items()]
         more += [f"± is {self.spread_over}"] if self.spread is not None else []
         more += [f"caution: {reason}" for reason in self.cautions]
-        return "\n".join([title, *grid_lines(["input", *names], rows), *more, EFFECT_NOTE])
+        note = EFFECT_NOTE if self.method == "filter" else UNROLLED_NOTE.format(self.error)
+        return "\n".join([title, *grid_lines(["input", *names], rows), *more, note])
 
 
 def add_effects(found: Sequence[Effects], outside: Mapping[str, str]) -> Effects:

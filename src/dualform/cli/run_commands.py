@@ -1,4 +1,4 @@
-"""Commands about a run as a whole, and about what can be recorded: `info`, `verify`, `cp`, `replay` and `support`."""
+"""Commands about a run as a whole, and about what can be recorded: `info`, `verify`, `cp`, `replay`, `estimate`, `support`."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from dualform.cli.options import (
     TrustOption,
     open_view,
 )
-from dualform.errors import QueryError
+from dualform.errors import DualformError, QueryError
 from dualform.named_code import import_named
 from dualform.printable import printable
 
@@ -140,6 +140,47 @@ def replay_command(
     dualform.replay(function, run, keep=patterns, to=to, trust=trust)
     found = dualform.open(to).info()
     sys.stdout.write(f"{printable(repr(found))}\n")
+
+
+def estimate_command(
+    model: ModelOption = None,
+    shape: Annotated[str | None, typer.Option(help="Of one batch of inputs, for example 64,3,32,32.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="The inputs are numbers of tokens below this one, in place of float32.", min=1)
+    ] = None,
+    steps: Annotated[int, typer.Option(help="How many steps the training takes.", min=1)] = 1000,
+    groups: Annotated[int, typer.Option(help="How many groups of patterns Shares would keep.", min=1)] = 10,
+    json: JsonOption = False,
+) -> None:
+    """Say what each way of keeping a training takes on disk; without --model, for networks of three sizes."""
+    import torch
+
+    from dualform.experiments.cost_page import cost_page
+    from dualform.show.costs import cost_table, costs
+    from dualform.show.model_loading import make_model
+    from dualform.show.terminal_tables import print_json
+
+    if model is None:
+        sys.stdout.write(cost_page())
+        return
+    if shape is None or not all(size.strip().isdigit() for size in shape.split(",")):
+        raise QueryError(f"--shape is {shape!r}; expected the sizes of one batch of inputs, for example 64,3,32,32.")
+    sizes = [int(size) for size in shape.split(",")]
+    inputs = torch.zeros(sizes, dtype=torch.float32 if tokens is None else torch.int64)
+    network = make_model(model)
+    try:
+        found = costs(network, inputs, steps=steps, groups=groups)
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, DualformError):
+            raise
+        raise QueryError(
+            f"{model} takes no inputs of shape {sizes} ({type(error).__name__}: {error}). Give --shape of one batch, and "
+            "--tokens where the inputs are numbers of tokens."
+        ) from error
+    if json:
+        print_json(found)
+    else:
+        sys.stdout.write(cost_table(found))
 
 
 def support_command() -> None:
