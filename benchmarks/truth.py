@@ -3,8 +3,9 @@
     python benchmarks/truth.py benchmarks/truth/*.toml [--folder runs/truth] [--splits 1] [--page docs/results.md]
 
 Goes on where an earlier run stopped. What was found is kept in benchmarks/truth/results, and the page is written from
-there: without recipes, it is written from what was found before. Peers (kronfluence, traker, captum) are asked where they are installed; what a
-peer said once is kept, so that they may be installed one after the other, or in an environment of their own.
+there: without recipes, from what was found before. Peers (kronfluence, traker, captum) are asked where they are
+installed; what a peer said once is kept, so that they may be installed one after the other, or in an environment of
+their own.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """The section on effects of docs/results.md, and its table, written from evaluations. No number is typed by hand."""
 
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from statistics import mean
@@ -53,9 +54,9 @@ asked again: it is that of an earlier run of the same recipe, over all of its sp
 data; nothing here says how effects do on large ones."""
 DECISION = """\
 Which filter effects have was decided by a rule that was written down and committed before these retrainings were made
-(commit 721ac2e, [benchmarks/truth/PREREGISTRATION.md](../benchmarks/truth/PREREGISTRATION.md)): *joint*, where an absence is
-repaired by all layers together, is adopted if the mean of the differences is above 0 over the new rows and over all, and
-no row loses 0.02. Both filters are scored on the same recordings and retrainings."""
+(commit 721ac2e, [PREREGISTRATION.md](../benchmarks/truth/PREREGISTRATION.md)): *joint*, where an absence is repaired by
+all layers together, is adopted if the mean of the differences is above 0 over the new rows and over all, and no row
+loses 0.02. Both filters are scored on the same recordings and retrainings."""
 
 
 def table(found: Sequence[Evaluation]) -> Grid:
@@ -107,10 +108,9 @@ def decision(found: Sequence[Evaluation]) -> Grid:
         name = f"{each.config.name} (new)" if each.config.name in NEW_ROWS else each.config.name
         rows.append((name, str(each.splits), mean_and_error(joint), mean_and_error(layerwise), f"{gain:+.3f}"))
     holds = len(new) == len(NEW_ROWS) and mean(new) > 0 and mean(every) > 0 and min(every) > -0.02
-    means = (
-        f"mean over the new rows {mean(new):+.3f}, over all {mean(every):+.3f}, least {min(every):+.3f}" if new else ""
-    )
-    note = f"{means}: by the rule, joint is {'adopted' if holds else 'not adopted'}."
+    means = (("mean over the new rows", mean(new or [math.nan])), ("over all", mean(every)), ("least", min(every)))
+    said = ", ".join(f"{what} {value:+.3f}" for what, value in means)
+    note = f"{said}: by the rule, joint is {'adopted' if holds else 'not adopted'}."
     return Grid("Joint or layerwise", ("row", "splits run", "joint", "layerwise", "difference"), tuple(rows), note)
 
 
@@ -136,9 +136,7 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
             best = max(peers, key=lambda label: peers[label])
             said.append(f"{each.config.name}, {best} {peers[best]:.2f} to effects' {ours:.2f}")
     behind = f"**Behind a peer:** {'; '.join(said)}." if said else "Effects are ahead of every peer that was asked."
-    unasked = [
-        each.config.name for each in _ordered(found) if all(_cell(each, r, METHOD_ROWS[r]) == "-" for r in PEERS)
-    ]
+    unasked = [e.config.name for e in _ordered(found) if all(_cell(e, row, METHOD_ROWS[row]) == "-" for row in PEERS)]
     short = [f"{e.config.name} {e.splits} of {e.config.splits}" for e in _ordered(found) if e.splits < e.config.splits]
     lines = [behind]
     if unasked:
