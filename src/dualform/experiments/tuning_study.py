@@ -82,8 +82,9 @@ class TuningStudy:
         TuningCase("digits, SGD", "digits", "SGD", 0.02, epochs=5, pretraining=300),
         TuningCase("digits, AdamW, dropout", "digits", "AdamW", 1e-3, epochs=5, pretraining=300, dropout=0.1),
         TuningCase("characters, AdamW", "text", "AdamW", 1e-3),
-        TuningCase("characters, AdamW, eps 1e-6", "text", "AdamW", 1e-3, eps=1e-6),
         TuningCase("characters, SGD", "text", "SGD", 0.05),
+        TuningCase("characters, 1500 steps before, AdamW", "text", "AdamW", 1e-3, pretraining=1500),
+        TuningCase("characters, 1500 steps before, AdamW, eps 1e-6", "text", "AdamW", 1e-3, pretraining=1500, eps=1e-6),
     )
     subsets: int = 32
     shares: tuple[float, ...] = (0.5, 0.05)
