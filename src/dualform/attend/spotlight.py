@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from dualform.attend.answers import EffectMethod, Effects, Vote, add_effects
+from dualform.attend.answers import EffectMethod, Effects, Vote, combine_strengths
 from dualform.attend.by_layer import ByLayer
 from dualform.attend.kept_paths import find_kept, keep_path, name_path
 from dualform.attend.layer import LayerSpotlight
@@ -15,6 +15,7 @@ from dualform.attend.questions import Per, Question, answer_all
 from dualform.attend.unrolled_effects import find_unrolled_effects
 from dualform.binning import Bins, By
 from dualform.drawing import notebook_html
+from dualform.effects.layer_effects import STRENGTHS
 from dualform.effects.moments import outside
 from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.measures import Of
@@ -72,7 +73,9 @@ class Spotlight(ByLayer[LayerSpotlight]):
         return Vote(names, of, winners)
 
     @in_own_dtype
-    def effects(self, by: By | None = None, *, per: Per = "sample", method: EffectMethod = "filter") -> Effects:
+    def effects(
+        self, by: By | None = None, *, per: Per = "sample", method: EffectMethod = "filter", spread: bool = True
+    ) -> Effects:
         """Sum the effects of all layers: see `LayerSpotlight.effects`.
 
         Layers outside the linear family contribute nothing, and are listed in the answer's `outside`.
@@ -85,6 +88,8 @@ class Spotlight(ByLayer[LayerSpotlight]):
                 derivative by each sample's weight, found backwards through every step and every parameter that was
                 trained. It needs a run of steps whose training is a `dualform.Restartable` with `loss=...`, and takes
                 one replay and, for each step, about one second backward for each input.
+            spread: whether to say how uncertain each predicted effect is, which takes the filter twice more. Unrolled
+                effects have no spread.
         """
         if method not in get_args(EffectMethod):
             raise QueryError(f"method is {method!r}; expected one of {get_args(EffectMethod)}.")
@@ -96,10 +101,11 @@ class Spotlight(ByLayer[LayerSpotlight]):
         if by is None and per == "pattern":
             raise QueryError('Patterns belong to one layer: ask spotlight[layer].effects(per="pattern").')
         left = self.outside()
-        found = [layer.effects(by, per=per) for name, layer in self.layers.items() if name not in left]
-        if not found:
+        inside = [layer for name, layer in self.layers.items() if name not in left]
+        if not inside:
             raise QueryError(f"No layer of the linear family is asked about. Outside it: {', '.join(left) or 'none'}.")
-        return add_effects(found, left)
+        found = [layer._effects_at(by, per, STRENGTHS if spread else STRENGTHS[:1]) for layer in inside]
+        return combine_strengths(list(zip(*found, strict=True)), left)
 
     @in_own_dtype
     def path_contributions(

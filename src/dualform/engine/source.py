@@ -40,6 +40,9 @@ ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
 RANKED_ADDRESS = (*ADDRESS[:1], "rank", *ADDRESS[1:])
 """The same of a run that several processes recorded together."""
 
+PATH_CONTRIBUTION = "a path contribution"
+"""How messages name the question that `dualform.PathQuestion` asks before a training."""
+
 
 class Rows(Protocol):
     """Keys or values of one layer in one part, as they are stored, (n, d); read when some of them are taken."""
@@ -76,6 +79,9 @@ class RunFiles(Protocol):
 
     def tests(self) -> Tests:
         """Return the test inputs that the run keeps."""
+
+    def paths(self) -> dict[str, Tensor]:
+        """Return the answers to questions about the path that were asked before the training, as they were kept."""
 
     def media(self) -> Media:
         """Return what the run keeps for people to look at."""
@@ -329,9 +335,15 @@ class PatternSource(ABC):
         entry = self.layer(layer)
         if entry.store == "shares":
             kept = self.require_shares()
+            beforehand = (
+                " Or ask before the training: keep=dualform.Shares(paths={name: dualform.PathQuestion(...)})."
+                if what == PATH_CONTRIBUTION
+                else ""
+            )
             raise SharesOnlyError(
                 f"Layer {layer!r} keeps shares by {groupings_text(kept.groupings)} and no patterns: {what} needs "
                 f"patterns. Record them too: keep=[dualform.Shares(...), dualform.Patterns(layers={layer!r})]."
+                f"{beforehand}"
             )
         return entry
 

@@ -288,7 +288,7 @@ def _direct(tuning: Tuning, spotlight: Spotlight) -> Tensor:
     for name, layer in spotlight.layers.items():
         if name not in outside:
             grouping = layer._group("sample")
-            plain = dataclasses.replace(layer._require_asked(), unfiltered=True)
+            plain = dataclasses.replace(layer._require_asked(), filtering="none")
             found.index_add_(1, torch.tensor(grouping.labels), plain.totals(grouping))
     return found
 

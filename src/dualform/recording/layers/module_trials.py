@@ -4,7 +4,6 @@
 kind a module turns out to be, is said in `elementwise_modules` and `scaled_functions`.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from dualform.errors import RefusedError
 from dualform.recording.layers.layer_kind import LayerKind, takes_one_input
+from dualform.recording.sharded_modules import plain_copy
 from dualform.torch_modes import without_gradients
 
 MAX_ELEMENTS = 1 << 21  # of a parameter whose module is tried: a trial of that many takes about a second
@@ -64,7 +64,7 @@ class ModuleTrial:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = copy.deepcopy(module).cpu().float()
+        self._module = plain_copy(module).cpu().float()
         self._own = dict(self._module.named_parameters())
         self._generator = torch.Generator().manual_seed(0)
         self.parameters: dict[str, Tensor] = {}

@@ -11,7 +11,6 @@ evaluation. Any other module is left alone, among them `(1 + factor) ⊙ f(x)`, 
 and modules that draw random numbers.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import cast
 
@@ -22,6 +21,7 @@ from dualform.recording.generators import untouched_generators
 from dualform.recording.layers.elementwise_modules import Elementwise
 from dualform.recording.layers.layer_kind import recognises
 from dualform.recording.layers.module_trials import RANKS, ModuleTrial, tried_parameters
+from dualform.recording.sharded_modules import plain_copy
 from dualform.torch_modes import without_gradients
 
 TOLERANCE = 1e-5  # relative, of float32: norms round in several places
@@ -58,7 +58,7 @@ class ScaledFunction(Elementwise):
 
 def neutral_copy(module: nn.Module, values: Mapping[str, float]) -> nn.Module:
     """Return a copy of a module in which each of these parameters is filled with its number."""
-    found = copy.deepcopy(module)
+    found = plain_copy(module)
     for name, value in values.items():
         found.get_parameter(name).data.fill_(value)
     return found.requires_grad_(requires_grad=False)
