@@ -1,5 +1,6 @@
 """Fixtures that every test may use; the machine is shared, so one thread."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             block, offset = divmod(place, length)
             if offset != block % length:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is there before the first test out of Python's search for cycles, which would go through it each time.
+
+    Modules and collected tests are about a million objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -109,6 +109,22 @@ class Affine(nn.Module):
         return x if self.beta is None else x + self.beta
 
 
+class OwnNorm(nn.Module):
+    """A norm as projects write it: mean 0 and deviation 1 over one axis, then a factor and a shift of each element."""
+
+    def __init__(self, width: int, *, axis: int) -> None:
+        super().__init__()
+        shape = [width if i == axis % 3 else 1 for i in range(3)]
+        self.gain = nn.Parameter(torch.rand(shape) + 0.5)
+        self.offset = nn.Parameter(torch.zeros(shape))
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (B, ..., ...)."""
+        centred = x - x.mean(self.axis, keepdim=True)
+        return self.gain * centred / (centred.square().mean(self.axis, keepdim=True) + 1e-5).sqrt() + self.offset
+
+
 class Positions(nn.Module):
     """Adds a learned table of positions."""
 
@@ -175,6 +191,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm3d": lambda: Around(nn.BatchNorm3d(1), D * L, _volume),
     "Elementwise": lambda: Around(Affine(D), D * L, _channels),
     "Elementwise, shift alone": lambda: Around(Affine(D, factor=False), D * L, _channels),
+    "ScaledFunction": lambda: Around(OwnNorm(D, axis=-1), D * L),
+    "ScaledFunction, of channels": lambda: Around(OwnNorm(D, axis=1), D * L, _channels),
     "PositionTable": lambda: Around(Positions(L + 2, D), D * L),
     "LSTM": lambda: Around(nn.LSTM(D, 4, batch_first=True), 4 * L),
     "GRU": lambda: Around(nn.GRU(D, 4, batch_first=True), 4 * L),

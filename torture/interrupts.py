@@ -9,12 +9,13 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from torture.kills import fork_server
-from torture.lives import READING, RECORDING, live
+from torture.lives import FEW, NAMES, READING, RECORDING, live
 from torture.outcome import Outcome
 
 FULL, SHORT = 1000, 16  # interrupts
@@ -38,7 +39,8 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
     with fork_server("torture.lives") as server:
         while done < total and hangs < 3:
             cores = 1 + done // BATCH % 2  # questions are answered by one thread, or by several
-            watch = _Watch(server, folder / f"batch{done}", seed + done, min(BATCH, total - done), cores)
+            names = FEW if short else NAMES
+            watch = _Watch(server, folder / f"batch{done}", names, seed + done, min(BATCH, total - done), cores)
             for stage, kind, failures in watch.interrupts():
                 done += 1
                 plain, _, others = kind.partition(", ")
@@ -63,13 +65,13 @@ def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Ou
 class _Watch:
     """One process that is interrupted, and the one that shoots and watches."""
 
-    def __init__(self, server: Any, folder: Path, seed: int, count: int, cores: int) -> None:
+    def __init__(self, server: Any, folder: Path, names: Sequence[str], seed: int, count: int, cores: int) -> None:
         folder.mkdir(parents=True)
         self.stacks = folder / "stacks"
         self.failure: str | None = None
         self.chance = random.Random(seed)
         self.ours, theirs = server.Pipe()
-        self.process = server.Process(target=live, args=(theirs, folder, seed, count, self.stacks, cores))
+        self.process = server.Process(target=live, args=(theirs, folder, names, seed, count, self.stacks, cores))
         self.process.start()
         theirs.close()
 

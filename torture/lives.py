@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 
 import dualform
-from torture.trainings import TRAININGS, Checkpoint, Training, answers, checkpoint, examine
+from torture.trainings import TRAININGS, Checkpoint, Training, answers, checkpoint, examine, kept_shares
 
 with contextlib.suppress(ImportError):
     import pandas  # noqa: F401 (pyarrow imports it with its first table)
@@ -37,7 +37,8 @@ READING = ("open", "attend", "totals", "verify", "apply", "add tests")
 STEPS = 6  # that a recording here takes, at most
 WAIT_SECONDS = 30.0  # for threads that publish in the background
 OURS = str(Path(dualform.__file__).parent)
-NAMES = ("momentum", "several optimizers", "keys only", "pools")
+NAMES = ("momentum", "several optimizers", "keys only", "pools", "shares", "shares under Adam", "steps")
+FEW = ("several optimizers", "shares")  # where time is short
 
 
 @dataclass
@@ -117,14 +118,15 @@ def read(training: Training, model: nn.Module, path: Path, trigger: Trigger, aim
     """Ask questions of a run, in stages; sums go into its cache."""
     inputs = torch.stack([training.sample(number) for number in range(3)])
     trigger.begin("open", -1, aim)
-    memory = dualform.open(path)
+    memory = training.open(path)
     trigger.begin("attend", -1, aim)
     spotlight = memory.attend(model, inputs, targets=torch.zeros(3, dtype=torch.int64), other_model=True)
     trigger.begin("totals", -1, aim)
     spotlight["0"].totals(by="label")
     if training.exact:
         spotlight["2"].totals(by="label", of="contribution")
-        spotlight.effects(by="label")
+        if not isinstance(training.keep, dualform.Shares):
+            spotlight.effects(by="label")
     trigger.begin("verify", -1, aim)
     memory.verify()
     if training.exact:
@@ -135,14 +137,16 @@ def read(training: Training, model: nn.Module, path: Path, trigger: Trigger, aim
     trigger.begin("", -1, aim)
 
 
-def live(connection: Connection, folder: Path, seed: int, count: int, stacks: Path, cores: int) -> None:
-    """Interrupt this process so many times, and send what each showed: (stage, kind, failures)."""
+def live(
+    connection: Connection, folder: Path, names: Sequence[str], seed: int, count: int, stacks: Path, cores: int
+) -> None:
+    """Interrupt this process so many times, in trainings of these names; send (stage, kind, failures) of each."""
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         torch.set_num_threads(cores)
         warnings.simplefilter("ignore")
         sys.unraisablehook = lambda _: None  # an interrupt in a finalizer is dropped by the interpreter
-        life = _Life(folder, random.Random(seed), connection)
+        life = _Life(folder, names, random.Random(seed), connection)
         done = 0
         while done < count:
             connection.send(("alive",))
@@ -156,16 +160,16 @@ def live(connection: Connection, folder: Path, seed: int, count: int, stacks: Pa
 class _Life:
     """The lives of one process."""
 
-    def __init__(self, folder: Path, chance: random.Random, connection: Connection) -> None:
-        self.folder, self.chance, self.connection = folder, chance, connection
+    def __init__(self, folder: Path, names: Sequence[str], chance: random.Random, connection: Connection) -> None:
+        self.folder, self.names, self.chance, self.connection = folder, names, chance, connection
         self.trigger = Trigger()
         signal.signal(signal.SIGALRM, self.trigger)
         signal.signal(signal.SIGINT, self.trigger)
-        self.checkpoints = {name: TRAININGS[name].checkpoints() for name in NAMES}
+        self.checkpoints = {name: TRAININGS[name].checkpoints() for name in names}
         self.number = 0
         self.torchs_own = False  # whether the last interrupt made torch's own code leave grad mode off
         self.seconds: dict[str, dict[str, float]] = {}
-        for name in NAMES:
+        for name in names:
             for _ in range(2):  # the first one imports what the second one does not
                 self.trigger.seconds = self.seconds[name] = {}
                 path = self.folder / f"whole {name}"
@@ -180,7 +184,7 @@ class _Life:
 
     def interrupt_at(self, stage: str) -> tuple[str, str, list[str]] | None:
         """Live once and be interrupted; return the stage, the kind of interrupt and what is wrong, if one came."""
-        name = self.chance.choice([name for name in NAMES if stage in self.seconds[name]])
+        name = self.chance.choice([name for name in self.names if stage in self.seconds[name]])
         training, checkpoints = TRAININGS[name], self.checkpoints[name]
         aim = Aim(stage, self.chance.randrange(STEPS), self.chance.random() * self.seconds[name][stage])
         kind = "by timer"
@@ -277,16 +281,18 @@ class _Life:
         if (path / "manifest.json").exists():
             with _noted(wrong, "opening"):
                 if ends_in_half_a_step(path):
-                    memory = dualform.open(path)
-                    published = memory.step - 1
-                    assert memory.at(step=published).verify(checkpoints[published].parameters).passed
-                    assert not memory.info().closed or memory.verify().passed, "the end is not that of the half step"
+                    published = examine_half_a_step(training, path, checkpoints)
                 else:
                     published = examine(training, path, checkpoints)
         with _noted(wrong, "resuming"):
+            if anew := training.keep == dualform.Steps():  # which are recorded in one go
+                shutil.rmtree(path, ignore_errors=True)
+                published = 0
             model, optimizers = training.at(checkpoints[published])
             options = {**training.options, "shard_bytes": 5000}
-            recorder = dualform.record(model, optimizers, path, resume=True, **options)
+            recorder = dualform.record(model, optimizers, path, resume=not anew, **options)
+            if (state := checkpoints[published].recorder) is not None:
+                recorder.load_state_dict(state)
             with recorder:
                 assert recorder.step == published, f"resumed at {recorder.step}, not {published}"
                 for step in range(published, training.steps):
@@ -313,6 +319,16 @@ def ends_in_half_a_step(path: Path) -> bool:
         else []
     )
     return len(set(last)) > 1
+
+
+def examine_half_a_step(training: Training, path: Path, checkpoints: Sequence[Checkpoint]) -> int:
+    """Check a run whose last step only some of several optimizers made; return the number of whole steps."""
+    memory = training.open(path)
+    whole = memory.step - 1
+    if not isinstance(training.keep, dualform.Shares) or whole in kept_shares(memory).horizons:
+        assert memory.at(step=whole).verify(checkpoints[whole].parameters).passed
+    assert not memory.info().closed or memory.verify().passed, "the end is not that of the half step"
+    return whole
 
 
 @contextlib.contextmanager

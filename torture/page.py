@@ -62,8 +62,9 @@ PROMISES = {
         "interrupt comes in the instant in which they put it back, recorded or not. Such interrupts are told apart by "
         "their traceback, which has no function of dualform in it, and counted below. `safetensors` may turn an "
         "interrupt that comes while it makes a tensor into an exception of another kind; that is counted too.",
-        "**Done.** Interrupts are raised in the main thread by a timer, aimed into each stage of a recording's or a "
-        "reader's life, or sent as SIGINT by another process; some are followed by a second one while the recording is "
+        "**Done.** The trainings are the seven of the kills, of patterns, shares and steps. Interrupts are raised in "
+        "the main thread by a timer, aimed into each stage of a recording's or a reader's life, or sent as SIGINT by "
+        "another process; some are followed by a second one while the recording is "
         "being closed. After each, everything above is checked, the run is resumed and brought to its end, and its "
         "weights are compared to the bit with a training that was not recorded.",
     ),

@@ -1,8 +1,9 @@
 """SIGKILL of one or of all of the processes that record a training together: nothing published is lost.
 
-Two processes train a small network with DistributedDataParallel over gloo, and publish often. At a random moment one of
-them is killed, or both. Then the run must hold every step that both had published before, rebuild the weights of its
-last step, and go on from a checkpoint; after the last kill it must come to its end with all steps, each once.
+Two processes train a small network over gloo, with DistributedDataParallel or fully_shard, and publish often. At a
+random moment one of them is killed, or both. Then the run must hold every step that both had published before, rebuild
+the weights of its last step, and go on from a checkpoint; after the last kill it must come to its end with all steps,
+each once.
 """
 
 import copy
@@ -23,6 +24,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,6 +58,7 @@ class JointTraining:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    divided: bool = False  # whether each process has some rows of the weights
 
     @property
     def keeps_shares(self) -> bool:
@@ -64,6 +69,7 @@ class JointTraining:
 TRAININGS = (
     JointTraining("patterns", {"shard_bytes": 700}),
     JointTraining("shares", {"shard_bytes": 700, "keep": dualform.Shares(by="label")}),
+    JointTraining("divided", {"shard_bytes": 700}, divided=True),
 )
 
 
@@ -106,11 +112,14 @@ def take_steps(
     plain = network()
     if at:
         plain.load_state_dict(at[first]["model"])
-    model = DistributedDataParallel(plain)
+    if training.divided:
+        fully_shard(plain, mesh=init_device_mesh("cpu", (SIZE,)))
+    model = plain if training.divided else DistributedDataParallel(plain)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     if at:
-        optimizer.load_state_dict(copy.deepcopy(at[first]["optimizer"]))
-    found = [checkpoint(plain, optimizer)]
+        state = copy.deepcopy(at[first]["optimizer"])
+        set_optimizer_state_dict(plain, optimizer, state, options=StateDictOptions(full_state_dict=True))
+    found = [checkpoint(plain, optimizer)] if path is None else []
     recorder = None
     if path is not None:
         recorder = dualform.record(model, optimizer, path, resume=True, **training.options).start()
@@ -133,8 +142,9 @@ def take_steps(
 
 
 def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return copies of a model's parameters and of its optimizer's state."""
-    return {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
+    """Return copies of a model's parameters and of its optimizer's state, with the rows of all processes."""
+    state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    return dict(zip(("model", "optimizer"), copy.deepcopy(state), strict=True))
 
 
 def run(folder: Path, *, short: bool, seed: int, count: int | None = None) -> Outcome:
@@ -180,14 +190,17 @@ class _Campaign:
 
     def run(self) -> None:
         """Kill in chains until there are enough kills of both kinds."""
-        answers, processes = self._start(functools.partial(take_steps, TRAININGS[0], None, 0, []))
-        at = self._end(answers, processes)
+        checkpoints = {}
+        for divided in (False, True):
+            training = next(one for one in TRAININGS if one.divided == divided)
+            answers, processes = self._start(functools.partial(take_steps, training, None, 0, []))
+            checkpoints[divided] = self._end(answers, processes)
         chains = 0
         while sum(list(self.counts.values())[:2]) < self.total:
             training = TRAININGS[chains % len(TRAININGS)]
             chains += 1
             try:
-                self._chain(training, self.folder / f"run{chains}", at)
+                self._chain(training, self.folder / f"run{chains}", checkpoints[training.divided])
             except Exception as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 self.outcome.failures.append(

@@ -7,6 +7,7 @@ from dualform._version import __version__
 
 if TYPE_CHECKING:
     from dualform.attend.memory import Memory
+    from dualform.attend.path_question import PathQuestion
     from dualform.attend.questions import Top, Totals
     from dualform.attend.spotlight import Spotlight
     from dualform.binning import bins
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from dualform.effects.output_gradients import contrast
     from dualform.errors import DualformError
     from dualform.indexing import indexed
-    from dualform.opening import from_checkpoints, open
+    from dualform.opening import from_checkpoints, open, open_ensemble
     from dualform.recording.estimate import estimate
     from dualform.recording.keep import Patterns, Shares, Steps
     from dualform.recording.layers import register_layer
@@ -28,6 +29,7 @@ _HOME = {
     "Corpus": "dualform.corpus",
     "DualformError": "dualform.errors",
     "Memory": "dualform.attend.memory",
+    "PathQuestion": "dualform.attend.path_question",
     "Patterns": "dualform.recording.keep",
     "Recorder": "dualform.recording.recorder",
     "Restartable": "dualform.replaying.restartable",
@@ -42,6 +44,7 @@ _HOME = {
     "from_checkpoints": "dualform.opening",
     "indexed": "dualform.indexing",
     "open": "dualform.opening",
+    "open_ensemble": "dualform.opening",
     "record": "dualform.store.record_to_folder",
     "record_training": "dualform.replaying.training",
     "register_layer": "dualform.recording.layers",
@@ -52,6 +55,7 @@ __all__ = [
     "Corpus",
     "DualformError",
     "Memory",
+    "PathQuestion",
     "Patterns",
     "Recorder",
     "Restartable",
@@ -67,6 +71,7 @@ __all__ = [
     "from_checkpoints",
     "indexed",
     "open",
+    "open_ensemble",
     "record",
     "record_training",
     "register_layer",

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dualform.attend.ensemble import Ensemble
 from dualform.attend.memory import Memory
 from dualform.engine.jobs import Executor
 from dualform.errors import CorruptError, QueryError
@@ -62,6 +63,24 @@ def open(
         return Memory(run, runner)
     source = ReplayedPatterns(run, train, trust=trust, on_difference=on_difference)
     return Memory(source, ReplayExecutor(runner))
+
+
+def open_ensemble(runs: Sequence[Place | Memory], **options: Any) -> Ensemble:
+    """Open several recordings of one recipe, whose effects are averaged.
+
+        ensemble = dualform.open_ensemble(["runs/a", "runs/b", "runs/c"])
+        effects = ensemble.attend(model, inputs, targets=labels).effects(by="label")
+        effects.values, effects.spread                      # the mean over recordings, and the standard deviation
+
+    Recordings whose layers, optimizer, number of steps, columns or samples differ are refused: their effects are not
+    about the same training.
+
+    Args:
+        runs: where the runs are, as `open` takes it, or memories.
+        options: as `open` takes them.
+    """
+    memories = [run if isinstance(run, Memory) else open(run, **options) for run in runs]
+    return Ensemble(tuple(memories), tuple(str(memory.location) for memory in memories))
 
 
 def from_checkpoints(

@@ -1,6 +1,7 @@
 """A memory that keeps shares alone answers by group what a memory of patterns does, and refuses the rest by name."""
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dualform.engine.shares import SharesOf
 from dualform.errors import DualformError, SelectionError, SharesOnlyError
 from dualform.recording.keep import Shares
 from dualform.store.memory_blobs import MemoryBlobs
+from helpers.manifests import write_manifest
 from helpers.paired import Pair
 from helpers.shares_only import DictionaryShares, SharesOnly, planted, shares_only
 from helpers.small import batch, network, sgd
@@ -268,6 +270,34 @@ def test_a_rest_of_groups_is_a_group_that_no_condition_can_look_into(tmp_path: P
     for view in refused:
         with pytest.raises(SharesOnlyError, match="cannot be decided for the group 'rest'"):
             view(kept)
+
+
+@pytest.mark.parametrize("earlier_version", [False, True])
+def test_a_users_own_rest_stays_apart_from_the_group_of_all_others(tmp_path: Path, earlier_version: bool) -> None:
+    names = ["a", "rest", "z"]
+    model = network()
+    optimizer = sgd(model)
+    keep = Shares(by=[["site"], ["label"]], groups=2, rest=True)
+    with dualform.record(model, optimizer, tmp_path / "run", keep=keep) as recorder:
+        for step in range(3):
+            inputs, labels = batch(step)
+            numbers = torch.arange(len(labels)) % 3
+            recorder.annotate(site=[names[number] for number in numbers.tolist()], label=numbers)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    if earlier_version:  # which had "rest" twice
+        document = json.loads((tmp_path / "run" / "manifest.json").read_text().replace("(rest)", "rest"))
+        write_manifest(tmp_path / "run", document)
+    memory = dualform.open(tmp_path / "run")
+    by_site, by_number = (memory.shares(by=column)["0.weight"] for column in ("site", "label"))
+    assert by_site.labels == ("(rest)", "a", "rest")
+    assert by_number.labels == (0, 1, "rest")
+    for site, number in (("a", 0), ("rest", 1), ("(rest)", "rest")):
+        of = by_site.shares[by_site.labels.index(site)], by_number.shares[by_number.labels.index(number)]
+        torch.testing.assert_close(*of, rtol=0, atol=1e-6)
+    masked = memory.without(site="rest").weights()["0.weight"]
+    torch.testing.assert_close(masked, memory.without(label=1).weights()["0.weight"], rtol=0, atol=1e-6)
 
 
 def test_a_text_needs_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

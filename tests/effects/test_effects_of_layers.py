@@ -109,7 +109,7 @@ def test_without_a_filter_effects_sum_to_the_gradient_times_the_change(run: Path
     assert list(spot) == list(memory.layers)
     before = dict(start.named_parameters())
     for layer in spot:
-        source = dataclasses.replace(spot[layer]._require_asked(), unfiltered=True)
+        source = dataclasses.replace(spot[layer]._require_asked(), filtering="none")
         found = source.totals(spot[layer]._group("label")).sum(dim=1)
         mine = memory.layers[layer].parameters.values()
         for i in range(3):

@@ -1,7 +1,8 @@
 """Effects against the dense reference, the fast form against the filter, and what is refused."""
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,13 +15,15 @@ from torch.nn import functional
 
 import dualform
 from dualform.attend.memory import Memory
-from dualform.effects import layer_effects
-from dualform.effects.filter import factorise, make_filter, remaining
+from dualform.effects import layer_effects, moments
+from dualform.effects.cautions import regime_cautions, size_cautions
+from dualform.effects.filter import Side, factorise, make_filter, remaining, whole_side
 from dualform.effects.losses import Losses
-from dualform.effects.moments import Extended, MomentSums
+from dualform.effects.moments import Extended, MomentSum, TraceSums, largest_eigenvectors
 from dualform.engine.block import Block
+from dualform.engine.reducers import Reducer
 from dualform.errors import KeysOnlyError, QueryError
-from helpers.dense_effects import asked_of, dense_effects, train_densely
+from helpers.dense_effects import asked_of, dense_effects, kernel_size, train_densely
 from helpers.paired import Pair
 from helpers.small import batch, network
 
@@ -85,6 +88,26 @@ def test_effects_are_the_dense_formulas(run: Path, monkeypatch: pytest.MonkeyPat
         )
 
 
+@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adamw"])
+def test_filters_of_each_layer_and_of_all_together_are_the_dense_formulas(run: Path, adam: bool) -> None:
+    memory, model, start = record(run, adam=adam)
+    chosen = {"lr": 0.02, "weight_decay": 0.1} if adam else {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.02}
+    batches = [batch(step, dtype=torch.float64, rows=ROWS) for step in range(STEPS)]
+    trained, steps = train_densely(start, batches, adam=adam, **chosen)
+    inputs, labels = questions()
+    spot = memory.attend(model, inputs, targets=labels)
+    asked = asked_of(trained, inputs, labels, "margin")
+    sizes = {layer: kernel_size(steps[layer], steps["2"]) for layer in ("0", "2")}
+    for layer, size in sizes.items():
+        source, patterns = spot[layer]._require_asked(), spot[layer]._group("pattern")
+        kappa = sum(sizes.values()) / size
+        assert kappa > 1.1
+        for filtering, strength in (("joint", kappa), ("layerwise", 1.0)):
+            found = dataclasses.replace(source, filtering=filtering).totals(patterns)
+            expected = dense_effects(steps[layer], steps["2"], asked[layer], kappa=strength)
+            torch.testing.assert_close(found, expected, **EXACT)
+
+
 def test_layers_add_up_and_views_keep_the_filter(run: Path) -> None:
     memory, model, _ = record(run, adam=False)
     inputs, labels = questions()
@@ -104,7 +127,7 @@ def test_layers_add_up_and_views_keep_the_filter(run: Path) -> None:
     earlier = ask(memory.at(step=5)).effects(by="label")
     assert not torch.allclose(earlier.values, both.values)
     assert both.top(1).groups == (both.groups[int(both.values.amax(dim=0).argmax())],)
-    assert both.to_arrow().column_names == ["query", "label", "effect"]
+    assert both.to_arrow().column_names == ["query", "label", "effect", "spread"]
 
 
 def test_moments_do_not_depend_on_shards(tmp_path: Path) -> None:
@@ -125,16 +148,23 @@ def test_moments_merge_in_any_order(data: st.DataObject) -> None:
     keys, values = (torch.randn(count, d, generator=generator, dtype=torch.float64) for d in (4, 3))
     on_keys, on_values = (torch.rand(count, generator=generator, dtype=torch.float64) for _ in range(2))
     part_of = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
-    reducer = MomentSums(on_keys, on_values, Extended(weight=True, biases=0), (3, 4))
-    parts = []
-    for number in range(4):
-        mine = part_of == number
-        block = Block(np.flatnonzero(mine.numpy()), keys[mine], values[mine])
-        parts.append(reducer.add(reducer.new(keys), block, keys[:0], part_of[mine]))
-    one, two, three, four = data.draw(st.permutations(parts))
-    of_keys, of_values = reducer.result(reducer.merge(reducer.merge(one, two), reducer.merge(three, four)))
-    torch.testing.assert_close(of_keys, (keys * on_keys[:, None]).T @ keys, **EXACT)
-    torch.testing.assert_close(of_values, (values * on_values[:, None]).T @ values, **EXACT)
+    extend, columns = Extended(weight=True, biases=0), torch.randn(3, 2, generator=generator, dtype=torch.float64)
+    of_keys, of_values = (keys * on_keys[:, None]).T @ keys, (values * on_values[:, None]).T @ values
+    reducers: list[tuple[Reducer[Tensor, Tensor], Tensor]] = [
+        (MomentSum("keys", on_keys, extend, 4), of_keys),
+        (MomentSum("values", on_values, extend, 3), of_values),
+        (MomentSum("values", on_values, extend, 3, columns), of_values @ columns),
+        (TraceSums(on_keys, on_values, extend), torch.stack([of_keys.trace(), of_values.trace()])),
+    ]
+    for reducer, expected in reducers:
+        parts = []
+        for number in range(4):
+            mine = part_of == number
+            block = Block(np.flatnonzero(mine.numpy()), keys[mine], values[mine])
+            parts.append(reducer.add(reducer.new(keys), block, keys[:0], part_of[mine]))
+        one, two, three, four = data.draw(st.permutations(parts))
+        found = reducer.result(reducer.merge(reducer.merge(one, two), reducer.merge(three, four)))
+        torch.testing.assert_close(found, expected, **EXACT)
 
 
 @given(
@@ -156,7 +186,7 @@ def test_the_fast_form_is_the_filter(d_in: int, d_out: int, rank: int, time: flo
     x, e = draw(rank, d_in) * 10 ** draw(rank, 1), draw(rank, d_out) * 10 ** draw(rank, 1)  # of rank 1 and more
     a, g = x.T @ x / rank, e.T @ e / rank
     query, gradient = draw(3, d_in), draw(3, d_out)
-    made = make_filter(a, g, time, decay, tolerance=0.0)
+    made = make_filter(whole_side(a), whole_side(g), time, decay, tolerance=0.0)
     a_values, u_a = torch.linalg.eigh(a)
     g_values, u_g = torch.linalg.eigh(g)
     whole = remaining(time * torch.outer(g_values.clamp(min=0), a_values.clamp(min=0)) + decay)
@@ -167,6 +197,74 @@ def test_the_fast_form_is_the_filter(d_in: int, d_out: int, rank: int, time: flo
     size = float(e.norm() * gradient.norm() * x.norm() * query.norm())  # of what is filtered
     torch.testing.assert_close(fast, expected, rtol=1e-5, atol=1e-9 * size)
     torch.testing.assert_close(made.apply(torch.einsum("qo,qi->qoi", gradient, query)), dense, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("wide", ["keys", "values", "both"])
+def test_directions_that_are_not_told_apart_share_one_eigenvalue(wide: str) -> None:
+    """The filter of a wide side is that of the moment whose other eigenvalues are all their mean."""
+    generator = torch.Generator().manual_seed(3)
+    sides, dense = [], []
+    for name, d, k in (("keys", 9, 4), ("values", 7, 3)):
+        basis = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
+        moment = torch.cat([torch.logspace(1, -1, k, dtype=torch.float64), torch.full((d - k,), 0.02).double()])
+        cut = wide in (name, "both")
+        sides.append(Side(basis[:, :k], moment[: k + 1]) if cut else Side(basis, moment))
+        dense.append(Side(basis, moment))
+    cut_one, whole_one = (make_filter(*both, 3.0, 0.1, tolerance=0.0) for both in (sides, dense))
+    matrix = torch.randn(5, 7, 9, generator=generator, dtype=torch.float64)
+    for strength in (1.0, 4.0):
+        torch.testing.assert_close(cut_one.apply(matrix, strength=strength), whole_one.apply(matrix, strength=strength))
+    gradients, queries = (torch.randn(5, d, generator=generator, dtype=torch.float64) for d in (7, 9))
+    values, keys = cut_one.stronger(4.0, tolerance=0.0).turn(gradients, queries)
+    expected = whole_one.apply(torch.einsum("qo,qi->qoi", gradients, queries), strength=4.0)
+    torch.testing.assert_close(torch.einsum("rqo,rqi->qoi", values, keys), expected)
+
+
+def test_the_largest_eigenvectors_are_found_and_their_error_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "RANK", 12)
+    generator = torch.Generator().manual_seed(5)
+    basis = torch.linalg.qr(torch.randn(90, 90, generator=generator, dtype=torch.float64)).Q
+    for falls in (1.0, 6.0):
+        eigenvalues = torch.logspace(0, -falls, 90, dtype=torch.float64)
+        moment = (basis * eigenvalues) @ basis.T
+        side, error = largest_eigenvectors(lambda columns, m=moment: m @ columns, 90, float(moment.trace()))
+        torch.testing.assert_close(side.moment[:12].flip(0), eigenvalues[:12], rtol=0.05, atol=0.0)
+        kept = (side.basis * side.moment[:12]) @ side.basis.T
+        kept += side.moment[12] * (torch.eye(90, dtype=torch.float64) - side.basis @ side.basis.T)
+        assert float(kept.trace()) == pytest.approx(float(moment.trace()))
+        truth = float((moment - kept).norm() / moment.norm())
+        assert error == pytest.approx(truth, rel=0.35)
+        assert 0.05 < truth < 0.6
+
+
+def test_effects_of_wide_layers_come_from_their_largest_eigenvectors(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, model, _ = record(run, adam=False)
+    inputs, labels = questions()
+    exact = memory.attend(model, inputs, targets=labels)["0"].effects(per="pattern")
+    monkeypatch.setattr(moments, "WIDEST", 3)
+    monkeypatch.setattr(moments, "RANK", 2)
+    monkeypatch.setattr(moments, "OVERSAMPLING", 1)
+    other = dualform.open(run)
+    found = dataclasses.replace(
+        other.attend(model, inputs, targets=labels)["0"]._require_asked(), cache=cast(Any, _NoCache())
+    )
+    values = found.totals(other.attend(model, inputs, targets=labels)["0"]._group("pattern"))
+    assert found.filter().keys.has_rest
+    assert found.filter().values.has_rest
+    assert set(found.moment_errors) == {"keys", "values"}
+    assert all(0.02 < error < 1 for error in found.moment_errors.values())
+    both = torch.stack([values.flatten(), exact.values.flatten()])
+    assert not torch.allclose(values, exact.values)
+    assert float(torch.corrcoef(both)[0, 1]) > 0.9
+
+
+class _NoCache:
+    """Keeps nothing."""
+
+    def get(self, what: object, compute: Any) -> Any:
+        return compute()
 
 
 def test_few_terms_are_enough() -> None:
@@ -426,3 +524,55 @@ def test_filters_are_kept_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch)
 def test_targets_that_do_not_fit(pair: Pair, targets: Tensor, message: str) -> None:
     with pytest.raises(QueryError, match=message):
         pair.memory.attend(pair.model, pair.queries("0"), targets=targets)
+
+
+# How far to trust them ------------------------------------------------------------------------------------------------
+
+
+def test_the_spread_is_over_strengths_of_the_filter_of_all_layers_together(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, model, _ = record(run, adam=False)
+    inputs, labels = questions()
+    spot = memory.attend(model, inputs, targets=labels)
+    found = spot.effects()
+    sources = [(spot[layer]._require_asked(), spot[layer]._group("sample")) for layer in ("0", "2")]
+    every = torch.stack([sum(s.totals_at(g, (strength,))[0] for s, g in sources) for strength in (0.25, 1.0, 4.0)])
+    torch.testing.assert_close(found.values, every[1], **EXACT)
+    assert found.spread is not None
+    torch.testing.assert_close(found.spread, (every.amax(dim=0) - every.amin(dim=0)) / 2, **EXACT)
+    assert float(found.spread.min()) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_effects, "MAX_EFFECT_SHARES_BYTES", 0)  # by a pass over the patterns
+        streamed = spot.effects().spread
+        assert streamed is not None
+        assert float((streamed - found.spread).norm()) < 0.02 * float(found.spread.norm())
+    best = found.top(2)
+    assert best.spread is not None
+    at = [found.groups.index(group) for group in best.groups]
+    torch.testing.assert_close(best.spread, found.spread[:, at])
+    assert "±" in repr(found)
+    assert found.to_arrow().column_names == ["query", "sample", "effect", "spread"]
+    plain = spot.effects(spread=False)
+    assert plain.spread is None
+    assert "±" not in repr(plain)
+    torch.testing.assert_close(plain.values, found.values)
+
+
+def test_trainings_and_groups_unlike_those_that_were_compared_are_named(run: Path) -> None:
+    memory, model, _ = record(run, adam=False)
+    inputs, labels = questions()
+    cautions = memory.attend(model, inputs, targets=labels).effects(by="micro").cautions
+    assert any("9 steps; effects were compared with retraining from 75 steps on" in one for one in cautions)
+    assert any("group 0 holds 100% of the patterns" in one for one in cautions)
+    few = memory.attend(model, inputs, targets=labels).effects()
+    assert not any("group" in one for one in few.cautions)
+    assert "caution: the training has 9 steps" in repr(few)
+
+
+def test_limits_of_what_was_compared() -> None:
+    assert regime_cautions(75, 0.5) == []
+    assert regime_cautions(74, None)[0].startswith("the training has 74 steps")
+    assert "changed the weights by 1.0% of their size" in regime_cautions(500, 0.01)[0]
+    assert size_cautions(["a", "b"], np.array([0, 0, 1, 1])) == []
+    assert "group 'a' holds 75% of the patterns" in size_cautions(["a", "b"], np.array([0, 0, 0, 1]))[0]

@@ -14,6 +14,7 @@ import dualform
 from dualform.attend.path import PathContributions
 from dualform.effects import path_contributions
 from dualform.errors import QueryError, SelectionError
+from dualform.store import kept_state
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "plain": lambda p: torch.optim.SGD(p, lr=0.2),
@@ -301,6 +302,39 @@ def test_parts_are_complete_in_every_layer_kind(
     assert bool(found.state.abs().sum() > 0) == (network_type is BatchNormed)
     whole = found.start + found.values.sum(1) + found.state + found.rest + found.residual
     torch.testing.assert_close(whole, found.output)
+
+
+@pytest.mark.filterwarnings("ignore:.*joined SGD after the recording began:UserWarning")
+def test_a_layer_that_is_trained_from_some_step_on_is_not_recorded_and_counts_as_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data()
+    model = network()
+    assert isinstance(model, nn.Sequential)
+    begun = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(STEPS):
+            if step == 5:
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.3})
+            rows = batch_of(step)
+            recorder.annotate(label=y[rows])
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    outcome = dualform.open(tmp_path / "run").verify(model)
+    assert outcome.uncovered == {"0.weight": 30, "0.bias": 6}
+    assert "not recorded: 2 parameters" in str(outcome)
+    found = ask(tmp_path / "run", model, "label")
+    before = torch.func.functional_call(model, begun, (x[:4] * 0.9,))[:, 1]
+    torch.testing.assert_close(found.start, before.detach(), rtol=0, atol=1e-12)
+    assert float(found.state.abs().max()) > 0.01
+    whole = found.start + found.values.sum(1) + found.state + found.rest + found.residual
+    torch.testing.assert_close(whole, found.output)
+
+    monkeypatch.setattr(kept_state, "FROZEN", "nowhere")  # as where it was too large to be kept
+    with pytest.warns(UserWarning, match=r"does not keep '0\.bias' .* as it was before the first step"):
+        ask(tmp_path / "run", model, "label", tolerance=0.03)
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:

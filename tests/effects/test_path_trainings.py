@@ -19,7 +19,7 @@ import dualform
 from dualform.attend import path
 from dualform.attend.path import PathContributions
 from dualform.effects import path_contributions
-from dualform.effects.path_contributions import PathSettings
+from dualform.effects.path_walk import PathSettings
 from dualform.experiments.character_model import CHARACTERS, characters, encode_characters
 from dualform.experiments.datasets import load, load_text
 from dualform.experiments.image_training import make_tasks

@@ -35,5 +35,5 @@ def test_findings_say_what_is_explained_and_become_tables(tmp_path: Path) -> Non
 def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="an interval of 100 steps takes 1600 of them"):
         reproduce_checkpoints(replace(TINY, steps=100), tmp_path, seed=0)
-    with pytest.raises(QueryError, match="path, checkpoints, questions or all"):
+    with pytest.raises(QueryError, match="path, checkpoints, noise, tuning, questions or all"):
         reproduce_studies(ReproductionOptions("checkpoint"), json=False)

@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dualform import cli
+from dualform.effects.layer_effects import FILTERING
+from dualform.effects.output_gradients import measure_quantity
 from dualform.errors import DataError
 from dualform.experiments import retraining
 from dualform.experiments.page import Section, write_page
 from dualform.experiments.retraining import ceiling, correlate, evaluate_effects, mean_and_error, score, scores
-from dualform.experiments.retraining_config import RetrainingConfig, make_split, read_config
+from dualform.experiments.retraining_config import NETWORKS, RetrainingConfig, make_split, read_config
 from dualform.experiments.retraining_page import section, table
 from dualform.experiments.stacked_training import (
     initial,
@@ -125,6 +127,31 @@ def test_a_stack_of_transformers_trains_as_one_does(characters: RetrainingConfig
     assert margins.shape == (2, 4)
 
 
+NETWORK_ROWS = {
+    "cnn": {"network": "cnn", "hidden": (2, 3, 5)},
+    "residual": {"network": "residual", "hidden": (6,), "blocks": 3},
+    "lstm": {"network": "lstm", "hidden": (5, 6)},
+    "transformer": {"network": "transformer", "hidden": (8,), "blocks": 1},
+}
+
+
+@pytest.mark.parametrize("name", NETWORK_ROWS)
+def test_every_network_trains_in_a_stack_as_alone(name: str, characters: RetrainingConfig) -> None:
+    base = characters if NETWORKS[name] == "text" else dataclasses.replace(SMALL, epochs=1, tests=4)
+    config = dataclasses.replace(base, **NETWORK_ROWS[name], optimizer="SGD", learning_rate=0.05)
+    split = make_split(config, 0)
+    stacked, _ = train_stack(config, split.train, split.train_targets, split.halves[:2], (1, 2))
+    margins = measure_stack(config, stacked, split.test, split.test_targets)
+    for i, rows in enumerate(split.halves[:2]):
+        model = initial(config, i + 1)
+        state = loop(config, split.train[rows], split.train_targets[rows], i + 1)
+        for parameter, tensor in state.items():
+            torch.testing.assert_close(stacked[parameter][i], tensor, rtol=1e-4, atol=1e-5)
+        model.load_state_dict(state)
+        expected = measure_quantity(model(split.test), split.test_targets, "margin")
+        torch.testing.assert_close(margins[i], expected.detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_the_recorded_network_is_the_stacks(tmp_path: Path) -> None:
     split = make_split(SMALL, 0)
     model = train_recorded(SMALL, split.train, split.train_targets, tmp_path / "run", 9)
@@ -213,7 +240,7 @@ def test_peers_are_shown_at_their_best(evaluated: Path, tmp_path: Path) -> None:
         target.write_bytes(path.read_bytes())
     for number in range(SMALL.splits):
         here = folder / f"split-{number}"
-        ours = load_file(here / "ours-0.safetensors")["effects"]
+        ours = load_file(here / "ours-0.safetensors")[FILTERING]
         save_file(
             {"EK-FAC, damping 1": -ours[None], "EK-FAC, damping 2": ours[None].clone()}, here / "peer-x.safetensors"
         )
@@ -229,6 +256,8 @@ def test_peers_are_shown_at_their_best(evaluated: Path, tmp_path: Path) -> None:
         ('data = "digits"\n', "is no evaluation"),
         ('data = "cifar"\nepochs = 3\n', "expected one of digits"),
         ('data = "digits"\nepochs = 3\nseeds = 1\n', "at least 2 seeds"),
+        ('data = "digits"\nepochs = 3\nnetwork = "lstm"\n', "expected one of mlp, cnn, residual"),
+        ('data = "digits"\nepochs = 3\nnetwork = "cnn"\n', "3 for cnn"),
         ("data = \n", "TOML"),
     ],
 )
@@ -246,7 +275,8 @@ def test_the_benchmarks_configurations_are_right() -> None:
     assert {(c.data, c.epochs, c.optimizer) for c in found} >= {
         ("digits", epochs, optimizer) for epochs in (5, 15, 60) for optimizer in ("SGD", "AdamW")
     }
-    assert all(c.splits >= 3 for c in found if c.data == "digits")
+    assert all(c.splits >= 3 for c in found if c.data == "digits" and c.network == "mlp")
+    assert {c.network for c in found} == set(NETWORKS)
 
 
 def test_the_command_evaluates(

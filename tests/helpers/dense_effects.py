@@ -85,14 +85,8 @@ def softmax_weights(step: Step) -> Tensor:
     return torch.stack(found)
 
 
-def dense_effects(steps: Sequence[Step], last: Sequence[Step] | None, asked: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the effect of every pattern on every test input, (M, T).
-
-    Args:
-        steps: a layer's.
-        last: the last layer's, for w; nothing for w = 1.
-        asked: of each test input, its query at the layer and the gradient at the layer's output.
-    """
+def dense_moments(steps: Sequence[Step], last: Sequence[Step] | None) -> tuple[float, Tensor, Tensor]:
+    """Return T, A and G of a layer; `last` is the last layer's steps, for w, or nothing for w = 1."""
     time = sum(step.rate for step in steps)
     d_in, d_out = steps[0].keys.shape[1], steps[0].values.shape[1]
     a, g = torch.zeros(d_in, d_in, dtype=torch.float64), torch.zeros(d_out, d_out, dtype=torch.float64)
@@ -102,10 +96,35 @@ def dense_effects(steps: Sequence[Step], last: Sequence[Step] | None, asked: Seq
         for x, e, w in zip(step.keys, step.values, weights, strict=True):
             a += step.rate / n * torch.outer(x, x) / time
             g += step.rate * n * w * torch.outer(e, e) / time
+    return time, a, g
+
+
+def kernel_size(steps: Sequence[Step], last: Sequence[Step] | None) -> float:
+    """Return t = T tr(A) tr(G) of a layer."""
+    time, a, g = dense_moments(steps, last)
+    return float(time * a.trace() * g.trace())
+
+
+def dense_effects(
+    steps: Sequence[Step],
+    last: Sequence[Step] | None,
+    asked: Sequence[tuple[Tensor, Tensor]],
+    *,
+    kappa: float = 1.0,
+) -> Tensor:
+    """Return the effect of every pattern on every test input, (M, T).
+
+    Args:
+        steps: a layer's.
+        last: the last layer's, for w; nothing for w = 1.
+        asked: of each test input, its query at the layer and the gradient at the layer's output.
+        kappa: how much faster than by this layer alone an absence is repaired.
+    """
+    time, a, g = dense_moments(steps, last)
     a_values, u_a = torch.linalg.eigh(a)
     g_values, u_g = torch.linalg.eigh(g)
     decay = sum(step.decay for step in steps)
-    exponent = time * torch.outer(g_values.clamp(min=0), a_values.clamp(min=0)) + decay
+    exponent = kappa * time * torch.outer(g_values.clamp(min=0), a_values.clamp(min=0)) + decay
     left = torch.where(exponent > 1e-9, (1 - torch.exp(-exponent)) / exponent, torch.ones_like(exponent))
     effects = []
     for query, gradient in asked:

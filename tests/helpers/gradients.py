@@ -47,11 +47,13 @@ class FollowedWeight:
         self, keys: Tensor, values: Tensor, *, unseen: Tensor | None = None, coarse: torch.dtype | None = None
     ) -> "FollowedWeight":
         """Add the patterns of a backward to the gradient, and a part that no pattern explains."""
-        before = self.check.sample(self.name, self.parameter, projected=self.history.projected, look="now")
+        before = self.check.sample(
+            self.name, self.parameter, self.parameter.grad, projected=self.history.projected, look="now"
+        )
         added = values.sum(0) if self.name == "bias" else values.T @ keys
         added = added if unseen is None else added + unseen
         self.parameter.grad = added if self.parameter.grad is None else self.parameter.grad + added
-        after = self.check.sample(self.name, self.parameter, projected=True if self.full else None)
+        after = self.check.sample(self.name, self.parameter, self.parameter.grad, projected=True if self.full else None)
         assert after is not None
         micro = len(self.history.accumulations)
         self.history.accumulations.append(Accumulation(micro, before, after))
@@ -62,7 +64,9 @@ class FollowedWeight:
     @property
     def seen(self) -> Seen:
         """The history, and the gradient as a step sees it."""
-        final = self.check.sample(self.name, self.parameter, projected=self.history.projected, look="at the step")
+        final = self.check.sample(
+            self.name, self.parameter, self.parameter.grad, projected=self.history.projected, look="at the step"
+        )
         return self.history, final
 
     @property

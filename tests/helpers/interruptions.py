@@ -8,6 +8,33 @@ from typing import Any
 SPARED = ("<genexpr>",)  # an exception in a generator that is being closed is dropped by the interpreter
 
 
+def distinct_places(action: Callable[[], object], files: tuple[str, ...]) -> list[int]:
+    """Run an action; return which of its functions, counted from 1, begin where none began before.
+
+    A place is a function and the line that calls it.
+    """
+    begun = 0
+    seen = set()
+    found = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal begun
+        if frame.f_code.co_filename.endswith(files) and frame.f_code.co_name not in SPARED:
+            begun += 1
+            caller = frame.f_back
+            key = (frame.f_code, caller and (caller.f_code, caller.f_lineno))
+            if key not in seen:
+                seen.add(key)
+                found.append(begun)
+
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return found
+
+
 def interrupted(action: Callable[[], object], at: int, files: tuple[str, ...] = ("",)) -> bool:
     """Run an action and interrupt it as its `at`-th Python function begins; say whether it got that far.
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import dualform
 from dualform.recording.alignment import MAX_SHAPES, Alignment
 from dualform.recording.annotations import bind
-from dualform.recording.row_trials import _Trial
+from dualform.recording.row_trials import _Trial, check_rows, still_holds
 from dualform.recording.watch import watch
 from helpers.loops import batches, gradient_of, loss_of, mlp, sgd
 
@@ -144,6 +144,28 @@ def test_a_few_rows_are_tried_again_where_a_whole_batch_was_clear(run: Path) -> 
     seen, last = many_rows(run, lambda h: h)
     assert seen == [32, 32, 32, 8, 8, 32, 32, 8, 8, 32]  # plain and permuted, and the training's own
     assert last == [8, 8, 32]
+
+
+class Counting(nn.Module):
+    """Makes its rows larger with each of its own calls, which it counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return self.calls * hidden
+
+
+def test_a_copy_that_a_run_wrote_to_is_not_run_again_for_the_permuted_rows() -> None:
+    model = nn.Sequential(nn.Linear(D, D), Counting(), nn.Linear(D, 2))
+    layers = watch(model, None)
+    inputs = batch(32, D)
+    known = check_rows(model, layers, (inputs,), {}, rows=32, axis=0)
+    assert {check.outcome for check in known.values()} == {"proved"}
+    assert still_holds(known, model, layers, (inputs,), {}, rows=32, axis=0)
+    assert float(model.get_buffer("1.calls")) == 1
 
 
 def test_a_model_that_begins_to_sort_many_rows_is_found_by_a_few_of_them(run: Path) -> None:

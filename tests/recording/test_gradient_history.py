@@ -335,7 +335,7 @@ def test_gradients_seen_all_at_once_are_those_seen_one_by_one(edit: str, edited:
     histories = []
     for name, parameter in parameters.items():
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-        after = check.sample(name, parameter)
+        after = check.sample(name, parameter, parameter.grad)
         assert after is not None
         histories.append(GradientHistory(parameter.shape[1:].numel(), [Accumulation(0, None, after)]))
     gradient = (weight, bias)[edited].grad
@@ -343,7 +343,9 @@ def test_gradients_seen_all_at_once_are_those_seen_one_by_one(edit: str, edited:
     EDITS[edit](gradient)
     unused = torch.nn.Parameter(torch.zeros(3))
     parameters["unused"] = unused
-    finals = [check.sample(name, one, projected=False, look="at the step") for name, one in parameters.items()]
+    finals = [
+        check.sample(name, one, one.grad, projected=False, look="at the step") for name, one in parameters.items()
+    ]
     followed = follow_all(list(zip([*histories, GradientHistory(1)], finals, strict=True)))
     gradients = [parameter.grad for parameter in parameters.values()]
     found = follow_views([*histories, None], check.views(parameters), gradients)
@@ -355,7 +357,7 @@ def test_gradients_that_were_infinite_before_the_step_are_not_called_unchanged()
     bias = torch.nn.Parameter(torch.zeros(4))
     bias.grad = torch.tensor([1.0, math.inf, 2.0, 3.0])
     check = GradientCheck()
-    after = check.sample("bias", bias)
+    after = check.sample("bias", bias, bias.grad)
     assert after is not None
     history = GradientHistory(1, [Accumulation(0, None, after)])
     assert follow_views([history], check.views({"bias": bias}), [bias.grad]) is None

@@ -64,6 +64,18 @@ def test_groups_beyond_the_last_are_refused_or_the_rest() -> None:
     assert again.labels == [1, 2, REST]
 
 
+@pytest.mark.parametrize("columns", [("site",), ("site", "micro")])
+def test_a_users_own_rest_is_not_the_group_of_all_others(columns: tuple[str, ...]) -> None:
+    found = labels(*columns, most=2, rest=True)
+    rows = call(site=["rest", "a", "z"])
+    assert found.codes(0, rows, batch_last=False).tolist() == [1, 0, 2]
+    assert len(set(found.labels)) == 3
+    again = labels(*columns, most=2, rest=True)
+    again.load(found.labels)
+    assert again.codes(0, rows, batch_last=False).tolist() == [1, 0, 2]
+    assert again.labels == found.labels
+
+
 def test_one_and_true_are_two_groups_and_a_whole_number_is_its_float() -> None:
     found = labels("label")
     found.codes(0, call(label=[1, 1, 2]), batch_last=False)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -57,9 +59,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.opti
     "shares": (mlp, sgd, {"keep": dualform.Shares(by="label")}),
     "tied, shares": (Tied, adamw, {"clip": True, "keep": dualform.Shares(by="label")}),
     "bucket views": (mlp, adamw, {"wrap": {"gradient_as_bucket_view": True, "static_graph": True}}),
+    "divided": (mlp, sgd, {"wrap": "rows"}),
+    "divided, accumulated": (mlp, adamw, {"wrap": "rows", "micros": 2, "no_sync": True, "clip": True}),
+    "divided, reduced each time": (mlp, adamw, {"wrap": "rows", "micros": 3, "clip": True}),
+    "divided, tied": (Tied, adamw, {"wrap": "rows", "clip": True}),
+    "divided, shares": (mlp, sgd, {"wrap": "rows", "micros": 2, "keep": dualform.Shares(by="label")}),
+    "divided, tied, shares": (Tied, adamw, {"wrap": "rows", "clip": True, "keep": dualform.Shares(by="label")}),
+    "divided, tied, accumulated": (Tied, sgd, {"wrap": "rows", "micros": 2, "no_sync": True, "clip": True}),
 }
 ROUNDED_WITHIN = 3e-2  # of the change, of gradients that a communication hook rounds to float16
-UNRECORDED = ("accumulated", "bucket views")  # cases that are also trained without recording
+UNRECORDED = ("accumulated", "bucket views", "divided, accumulated")  # cases that are also trained without recording
 
 
 def batches(model: nn.Module, steps: int, micros: int, rank: int | None, size: int = 2) -> Iterator[list[Batch]]:
@@ -87,7 +96,7 @@ def train(
     micros: int = 1,
     no_sync: bool = False,
     clip: bool = False,
-    wrap: dict[str, Any] | None = None,
+    wrap: dict[str, Any] | Literal["rows"] | None = None,
     hook: Any = None,
     steps: int = STEPS,
     recorded: bool = True,
@@ -95,8 +104,10 @@ def train(
 ) -> dict[str, Tensor]:
     """Record a training in one process, or in one of several, and return the trained parameters."""
     plain = model
-    if rank is not None:
-        model = DistributedDataParallel(model, **(wrap or {}))
+    if rank is not None and wrap == "rows":
+        divide_by_rows(model)
+    elif rank is not None:
+        model = DistributedDataParallel(model, **(wrap or {}))  # type: ignore[arg-type]
         if hook is not None:
             model.register_comm_hook(None, hook)
     optimizer = make_optimizer(model)
@@ -108,13 +119,27 @@ def train(
                 if recorder is not None:
                     recorder.annotate(label=targets)
                 waiting = no_sync and rank is not None and number < micros - 1
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(not waiting)
+                    waiting = False
                 with model.no_sync() if waiting else contextlib.nullcontext():  # type: ignore[operator]
                     output = model(inputs)
                     (F.cross_entropy(output.flatten(0, -2), targets.flatten()) / micros).backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             optimizer.step()
-    return state(plain)
+    return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in state(plain).items()}
+
+
+def divide_by_rows(model: nn.Module) -> None:
+    """Divide a model's parameters by rows among two processes; those of some layers apart from the rest."""
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) or (
+            layer is next(model.children()) and not isinstance(model, Tied)
+        ):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 @pytest.fixture(scope="module")

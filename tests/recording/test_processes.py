@@ -1,4 +1,4 @@
-"""Trainings whose weights are divided are refused by name at the start; keys alone are each process's own."""
+"""Weights that are divided other than by rows are refused by name at the start; keys alone are each process's own."""
 
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ def test_several_processes(tmp_path: Path) -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
 
-    def work(rank: int) -> list[str]:
-        def attempt(model: nn.Module, **options: Any) -> str:
+    def work(rank: int) -> dict[str, str]:
+        def attempt(model: nn.Module, *, name: str = "keys", **options: Any) -> str:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             try:
-                with dualform.record(model, optimizer, tmp_path / f"keys{rank}", **options):
+                with dualform.record(model, optimizer, tmp_path / f"{name}{rank}", **options):
                     optimizer.zero_grad()
                     model(torch.randn(4, 5)).square().sum().backward()
                     optimizer.step()
@@ -34,19 +34,37 @@ def test_several_processes(tmp_path: Path) -> None:
             return "recorded"
 
         mesh = init_device_mesh("cpu", (2,))
-        sharded: nn.Module = network()
-        for layer in sharded.children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
+        both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "rows"))
+
+        def sharded(**options: Any) -> nn.Module:
+            model = nn.Sequential(nn.Linear(4, 4, bias=False))
+            fully_shard(model, **options)
+            return model
+
         divided = network()
         weight = divided.get_parameter("0.weight").detach()
         divided[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
-        return [attempt(network(), layers={"*": "keys"}), attempt(sharded), attempt(divided)]
+        model = sharded(mesh=mesh)
+        muon = torch.optim.Muon([model.get_parameter("0.weight")], lr=0.1)
+        try:
+            dualform.record(model, muon, tmp_path / "muon")
+            matrices = "recorded"
+        except dualform.DualformError as error:
+            matrices = str(error)
+        return {
+            "keys": attempt(network(), layers={"*": "keys"}),
+            "tensor parallel": attempt(divided),
+            "columns": attempt(sharded(mesh=mesh, shard_placement_fn=lambda _: Shard(1)), name="columns"),
+            "replicas": attempt(sharded(mesh=both), name="replicas"),
+            "muon": matrices,
+        }
 
-    for keys, sharded, divided in run_together(tmp_path, work):
-        assert keys == "recorded"  # in a folder for each process
-        assert sharded.startswith("RefusedError FSDPSequential is not supported: fully_shard divides its weights among")
-        assert divided.startswith("RefusedError Parameter '0.weight' is a DTensor")
+    for told in run_together(tmp_path, work):
+        assert told["keys"] == "recorded"  # in a folder for each process
+        assert told["tensor parallel"].startswith("RefusedError Parameter '0.weight' is a DTensor that fully_shard did")
+        assert "is divided along 2 axes of processes (HSDP, tensor parallelism)" in told["replicas"]
+        assert "not by rows; that is not supported" in told["columns"]
+        assert "Muon orthogonalises whole matrices" in told["muon"]
 
 
 def test_a_wrapper_by_its_name_alone(run: Path) -> None:

@@ -91,3 +91,33 @@ def test_what_cannot_be_recorded_is_refused(
 
     with pytest.raises(error, match=message):
         record_training(train, MemoryBlobs(), **options)
+
+
+@pytest.mark.parametrize("keep", [Steps(), [Steps(), Patterns(layers="0")]], ids=["steps", "steps and patterns"])
+def test_a_step_that_was_broken_off_between_two_optimizers_is_left_out(keep: Any) -> None:
+    """A replay makes each step with both: a run that ends with half a step could not be asked at all."""
+
+    def train(recording: Recording, *, fail: bool = False) -> nn.Module:
+        model = network()
+        optimizers = [sgd(model[0]), torch.optim.AdamW(model[2].parameters(), lr=0.01)]
+        with recording(model, optimizers) as recorder:
+            for step in range(4):
+                recorder.annotate(sample=torch.arange(6))
+                model(torch.randn(6, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+                optimizers[0].step()
+                if fail and step == 2:
+                    raise KeyboardInterrupt
+                optimizers[1].step()
+                model.zero_grad()
+                states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return model
+
+    states: list[dict[str, torch.Tensor]] = []
+    blobs = MemoryBlobs()
+    with pytest.raises(KeyboardInterrupt):
+        record_training(lambda recording: train(recording, fail=True), blobs, keep=keep)
+    memory = dualform.open(blobs, train=train)
+    assert memory.step == 2
+    assert memory.verify(states[1]).passed
+    with pytest.raises(QueryError, match="step 2 was broken off between two optimizers"):
+        memory.verify()

@@ -23,7 +23,7 @@ def broken(folder: Path) -> None:
     """Interrupt recordings with a library whose hooks stay on; end with 3 if the campaign says so."""
     Hooks.detach = lambda self: None  # type: ignore[method-assign]
     ours, _ = multiprocessing.Pipe()
-    life = lives._Life(folder, random.Random(1), ours)
+    life = lives._Life(folder, ["momentum"], random.Random(1), ours)
     found = [life.interrupt_at(stage) for stage in ("annotate", "forward", "backward")]
     texts = [text for one in found if one is not None for text in one[2]]
     raise SystemExit(3 if any("hooks are left" in text for text in texts) else 0)

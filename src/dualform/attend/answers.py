@@ -5,7 +5,8 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import pyarrow as pa
 import torch
@@ -147,6 +148,16 @@ EFFECT_NOTE = (
 )
 
 
+UNROLLED_NOTE = (
+    "The derivative of this very training, with its seed and its order, by the weight of the group's samples; without "
+    "the group the quantity is predicted to be lower by its effect. Every step was within {:.1e} of the one that was "
+    "differentiated."
+)
+
+EffectMethod = Literal["filter", "unrolled"]
+"""How effects are found."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Effects(Answer):
     """What training on each group of patterns is predicted to have brought to a quantity of each input.
@@ -160,6 +171,13 @@ class Effects(Answer):
         groups: (G,) each group's value, a tuple where there are several columns.
         values: (M, G), float64. Without the group, the quantity is predicted to be lower by that.
         outside: layers that contribute nothing to effects, and why.
+        method: "filter", the prediction from the memory alone; or "unrolled", the derivative of this very training.
+        error: of an unrolled training, how far its steps were at most from those that were differentiated, relative.
+        spread: (M, G) how uncertain each effect is, as far as `spread_over` tells; None where it was not asked for.
+        spread_over: what the spread is over: the standard deviation over recordings of one recipe; or, of one
+            recording, half the range of effects when later steps are taken to answer up to 4 times as weakly and as
+            strongly.
+        cautions: reasons to trust these effects less, in words.
     """
 
     layers: tuple[str, ...]
@@ -168,32 +186,50 @@ class Effects(Answer):
     groups: tuple[Any, ...]
     values: Tensor
     outside: Mapping[str, str]
+    method: EffectMethod = "filter"
+    error: float = 0.0
+    spread: Tensor | None = None
+    spread_over: str = ""
+    cautions: tuple[str, ...] = ()
 
     def top(self, k: int, *, largest: bool = True) -> "Effects":
         """Return the k groups whose effect on any input is largest (or most negative), best first."""
         best = self.values.amax(dim=0) if largest else self.values.amin(dim=0)
         order = best.argsort(descending=largest, stable=True)[:k]
         groups = tuple(self.groups[g] for g in order.tolist())
-        return dataclasses.replace(self, groups=groups, values=self.values[:, order])
+        spread = None if self.spread is None else self.spread[:, order]
+        return dataclasses.replace(self, groups=groups, values=self.values[:, order], spread=spread)
 
     def to_arrow(self) -> pa.Table:
-        """Return a row per input and group."""
-        return GroupTotals("", "effect", self.by, self.groups, self.values).to_arrow()
+        """Return a row per input and group, with the effect's spread where it is known."""
+        table = GroupTotals("", "effect", self.by, self.groups, self.values).to_arrow()
+        if self.spread is None:
+            return table
+        return table.append_column(_free("spread", table.column_names), pa.array(self.spread.reshape(-1).cpu().numpy()))
 
     def __repr__(self) -> str:
         shown = self.groups[:12]
         names = [group_text(group) for group in shown]
         values = self.values[:10, : len(shown)].tolist()
-        rows = [[str(q), *(f"{x:.4g}" for x in row)] for q, row in enumerate(values)]
+        cells = [[f"{x:.4g}" for x in row] for row in values]
+        if self.spread is not None:
+            spreads = self.spread[:10, : len(shown)].tolist()
+            cells = [
+                [f"{a} ± {x:.2g}" for a, x in zip(*both, strict=True)] for both in zip(cells, spreads, strict=True)
+            ]
+        rows = [[str(q), *row] for q, row in enumerate(cells)]
         title = f"Effects on the {self.quantity} by {', '.join(self.by)}, in {', '.join(self.layers)}"
         more = [] if len(self.groups) <= 12 else [f"... {len(self.groups) - 12} more groups"]
         more += [] if len(self.values) <= 10 else [f"... {len(self.values) - 10} more inputs"]
         more += [f"layer {name!r} contributes nothing: {reason}" for name, reason in self.outside.items()]
-        return "\n".join([title, *grid_lines(["input", *names], rows), *more, EFFECT_NOTE])
+        more += [f"± is {self.spread_over}"] if self.spread is not None else []
+        more += [f"caution: {reason}" for reason in self.cautions]
+        note = EFFECT_NOTE if self.method == "filter" else UNROLLED_NOTE.format(self.error)
+        return "\n".join([title, *grid_lines(["input", *names], rows), *more, note])
 
 
 def add_effects(found: Sequence[Effects], outside: Mapping[str, str]) -> Effects:
-    """Return the sum of several layers' effects; a group that a layer does not know has none there."""
+    """Return the sum of several layers' effects, without a spread; where a layer does not know a group, it has none."""
     first = found[0]
     place = {group: i for i, group in enumerate(dict.fromkeys(g for each in found for g in each.groups))}
     total = first.values.new_zeros(len(first.values), len(place))
@@ -201,7 +237,24 @@ def add_effects(found: Sequence[Effects], outside: Mapping[str, str]) -> Effects
         columns = torch.tensor([place[group] for group in each.groups], device=total.device)
         total.index_add_(1, columns, each.values.to(total.device))
     names = tuple(name for each in found for name in each.layers)
-    return Effects(names, first.quantity, first.by, tuple(place), total, outside)
+    cautions = tuple(dict.fromkeys(reason for each in found for reason in each.cautions))
+    return Effects(names, first.quantity, first.by, tuple(place), total, outside, cautions=cautions)
+
+
+def combine_strengths(found: Sequence[Sequence[Effects]], outside: Mapping[str, str] = MappingProxyType({})) -> Effects:
+    """Return the sum over layers of effects at the filter's own strength, which come first, with their spread.
+
+    Args:
+        found: each layer's effects, for each strength of the filter; with one strength there is no spread.
+        outside: layers that contribute nothing, and why.
+    """
+    sums = [add_effects(layers, outside) for layers in found]
+    if len(sums) == 1:
+        return sums[0]
+    every = torch.stack([one.values for one in sums])
+    spread = (every.amax(dim=0) - every.amin(dim=0)) / 2
+    over = "half the range of effects if later steps answered up to 4 times as weakly or strongly"
+    return dataclasses.replace(sums[0], spread=spread, spread_over=over)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -22,7 +22,7 @@ from dualform.binning import Bins, bin_edges, label_order
 from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
 from dualform.engine.source import PatternSource, groupings_text
 from dualform.errors import SelectionError, SharesOnlyError
-from dualform.recording.group_labels import REST
+from dualform.recording.group_labels import rest_label
 
 MAX_BIN_ROWS = 4_000_000
 """Rows of a table in which every whole number of every bin stands, on which a condition about bins is evaluated."""
@@ -320,12 +320,12 @@ def _number(
 ) -> tuple[tuple[Any, ...], npt.NDArray[np.int64]]:
     """Return the distinct rows of some columns among the kept ones, in order, and the place of each row, (F,).
 
-    The row of the group that holds all others stays apart, as `REST`.
+    The row of the group that holds all others stays apart, with a label that no other row has (`rest_label`).
     """
     plain = [[math.nan if value != value else value for value in column.to_pylist()] for column in columns]  # one NaN
     rows: list[Any] = plain[0] if len(plain) == 1 else list(zip(*plain, strict=True))
     if rest is not None:
-        rows[rest] = REST if len(plain) == 1 else (REST,) * len(plain)
+        rows[rest] = rest_label(rows[:rest] + rows[rest + 1 :], len(plain))
     labels = tuple(sorted({row for row, keep in zip(rows, kept.tolist(), strict=True) if keep}, key=label_order))
     place = {label: i for i, label in enumerate(labels)}
     return labels, np.array([place.get(row, -1) for row in rows], dtype=np.int64)

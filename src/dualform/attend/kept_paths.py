@@ -103,25 +103,37 @@ def _code_text(code: CodeType) -> str:
 def find_kept(cache: AnswerCache | None, name: tuple[Any, ...] | None) -> PathContributions | None:
     """Return the path contributions that are kept under a name; None where there are none."""
     found = None if name is None or cache is None else cache.find(name)
-    if found is None:
-        return None
-    fields: dict[str, Any] = dict(found)
-    words = json.loads(bytes(fields.pop(WORDS).tolist()))
-    return PathContributions(**fields, **{key: _as_tuples(value) for key, value in words.items()})
+    return None if found is None else from_tensors(found)
 
 
 def keep_path(cache: AnswerCache | None, name: tuple[Any, ...] | None, answer: PathContributions) -> PathContributions:
     """Keep path contributions under a name, where they have one and their groups can be written down; return them."""
-    if name is None or cache is None:
-        return answer
+    if name is not None and cache is not None:
+        try:
+            cache.keep(name, as_tensors(answer))
+        except (TypeError, ValueError):  # groups that are dates, for example
+            return answer
+    return answer
+
+
+def as_tensors(answer: PathContributions, *, allow_nan: bool = False) -> dict[str, Tensor]:
+    """Return path contributions as tensors by name; groups that are no numbers or texts raise `TypeError`.
+
+    Args:
+        answer: the path contributions.
+        allow_nan: whether a group may be NaN, which is equal to no group of another question; else `ValueError`.
+    """
     fields = {field.name: getattr(answer, field.name) for field in dataclasses.fields(answer)}
     tensors = {key: value for key, value in fields.items() if isinstance(value, Tensor)}
-    try:
-        words = json.dumps({key: value for key, value in fields.items() if key not in tensors}, allow_nan=False)
-    except (TypeError, ValueError):  # groups that are dates, for example
-        return answer
-    cache.keep(name, {**tensors, WORDS: torch.tensor(list(words.encode()), dtype=torch.uint8)})
-    return answer
+    words = json.dumps({key: value for key, value in fields.items() if key not in tensors}, allow_nan=allow_nan)
+    return {**tensors, WORDS: torch.tensor(list(words.encode()), dtype=torch.uint8)}
+
+
+def from_tensors(found: Mapping[str, Tensor]) -> PathContributions:
+    """Return the path contributions that `as_tensors` wrote down."""
+    fields: dict[str, Any] = dict(found)
+    words = json.loads(bytes(fields.pop(WORDS).tolist()))
+    return PathContributions(**fields, **{key: _as_tuples(value) for key, value in words.items()})
 
 
 def _quantity_name(quantity: Quantity) -> str | None:

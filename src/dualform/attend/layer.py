@@ -1,19 +1,20 @@
 """The spotlight on one layer: what each of its queries attends to; `layer_plans.py` says how questions are answered."""
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from dualform.attend.answers import Effects, GroupTotals, Ranking
+from dualform.attend.answers import Effects, GroupTotals, Ranking, combine_strengths
 from dualform.attend.groups import Grouping, Table
 from dualform.attend.layer_plans import LayerPlans, check_per
 from dualform.attend.queries import Captured
 from dualform.attend.questions import Per, Plan, Question, Top, Totals, answer_all
 from dualform.attend.sums import LayerSums, apply_uses
 from dualform.binning import By
-from dualform.effects.layer_effects import LayerEffects
+from dualform.effects.layer_effects import STRENGTHS, LayerEffects
 from dualform.effects.output_gradients import OutputGradients
 from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.beside_patterns import Media
@@ -131,7 +132,7 @@ class LayerSpotlight:
         return self._answer(self._plans.totals(Totals(by, of)))
 
     @in_own_dtype
-    def effects(self, by: By | None = None, *, per: Per = "sample") -> Effects:
+    def effects(self, by: By | None = None, *, per: Per = "sample", spread: bool = True) -> Effects:
         """Predict what training on each sample, pattern or group brought to the quantity that was asked about.
 
         A prediction of retraining, not a share of the output: effects do not sum to the weight. Needs
@@ -141,13 +142,21 @@ class LayerSpotlight:
             by: a column (or columns, or bins) to sum over, instead of samples or patterns.
             per: without `by`: `"sample"` sums over all occurrences of a sample; `"pattern"` gives each one, named by
                 its number.
+            spread: also find how far each effect depends on how strongly later steps are taken to answer. Where
+                groups are too many for their shares to lie in memory, this measures every pattern three times.
         """
+        return combine_strengths([[one] for one in self._effects_at(by, per, STRENGTHS if spread else STRENGTHS[:1])])
+
+    def _effects_at(self, by: By | None, per: Per, strengths: Sequence[float]) -> list[Effects]:
+        """Return the layer's effects at each strength of the filter."""
         check_per(per)
         source = self._require_asked()
         grouping = self._group(by if by is not None else self._plans.column(per))
-        self._plans.check_affordable(8 * len(source) * len(grouping.labels), "effects()")
-        values = source.totals(grouping)
-        return Effects((self.name,), source.gradients.quantity, grouping.by, grouping.labels, values, {})
+        self._plans.check_affordable(8 * len(strengths) * len(source) * len(grouping.labels), "effects()")
+        found = source.totals_at(grouping, strengths)
+        cautions = tuple(source.cautions(None if by is None else grouping))
+        answer = Effects((self.name,), source.gradients.quantity, grouping.by, grouping.labels, found[0], {})
+        return [dataclasses.replace(answer, values=values, cautions=cautions) for values in found]
 
     @in_own_dtype
     def top(

@@ -22,7 +22,8 @@ from dualform.attend.cost import count_rounds
 from dualform.attend.groups import Table
 from dualform.attend.info import Info, describe_run
 from dualform.attend.layer import LayerSpotlight
-from dualform.attend.path import Asked
+from dualform.attend.path import Asked, PathContributions
+from dualform.attend.path_question import read_paths
 from dualform.attend.prompts import PromptLike
 from dualform.attend.queries import batches, capture_queries, given_queries
 from dualform.attend.questions import Question
@@ -423,6 +424,15 @@ class Memory:
             return outcome
         recorded = {name: live[name] for name in self._run.description.parameters}
         return dataclasses.replace(outcome, hint=_other_step(matching_steps(self._run, recorded) - {self._horizon}))
+
+    @property
+    def paths(self) -> Mapping[str, PathContributions]:
+        """The answers to questions about the path of weights that were asked before the training.
+
+        They are asked by `keep=dualform.Shares(..., paths={"why 9": dualform.PathQuestion(...)})`.
+        """
+        files = self._run.run_files
+        return {} if files is None else read_paths(files.paths(), self._run.name)
 
     def plan(self, question: Question, *, layers: str | Collection[str] | None = None) -> Cost:
         """Say what a question takes at most: replays of the training, seconds for them, and bytes of patterns.

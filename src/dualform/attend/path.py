@@ -15,17 +15,19 @@ from dualform.attend.groups import Table
 from dualform.binning import Bins, By, label_order
 from dualform.drawing import picture_of
 from dualform.effects.output_gradients import Quantity, measure_quantity
-from dualform.effects.path_contributions import PathParts, PathSettings, path_fold, state_between, step_bins
+from dualform.effects.path_contributions import path_fold, state_between, step_bins
 from dualform.effects.path_probe import PathProbe
 from dualform.effects.path_samples import chunk_length, find_sample_parts
+from dualform.effects.path_walk import PathParts, PathSettings
 from dualform.engine.model_layers import move
 from dualform.engine.parameter_steps import optimizer_of
 from dualform.engine.reading import kept_rows
-from dualform.engine.source import PatternPart
+from dualform.engine.source import PATH_CONTRIBUTION, PatternPart
 from dualform.errors import QueryError, ReplayError, SelectionError
 from dualform.identity.families.naming import class_name
 from dualform.logits import logits_of
 from dualform.modes import evaluating
+from dualform.recording.user_warnings import warn_user
 
 PATH_NOTE = (
     "A path contribution is an account of this training: start, parts and the rest add up to the output. It is no "
@@ -196,14 +198,15 @@ def find_path_contributions(
     _check_question(table, by, per, over, tolerance)
     groups = None if per == "layer" else PathGroups(table, SAMPLE if by is None else by)
     axis = run.description.batch_axis
-    targets = _fixed_targets(asked, axis)
+    targets = fixed_targets(asked, axis)
     batches, reference = list(asked.batches), None
     if against is not None:
-        reference = _Reference(asked, targets, against, axis)
+        reference = ReferenceInputs(asked, targets, against, axis)
         batches, targets = reference.batches, reference.targets
     units = None if reference is None else reference.units
     probe = PathProbe(asked.model, batches, targets, asked.quantity, run.layers, batch_axis=axis, units=units)
     probe.check_rows()
+    _warn_of_late_state(known_state)
     samples = groups if per == "sample" else None
     followed = groups if samples is None else _Merged(samples, STEERING_GROUPS)
     count = 1 if groups is None else len(groups.labels)
@@ -239,7 +242,8 @@ def find_path_contributions(
                 "dualform.replay(train, path, keep=dualform.Patterns()); or ask by groups: by= a column."
             ) from error
         parts = torch.cat([single, parts[:, STEERING_GROUPS:]], dim=1)
-    return _answer(found, parts, groups, asked.quantity, probe, over, reference)
+    labels, columns = (None, ()) if groups is None else (groups.labels, groups.columns)
+    return answer_of_parts(found, parts, labels, columns, asked.quantity, probe.names, over, reference)
 
 
 def _check_question(table: Table, by: By | None, per: PathPer | None, over: Bins | None, tolerance: float) -> None:
@@ -261,9 +265,9 @@ def _check_question(table: Table, by: By | None, per: PathPer | None, over: Bins
         raise SelectionError(f"over is bins of {over.column!r}; expected dualform.bins('step', width=...).")
     if not 0 < tolerance < 1:
         raise QueryError(f"tolerance is {tolerance}; expected a number between 0 and 1, for example 0.02.")
-    run.require_recorded("a path contribution")
+    run.require_recorded(PATH_CONTRIBUTION)
     for layer in run.layers:
-        run.require_patterns(layer, "a path contribution")
+        run.require_patterns(layer, PATH_CONTRIBUTION)
         run.require_values(layer)
     if per == "sample":
         if SAMPLE not in table.names:
@@ -282,6 +286,20 @@ def _check_question(table: Table, by: By | None, per: PathPer | None, over: Bins
                     )
 
 
+def _warn_of_late_state(known_state: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
+    """Warn of uncovered state that is not kept as it was before the first step: its early changes are no part."""
+    first = {name: steps for steps, state in reversed(known_state) for name in state}
+    late = {name: steps for name, steps in first.items() if steps}
+    if late:
+        shown = ", ".join(f"{name!r} (after step {steps})" for name, steps in sorted(late.items())[:4])
+        more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+        warn_user(
+            f"The run does not keep {shown}{more} as it was before the first step, but only as it was later. The path "
+            "is followed as if it had been so from the start: the part `start` is that of such a network, and `state` "
+            "lacks what changed before."
+        )
+
+
 class _Merged:
     """Many groups merged into a few, to steer how finely a path is followed."""
 
@@ -296,21 +314,33 @@ class _Merged:
         return merged
 
 
-def _answer(
+def answer_of_parts(
     found: PathParts,
     parts: Tensor,
-    groups: PathGroups | None,
+    groups: tuple[Any, ...] | None,
+    columns: tuple[str, ...],
     quantity: Quantity,
-    probe: PathProbe,
+    names: Sequence[str],
     over: Bins | None,
-    reference: "_Reference | None",
+    reference: "ReferenceInputs | None",
 ) -> PathContributions:
-    """Return the answer; parts are (U, G + 3, L), and where there are no groups, each layer is one."""
-    layers = tuple(probe.names)
+    """Return the answer that parts give.
+
+    Args:
+        found: what was found along the path.
+        parts: (U, G + 3, L) the parts.
+        groups: the groups; where there are none, each layer is one.
+        columns: the names of the grouping columns.
+        quantity: what was asked about.
+        names: the layers.
+        over: the bins of steps, where they were asked for.
+        reference: the reference inputs, if any.
+    """
+    layers = tuple(names)
     if groups is None:  # (U, 1 + 3, L): the one group's parts through each layer become groups
         through = torch.diag_embed(parts[:, 0])
         parts = torch.cat([through, parts[:, 1:]], dim=1)
-    labels = layers if groups is None else groups.labels
+    labels = layers if groups is None else groups
     size = len(labels)
     flat = parts.sum(2)
     numbers = {
@@ -328,17 +358,17 @@ def _answer(
     bins = 0 if found.bins is None else found.bins.shape[2]
     return PathContributions(
         quantity=getattr(quantity, "__name__", "quantity") if callable(quantity) else quantity,
-        by=("layer",) if groups is None else groups.columns,
+        by=("layer",) if groups is None else columns,
         groups=labels,
         layers=layers,
         steps=tuple(i * over.width for i in range(bins)) if over is not None else (),
         parts_error=found.parts_error,
-        evaluations=probe.evaluations,
+        evaluations=found.evaluations,
         **numbers,  # type: ignore[arg-type]
     )
 
 
-def _fixed_targets(asked: Asked, axis: int) -> Tensor | None:
+def fixed_targets(asked: Asked, axis: int) -> Tensor | None:
     """Return the targets, or what the trained model says, since along the path it says other things."""
     if asked.targets is not None or callable(asked.quantity):
         return asked.targets
@@ -357,7 +387,7 @@ def _fixed_targets(asked: Asked, axis: int) -> Tensor | None:
     return torch.cat(said, dim=min(axis, said[0].dim() - 1))
 
 
-class _Reference:
+class ReferenceInputs:
     """Reference inputs beside the ones that were asked about: every quantity that is asked is measured on all of them.
 
     Attributes:

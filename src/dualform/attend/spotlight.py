@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
-from dualform.attend.answers import Effects, Vote, add_effects
+from dualform.attend.answers import EffectMethod, Effects, Vote, combine_strengths
 from dualform.attend.by_layer import ByLayer
 from dualform.attend.kept_paths import find_kept, keep_path, name_path
 from dualform.attend.layer import LayerSpotlight
 from dualform.attend.path import Asked, PathContributions, PathPer, find_path_contributions
 from dualform.attend.questions import Per, Question, answer_all
+from dualform.attend.unrolled_effects import find_unrolled_effects
 from dualform.binning import Bins, By
 from dualform.drawing import notebook_html
+from dualform.effects.layer_effects import STRENGTHS
 from dualform.effects.moments import outside
 from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.measures import Of
@@ -71,18 +73,39 @@ class Spotlight(ByLayer[LayerSpotlight]):
         return Vote(names, of, winners)
 
     @in_own_dtype
-    def effects(self, by: By | None = None, *, per: Per = "sample") -> Effects:
+    def effects(
+        self, by: By | None = None, *, per: Per = "sample", method: EffectMethod = "filter", spread: bool = True
+    ) -> Effects:
         """Sum the effects of all layers: see `LayerSpotlight.effects`.
 
         Layers outside the linear family contribute nothing, and are listed in the answer's `outside`.
+
+        Args:
+            by: a column (or columns, or bins) to sum over, instead of samples.
+            per: without `by`: `"sample"`, summed over all occurrences of a sample.
+            method: `"filter"` predicts what a training with any seed and order would change, from the memory alone.
+                `"unrolled"` is exact for small changes of this very training, with its seed and its order: the
+                derivative by each sample's weight, found backwards through every step and every parameter that was
+                trained. It needs a run of steps whose training is a `dualform.Restartable` with `loss=...`, and takes
+                one replay and, for each step, about one second backward for each input.
+            spread: whether to say how uncertain each predicted effect is, which takes the filter twice more. Unrolled
+                effects have no spread.
         """
+        if method not in get_args(EffectMethod):
+            raise QueryError(f"method is {method!r}; expected one of {get_args(EffectMethod)}.")
+        if method == "unrolled":
+            if by is None and per != "sample":
+                raise QueryError(f'Unrolled effects are those of whole samples; per is {per!r}, expected "sample".')
+            first, asked = self._asked_first("Unrolled effects are those on")
+            return find_unrolled_effects(first._table, asked, by)
         if by is None and per == "pattern":
             raise QueryError('Patterns belong to one layer: ask spotlight[layer].effects(per="pattern").')
         left = self.outside()
-        found = [layer.effects(by, per=per) for name, layer in self.layers.items() if name not in left]
-        if not found:
+        asked = [layer for name, layer in self.layers.items() if name not in left]
+        if not asked:
             raise QueryError(f"No layer of the linear family is asked about. Outside it: {', '.join(left) or 'none'}.")
-        return add_effects(found, left)
+        found = [layer._effects_at(by, per, STRENGTHS if spread else STRENGTHS[:1]) for layer in asked]
+        return combine_strengths(list(zip(*found, strict=True)), left)
 
     @in_own_dtype
     def path_contributions(
@@ -142,18 +165,21 @@ class Spotlight(ByLayer[LayerSpotlight]):
 
     def _path_question(self, **options: Any) -> tuple[LayerSpotlight, tuple[Any, ...] | None]:
         """Return a layer's spotlight, which has the view, and the name of a question with these options."""
-        if self.asked is None:
-            raise QueryError(
-                "Path contributions are those to a quantity of the output: ask "
-                'memory.attend(model, inputs, targets=..., quantity="logit").'
-            )
-        first = next(iter(self.layers.values()))
+        first, asked = self._asked_first("Path contributions are those to")
         table = first._table
         named = None
         if not table.conditions:  # a mask is refused
             covered = table.run.description.parameters
-            named = name_path(self.asked, table.horizon, covered, known_state=self.known_state(), **options)
+            named = name_path(asked, table.horizon, covered, known_state=self.known_state(), **options)
         return first, named
+
+    def _asked_first(self, what: str) -> tuple[LayerSpotlight, Asked]:
+        """Return a layer's spotlight, which has the view, and what was asked; raise where no quantity was."""
+        if self.asked is None:
+            raise QueryError(
+                f'{what} a quantity of the output: ask memory.attend(model, inputs, targets=..., quantity="logit").'
+            )
+        return next(iter(self.layers.values())), self.asked
 
     def outside(self) -> dict[str, str]:
         """Return the layers that contribute nothing to effects, and why."""

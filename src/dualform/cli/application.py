@@ -11,7 +11,14 @@ from dualform.cli.data_commands import data
 from dualform.cli.experiment_commands import demo_command, evaluate_command, reproduce_command
 from dualform.cli.page_commands import report_command, view_command
 from dualform.cli.question_commands import attend_command, mask_command
-from dualform.cli.run_commands import copy_command, estimate_command, info_command, replay_command, support_command, verify_command
+from dualform.cli.run_commands import (
+    copy_command,
+    estimate_command,
+    info_command,
+    replay_command,
+    support_command,
+    verify_command,
+)
 from dualform.errors import DualformError
 from dualform.printable import printable
 

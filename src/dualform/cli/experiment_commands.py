@@ -30,7 +30,8 @@ def reproduce_command(
     study: Annotated[
         str,
         typer.Argument(
-            help="single, joint, continual, aesop, wikitext2, text, sources, path, checkpoints, questions, or all.",
+            help="single, joint, continual, aesop, wikitext2, text, sources, path, checkpoints, noise, tuning, "
+            "questions, or all.",
             show_default=False,
         ),
     ],

@@ -17,63 +17,125 @@ FILTER_TOLERANCE = 1e-4  # of the weighted filter, that its low-rank form may be
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The second moment of a layer's keys, or of its values, by its eigenvectors.
+
+    Attributes:
+        basis: (d, k) eigenvectors, a column each: all d, or of a wide layer those with the largest eigenvalues.
+        moment: (k,) their eigenvalues; where k < d one more, the mean of all others, which are not told apart.
+    """
+
+    basis: Tensor
+    moment: Tensor
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether some directions are not told apart."""
+        return len(self.moment) > self.basis.shape[1]
+
+    def mass(self) -> Tensor:
+        """Return how much of the moment's trace is in each eigenvector, and in all others together, like `moment`."""
+        if not self.has_rest:
+            return self.moment
+        d, k = self.basis.shape
+        return torch.cat([self.moment[:k], (d - k) * self.moment[k:]])
+
+    def to(self, device: torch.device) -> "Side":
+        """Return it on a device."""
+        return Side(self.basis.to(device), self.moment.to(device))
+
+    def scale(self, factors: Tensor, rows: Tensor) -> Tensor:
+        """Return rows (n, d) whose coordinates are multiplied by factors (r, k or k + 1), (r, n, d)."""
+        inside = rows @ self.basis
+        count = self.basis.shape[1]
+        scaled = (factors[:, None, :count] * inside) @ self.basis.T
+        if self.has_rest:
+            scaled += factors[:, None, count:] * (rows - inside @ self.basis.T)
+        return scaled
+
+
+def whole_side(moment: Tensor) -> Side:
+    """Return all eigenvectors of a moment, (d, d)."""
+    eigenvalues, basis = torch.linalg.eigh(moment.double())
+    return Side(basis, eigenvalues.clamp(min=0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Filter:
     """A layer's filter.
 
     Attributes:
-        keys: U_A, (d_in, d_in), a column per eigenvector of the keys' moment.
-        values: U_G, (d_out, d_out), likewise of the values'.
-        whole: F, (d_out, d_in).
-        left: (r, d_out), and
-        right: (r, d_in), whose outer products sum to F, nearly.
+        keys: the moment A of the keys.
+        values: the moment G of the values.
+        time: T, the sum of the rates, times kappa where layers answer together; 0 where nothing is filtered.
+        decay: what weight decay adds to the exponent, the sum over steps.
+        left: (r, d_out), or as many as the values' moment has eigenvalues, and
+        right: (r, d_in), likewise, whose outer products sum to F, nearly.
     """
 
-    keys: Tensor
-    values: Tensor
-    whole: Tensor
+    keys: Side
+    values: Side
+    time: float
+    decay: float
     left: Tensor
     right: Tensor
 
     def to(self, device: torch.device) -> "Filter":
         """Return it on a device."""
-        return Filter(*(part.to(device) for part in (self.keys, self.values, self.whole, self.left, self.right)))
+        moved = (part.to(device) for part in (self.left, self.right))
+        return Filter(self.keys.to(device), self.values.to(device), self.time, self.decay, *moved)
 
-    def apply(self, matrix: Tensor) -> Tensor:
+    def whole(self, strength: float = 1.0) -> Tensor:
+        """Return F, (d_out, d_in), had later steps answered so much more strongly."""
+        return remaining(strength * self.time * self.values.moment[:, None] * self.keys.moment + self.decay)
+
+    def stronger(self, strength: float, *, tolerance: float = FILTER_TOLERANCE) -> "Filter":
+        """Return the filter had later steps answered so much more strongly."""
+        left, right = factorise(self.whole(strength), self.values.mass(), self.keys.mass(), tolerance=tolerance)
+        return Filter(self.keys, self.values, strength * self.time, self.decay, left, right)
+
+    def apply(self, matrix: Tensor, *, strength: float = 1.0) -> Tensor:
         """Return U_G (F ∘ (U_Gᵀ M U_A)) U_Aᵀ for matrices (..., d_out, d_in): what training left of an update."""
-        return self.values @ (self.whole * (self.values.T @ matrix @ self.keys)) @ self.keys.T
+        factors, basis = self.whole(strength), self.keys.basis
+        count = basis.shape[1]
+        inside = matrix @ basis
+        left = self._filter_values(inside, factors[:, :count]) @ basis.T
+        if self.keys.has_rest:
+            left += self._filter_values(matrix - inside @ basis.T, factors[:, count:])
+        return left
+
+    def _filter_values(self, columns: Tensor, factors: Tensor) -> Tensor:
+        """Multiply columns (..., d_out, n) by factors (d_out, n) or (d_out, 1), in the values' coordinates."""
+        basis = self.values.basis
+        count = basis.shape[1]
+        inside = basis.T @ columns
+        left = basis @ (factors[:count] * inside)
+        return left + factors[count:] * (columns - basis @ inside) if self.values.has_rest else left
 
     def turn(self, gradients: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Return P_r g, (r, Q, d_out), and R_r q, (r, Q, d_in), such that `apply(g qᵀ)` is sum_r (P_r g)(R_r q)ᵀ."""
-        values = (self.left[:, None] * (gradients @ self.values)) @ self.values.T
-        keys = (self.right[:, None] * (queries @ self.keys)) @ self.keys.T
-        return values, keys
+        return self.values.scale(self.left, gradients), self.keys.scale(self.right, queries)
 
 
-def make_filter(
-    key_moment: Tensor, value_moment: Tensor, time: float, decay: float, *, tolerance: float = FILTER_TOLERANCE
-) -> Filter:
+def make_filter(keys: Side, values: Side, time: float, decay: float, *, tolerance: float = FILTER_TOLERANCE) -> Filter:
     """Make the filter of a layer.
 
     Args:
-        key_moment: A, (d_in, d_in).
-        value_moment: G, (d_out, d_out).
-        time: T, the sum of the rates.
+        keys: A, (d_in, d_in), by its eigenvectors.
+        values: G, (d_out, d_out), likewise.
+        time: T, the sum of the rates, times kappa.
         decay: what weight decay adds to the exponent, the sum over steps.
         tolerance: how far the low-rank form may be off, as a share of the weighted filter; 0 for all ranks.
     """
-    a, keys = torch.linalg.eigh(key_moment.double())
-    b, values = torch.linalg.eigh(value_moment.double())
-    a, b = a.clamp(min=0), b.clamp(min=0)
-    whole = remaining(time * b[:, None] * a + decay)
-    left, right = factorise(whole, b, a, tolerance=tolerance)
-    return Filter(keys, values, whole, left, right)
+    none = torch.empty(0)
+    return Filter(keys, values, time, decay, none, none).stronger(1.0, tolerance=tolerance)
 
 
 def no_filter(d_in: int, d_out: int) -> Filter:
     """Return the filter that leaves everything as it is."""
-    ones = torch.ones(d_out, d_in, dtype=torch.float64)
-    keys, values = (torch.eye(size, dtype=torch.float64) for size in (d_in, d_out))
-    return Filter(keys, values, ones, ones[None, :, 0], ones[None, 0])
+    ones = torch.ones(max(d_out, d_in), dtype=torch.float64)
+    keys, values = (Side(torch.eye(size, dtype=torch.float64), ones[:size]) for size in (d_in, d_out))
+    return Filter(keys, values, 0.0, 0.0, ones[None, :d_out], ones[None, :d_in])
 
 
 def remaining(exponent: Tensor) -> Tensor:

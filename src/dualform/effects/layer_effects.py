@@ -4,21 +4,32 @@
 
 for a test input with query q at the layer and gradient g of some quantity at its output (summed over the input's
 queries where it has several). An effect is what training on the pattern is predicted to have brought to the quantity:
-without the pattern, the quantity would be lower by that. Totals by few groups are exact products with the groups'
-filtered shares; everything else is a streaming pass over queries that were mapped once (`Filter.turn`).
+without the pattern, the quantity would be lower by that. Totals by few groups are exact products of filtered queries
+with the groups' shares; everything else is a streaming pass over queries that were mapped once (`Filter.turn`).
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.effects.filter import Filter, make_filter, no_filter
+from dualform.effects.cautions import regime_cautions, size_cautions, weight_change
+from dualform.effects.filter import Filter, Side, make_filter, no_filter
 from dualform.effects.losses import Losses, find_losses
-from dualform.effects.moments import Extended, extension, find_moments, is_linear, pattern_rates
+from dualform.effects.moments import (
+    RANK,
+    Extended,
+    extension,
+    find_kernel_sizes,
+    find_moments,
+    is_linear,
+    outside,
+    pattern_rates,
+)
 from dualform.effects.output_gradients import OutputGradients
 from dualform.effects.rates import Rates, find_rates
 from dualform.effects.views import EffectGroups, EffectView
@@ -27,9 +38,16 @@ from dualform.engine.block import Block
 from dualform.engine.jobs import Pass
 from dualform.engine.reading import BLOCK_PATTERNS
 from dualform.engine.reducers import GroupSums, Reducer, Sums, each_group, joined
+from dualform.engine.source import PatternSource
 from dualform.errors import QueryError
 
 R = TypeVar("R")
+Filtering = Literal["joint", "layerwise", "none"]
+"""How later steps answer to an absence: all layers together, each layer for itself, or not at all, which leaves what
+the updates did themselves with all later steps held as they were."""
+STRENGTHS = (1.0, 0.25, 4.0)
+"""Strengths of the filter: first its own; effects at the others say how far an effect depends on it."""
+FILTERING: Filtering = "layerwise"
 MAX_EFFECT_SHARES_BYTES = 1 << 30  # bytes of group shares that may be held at most
 PRODUCT_OVERHEAD = 100_000  # multiplications that take as long as a small product's overhead
 MAX_CACHED_GROUPS = 64  # groups, whose shares are worth keeping for the next question
@@ -46,18 +64,30 @@ class LayerEffects:
     queries: Tensor  # (Q, d_in)
     gradients: OutputGradients
     dtype: torch.dtype
-    unfiltered: bool = False  # for comparison: what the updates did themselves, all later steps held as they were
-    held: dict[bool, Filter] = field(default_factory=dict)
+    filtering: Filtering = FILTERING
+    held: dict[Filtering, Filter] = field(default_factory=dict)
+    moment_errors: dict[str, float] = field(default_factory=dict)  # of keys and values, once the filter is made
 
     def __len__(self) -> int:
         return self.gradients.inputs
 
     def totals(self, grouping: EffectGroups) -> Tensor:
         """Return the sum of effects per group, (M, G), in float64, the cheaper way."""
+        return self.totals_at(grouping, (1.0,))[0]
+
+    def totals_at(self, grouping: EffectGroups, strengths: Sequence[float]) -> Tensor:
+        """Return the sums of effects per group had later steps answered more strongly, or weakly, (S, M, G)."""
         groups = len(grouping.labels)
         if self._shares_are_cheaper(groups, len(grouping.codes)):
-            return self._by_shares(self._shares(grouping))
-        return self.reduce(grouping, GroupSums(groups), block=None)
+            shares = self._shares(grouping)
+            return torch.stack([self._by_shares(shares, strength) for strength in strengths])
+        found = []
+        for strength in strengths:
+            stronger = (
+                self if strength == 1.0 else replace(self, held={self.filtering: self.filter().stronger(strength)})
+            )
+            found.append(stronger.reduce(grouping, GroupSums(groups), block=None))
+        return torch.stack(found)
 
     def _shares_are_cheaper(self, groups: int, patterns: int) -> bool:
         """Say whether to multiply with the groups' shares, (G, d_out, d_in), or to measure every pattern."""
@@ -70,7 +100,7 @@ class LayerEffects:
         if 8 * max(groups, len(self)) * size > MAX_EFFECT_SHARES_BYTES:
             return False
         products = min(patterns, groups * math.ceil(patterns / BLOCK_PATTERNS))
-        by_shares = (patterns + queries + groups * (len(self) + d_in + d_out)) * size + products * PRODUCT_OVERHEAD
+        by_shares = (patterns + queries + len(self) * (groups + d_in + d_out)) * size + products * PRODUCT_OVERHEAD
         return by_shares < patterns * queries * (d_in + d_out) * len(self.filter().left) or groups <= MAX_CACHED_GROUPS
 
     def reduce(
@@ -115,34 +145,40 @@ class LayerEffects:
 
         def compute() -> dict[str, Tensor]:
             found = find_moments(self.table.run, self.table.executor, self.layer, self.rates(), self._losses())
-            time = found.time
-            made = make_filter(found.keys / time, found.values / time, time, found.decay)
+            kappa = self._others_too() if self.filtering == "joint" else 1.0
+            made = make_filter(found.keys, found.values, found.time * kappa, found.decay)
             return {
-                "keys": made.keys,
-                "values": made.values,
-                "whole": made.whole,
+                "keys": made.keys.basis,
+                "key moment": made.keys.moment,
+                "values": made.values.basis,
+                "value moment": made.values.moment,
                 "left": made.left,
                 "right": made.right,
+                "numbers": torch.tensor([made.time, made.decay, *found.errors], dtype=torch.float64),
             }
 
         self.require()
-        if self.unfiltered not in self.held:
-            if self.unfiltered:
+        if self.filtering not in self.held:
+            if self.filtering == "none":
                 made = no_filter(self._extend.width(self.queries.shape[1]), self.gradients.rows.shape[1])
             else:
-                made = Filter(**self.cache.get(("effect filter", self.layer, self.table.horizon), compute))
-            self.held[self.unfiltered] = made.to(self.queries.device)
-        return self.held[self.unfiltered]
+                what = ("effect filter", self.filtering, self.layer, self.table.horizon)
+                kept = self.cache.get(what, compute)
+                keys, values = Side(kept["keys"], kept["key moment"]), Side(kept["values"], kept["value moment"])
+                time, decay, *errors = kept["numbers"].tolist()
+                self.moment_errors.update(zip(("keys", "values"), errors, strict=True))
+                made = Filter(keys, values, time, decay, kept["left"], kept["right"])
+            self.held[self.filtering] = made.to(self.queries.device)
+        return self.held[self.filtering]
 
     def rates(self) -> Rates:
         """Return the layer's rates."""
+        return layer_rates(self.table, self.cache, self.layer)
 
-        def compute() -> dict[str, Tensor]:
-            found = find_rates(self.table.run, self.table.executor, self.layer, horizon=self.table.horizon)
-            return {"rate": torch.from_numpy(found.rate), "decay": torch.from_numpy(found.decay)}
-
-        found = self.cache.get(("effect rates", self.layer, self.table.horizon), compute)
-        return Rates(found["rate"].numpy(), found["decay"].numpy())
+    def _others_too(self) -> float:
+        """Return kappa: how much faster an absence is repaired by all layers together than by this one alone."""
+        sizes = kernel_sizes(self.table, self.cache)
+        return sum(sizes.values()) / sizes[self.layer] if sizes[self.layer] else 1.0
 
     def require(self) -> None:
         """Raise unless this layer can have effects."""
@@ -152,6 +188,30 @@ class LayerEffects:
                 f"Layer {self.layer!r} was not trained within {self.table.horizon} steps: it has no effects. "
                 "Leave it out, with attend(layers=[...])."
             )
+
+    def cautions(self, grouping: EffectGroups | None) -> list[str]:
+        """Return reasons to trust the layer's effects less; of groups, whether some are too large to be additive."""
+        run, horizon = self.table.run, self.table.horizon
+        found = regime_cautions(horizon, self._weight_change() if horizon == run.steps else None)
+        for side, error in self.moment_errors.items():
+            if error:
+                found.append(
+                    f"layer {self.layer!r} is wide: of its {side}, {RANK} directions are told apart, which leaves "
+                    f"{error:.0%} of their second moment"
+                )
+        if grouping is not None:
+            found += size_cautions(grouping.labels, grouping.codes)
+        return found
+
+    def _weight_change(self) -> float | None:
+        """Return the change of all weights over the training, of their size at the start; None if it is not known."""
+
+        def compute() -> dict[str, Tensor]:
+            change = weight_change(self.table.run)
+            return {"change": torch.tensor([] if change is None else [change], dtype=torch.float64)}
+
+        known = self.cache.get(("weight change",), compute)["change"].tolist()
+        return known[0] if known else None
 
     @property
     def _extend(self) -> Extended:
@@ -172,25 +232,28 @@ class LayerEffects:
         return torch.from_numpy(np.concatenate(parts)).to(self.queries.device, self.dtype)
 
     def _shares(self, grouping: EffectGroups) -> Tensor:
-        """Return sum_t rate_t e_t x_tᵀ over each group's patterns, filtered, (G, d_out, d_in)."""
+        """Return sum_t rate_t e_t x_tᵀ over each group's patterns, (G, d_out, d_in)."""
 
         def compute() -> dict[str, Tensor]:
             shape = (len(grouping.labels), self.gradients.rows.shape[1], self._extend.width(self.queries.shape[1]))
             reducer = _EffectShares(shape, self._extend, self._pattern_rates())
             like = torch.empty(0, dtype=self.dtype, device=self.queries.device)
             job = Pass(self.layer, self.table, reducer, like, groups=grouping, values=True)
-            return {"shares": self.filter().apply(self.table.answer(job))}
+            return {"shares": self.table.answer(job)}
 
-        what = ("effect shares", self.unfiltered, self.layer, self.table.conditions, self.table.horizon, grouping.parts)
+        what = ("effect shares", self.layer, self.table.conditions, self.table.horizon, grouping.parts)
         return self.cache.get(what, compute)["shares"].to(self.queries.device)
 
-    def _by_shares(self, shares: Tensor) -> Tensor:
-        """Return -⟨sum of g qᵀ over an input's queries, share⟩ per input and group, (M, G)."""
+    def _by_shares(self, shares: Tensor, strength: float) -> Tensor:
+        """Return -⟨sum of g qᵀ over an input's queries, filtered, share⟩ per input and group, (M, G).
+
+        The filter is symmetric, so that it does not matter which of the two it is applied to.
+        """
         queries, gradients = self._extended.double(), self.gradients.rows.double()
         order = self.gradients.of.argsort(stable=True)
         parts = order.split(torch.bincount(self.gradients.of, minlength=len(self)).tolist())
         per_input = torch.stack([gradients[rows].T @ queries[rows] for rows in parts])  # (M, d_out, d_in)
-        return -per_input.flatten(1) @ shares.flatten(1).T
+        return -self.filter().apply(per_input, strength=strength).flatten(1) @ shares.flatten(1).T
 
     def _blocks(self, block: int | None) -> list[Tensor]:
         """Return the inputs in blocks, each with few enough queries for one pass."""
@@ -199,10 +262,43 @@ class LayerEffects:
         return list(torch.arange(len(self), device=self.queries.device).split(size))
 
 
+def layer_rates(table: EffectView, cache: AnswerCache, layer: str) -> Rates:
+    """Return a layer's rates, found once for the run and a horizon."""
+
+    def compute() -> dict[str, Tensor]:
+        found = find_rates(table.run, table.executor, layer, horizon=table.horizon)
+        return {"rate": torch.from_numpy(found.rate), "decay": torch.from_numpy(found.decay)}
+
+    found = cache.get(("effect rates", layer, table.horizon), compute)
+    return Rates(found["rate"].numpy(), found["decay"].numpy())
+
+
+def kernel_sizes(table: EffectView, cache: AnswerCache) -> dict[str, float]:
+    """Return t = T tr(A) tr(G) of every layer that has effects, found once for the run and a horizon."""
+    run = table.run
+    trained = {
+        name: rates
+        for name in _linear_layers(run)
+        if outside(run, name) is None and (rates := layer_rates(table, cache, name)).rate.any()
+    }
+
+    def compute() -> dict[str, Tensor]:
+        found = find_kernel_sizes(run, table.executor, list(trained.items()), losses(table, cache))
+        return {"sizes": torch.tensor(found, dtype=torch.float64)}
+
+    sizes = cache.get(("effect kernel sizes", tuple(trained), table.horizon), compute)["sizes"]
+    return dict(zip(trained, sizes.tolist(), strict=True))
+
+
+def _linear_layers(run: PatternSource) -> list[str]:
+    """Return the layers of the linear family whose patterns are kept whole."""
+    return [n for n, e in run.layers.items() if e.has_values and run.count(n) and is_linear(run, n)]
+
+
 def losses(table: EffectView, cache: AnswerCache) -> Losses:
     """Return what the values say about the loss, found once for the run."""
     run = table.run
-    layers = [n for n, e in run.layers.items() if e.has_values and run.count(n) and is_linear(run, n)]
+    layers = _linear_layers(run)
     found: list[Losses] = []
 
     def compute() -> dict[str, Tensor]:

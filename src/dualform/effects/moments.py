@@ -7,13 +7,17 @@ where w comes from too). Every pattern adds its own terms, so parts of a memory 
 order.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualform.effects.filter import Side, whole_side
 from dualform.effects.losses import Losses
 from dualform.effects.rates import Rates, trained_uses
 from dualform.engine.block import Block
@@ -22,64 +26,110 @@ from dualform.engine.reducers import Reducer
 from dualform.engine.source import PatternPart, PatternSource
 from dualform.errors import QueryError
 
-WIDEST = 8192  # of a layer whose moments are worth having
+R = TypeVar("R")
+WIDEST = 8192
+"""Width up to which all eigenvectors of a moment are found; of wider ones those with the largest eigenvalues."""
+RANK = 256
+"""Number of eigenvectors that are found of a wide moment."""
+OVERSAMPLING = 32
+"""Number of random columns beyond those, which make their eigenvectors more exact."""
+PROBES = 16
+"""Number of random columns with which the error of a wide moment is measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """Sums over a layer's patterns, float64."""
+    """A layer's moments and its time.
 
-    keys: Tensor  # (d_in, d_in), T times A
-    values: Tensor  # (d_out, d_out), T times G
-    time: float  # T
+    Attributes:
+        keys: A, by its eigenvectors.
+        values: G, likewise.
+        errors: ‖moment − kept‖ / ‖moment‖ of keys and of values: 0 unless only some eigenvectors were looked for.
+        time: T.
+        decay: what weight decay takes, summed over steps.
+    """
+
+    keys: Side
+    values: Side
+    errors: tuple[float, float]
+    time: float
     decay: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MomentSums(Reducer[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]):
-    """The weighted second moments of (extended) keys and of values.
+class MomentSum(Reducer[Tensor, Tensor]):
+    """The weighted second moment of (extended) keys or of values, or its product with some columns.
 
     Attributes:
-        on_keys: (T,) rate / n of each pattern's step.
-        on_values: (T,) rate · N · w of each pattern.
+        of: which of the two.
+        weights: (T,) of each pattern: rate / n for keys, rate · N · w for values.
         extend: how biases extend keys.
-        shape: d_out and the width of extended keys.
+        width: of extended keys, or of values.
+        columns: (width, k) to multiply the moment with, so that it never lies in memory; None for the moment itself.
     """
+
+    of: Literal["keys", "values"]
+    weights: Tensor
+    extend: "Extended"
+    width: int
+    columns: Tensor | None = None
+    needs_all_threads = True
+
+    def new(self, like: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(
+            self.width, self.width if self.columns is None else self.columns.shape[1], dtype=torch.float64
+        )
+
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add a block's moment."""
+        assert block.values is not None, "this pass reads values"
+        rows = self.extend(block.keys) if self.of == "keys" else block.values
+        scaled = rows * self.weights[block.pattern_ids].sqrt().to(rows.dtype)[:, None]
+        state += scaled.T @ (scaled if self.columns is None else scaled @ self.columns.to(rows))
+        return state
+
+    def merge(self, first: Tensor, second: Tensor) -> Tensor:
+        """Add the moments."""
+        return first + second
+
+    def result(self, state: Tensor) -> Tensor:
+        """Return the moment."""
+        return state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceSums(Reducer[Tensor, Tensor]):
+    """The traces of the weighted second moments of (extended) keys and of values, (2,)."""
 
     on_keys: Tensor
     on_values: Tensor
     extend: "Extended"
-    shape: tuple[int, int]
-    needs_all_threads = True
 
-    def new(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def new(self, like: Tensor) -> Tensor:
         """Return zeros."""
-        d_out, width = self.shape
-        return tuple(torch.zeros(d, d, dtype=torch.float64) for d in (width, d_out))  # type: ignore[return-value]
+        return torch.zeros(2, dtype=torch.float64)
 
-    def add(
-        self, state: tuple[Tensor, Tensor], block: Block, measures: Tensor, groups_of: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Add a block's moments."""
+    def add(self, state: Tensor, block: Block, measures: Tensor, groups_of: Tensor) -> Tensor:
+        """Add a block's traces."""
         assert block.values is not None, "this pass reads values"
         at = block.pattern_ids
         pairs = ((self.extend(block.keys), self.on_keys[at]), (block.values, self.on_values[at]))
-        for total, (rows, weights) in zip(state, pairs, strict=True):
-            scaled = rows * weights.sqrt().to(rows.dtype)[:, None]
-            total += scaled.T @ scaled
+        for i, (rows, weights) in enumerate(pairs):
+            state[i] += (rows.double().square().sum(dim=1).cpu() * weights).sum()
         return state
 
-    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Add the moments."""
-        return first[0] + second[0], first[1] + second[1]
+    def merge(self, first: Tensor, second: Tensor) -> Tensor:
+        """Add the traces."""
+        return first + second
 
-    def result(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the moments of keys and of values."""
+    def result(self, state: Tensor) -> Tensor:
+        """Return the traces of keys' and of values' moments."""
         return state
 
 
 def outside(run: PatternSource, layer: str) -> str | None:
-    """Say why a layer has no effects: its patterns are not kept, it is outside the linear family, or too wide.
+    """Say why a layer has no effects: its patterns are not kept, or it is outside the linear family.
 
     Nothing where it may have them.
     """
@@ -88,8 +138,6 @@ def outside(run: PatternSource, layer: str) -> str | None:
         return f"its patterns are not kept; record them too, keep=[..., dualform.Patterns(layers={layer!r})]"
     if not is_linear(run, layer):
         return f"{entry.kind} is not of the linear family"
-    if max(entry.d_in, entry.d_out) > WIDEST:
-        return f"{entry.d_in} -> {entry.d_out} is wider than {WIDEST}"
     return None
 
 
@@ -141,22 +189,103 @@ def pattern_rates(run: PatternSource, layer: str, part: PatternPart, rates: Rate
 
 def find_moments(source: PatternSource, executor: Executor, layer: str, rates: Rates, losses: Losses) -> Moments:
     """Add up a layer's moments over all its patterns within the rates' horizon."""
-    horizon = len(rates.rate)
     entry = source.require_values(layer)
-    extend = extension(source, layer, horizon=horizon)
-    weights = [_moment_weights(source, layer, part, rates, losses) for part in source.parts() if part.start < horizon]
+    extend = extension(source, layer, horizon=len(rates.rate))
+    on_keys, on_values, decay = _all_moment_weights(source, layer, rates, losses)
+    time = float(on_keys.sum())
+    sides = (
+        MomentSum("keys", on_keys, extend, extend.width(entry.d_in)),
+        MomentSum("values", on_values, extend, entry.d_out),
+    )
+
+    def add_up(sums: Sequence[Reducer[Any, Tensor]]) -> list[Tensor]:
+        found = executor.run(source, [_moment_pass(source, layer, len(rates.rate), one) for one in sums])
+        for one, moment in zip(sums, found, strict=True):
+            if not bool(torch.isfinite(moment).all()):
+                raise _diverged(layer, one.of if isinstance(one, MomentSum) else "patterns")
+        return [moment / time for moment in found]
+
+    narrow = [side for side in sides if side.width <= WIDEST]
+    found = dict(zip([side.of for side in narrow], add_up(narrow), strict=True)) if narrow else {}
+    kept, errors = [], []
+    for side in sides:
+        if side.of in found:
+            made, error = whole_side(found[side.of]), 0.0
+        else:
+            trace = add_up([TraceSums(on_keys, on_values, extend)])[0][0 if side.of == "keys" else 1]
+            product = lambda columns, side=side: add_up([replace(side, columns=columns)])[0]  # noqa: E731
+            made, error = largest_eigenvectors(product, side.width, float(trace))
+        kept.append(made)
+        errors.append(error)
+    return Moments(kept[0], kept[1], (errors[0], errors[1]), time, float(decay.sum()))
+
+
+def largest_eigenvectors(product: Callable[[Tensor], Tensor], width: int, trace: float) -> tuple[Side, float]:
+    """Return the eigenvectors of a moment with the largest eigenvalues, and how far they are from all of it.
+
+    By randomised subspace iteration (Halko, Martinsson, Tropp, 2011): three products with the moment, each a pass over
+    the patterns. What is left of the trace is spread evenly over all other directions.
+
+    Args:
+        product: returns the moment times columns (width, k).
+        width: d.
+        trace: of the moment.
+
+    Returns:
+        the side, and ‖moment − kept‖ / ‖moment‖ (Frobenius), measured with random columns that the eigenvectors do not
+        know.
+    """
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(width, RANK + OVERSAMPLING + PROBES, generator=generator, dtype=torch.float64)
+    random, probes = random.split([RANK + OVERSAMPLING, PROBES], dim=1)
+    basis = torch.linalg.qr(product(torch.linalg.qr(product(random)).Q)).Q
+    image, probed = product(torch.cat([basis, probes], dim=1)).split([basis.shape[1], PROBES], dim=1)
+    found, turned = torch.linalg.eigh(basis.T @ image)
+    found, basis = found[-RANK:].clamp(min=0), basis @ turned[:, -RANK:]
+    rest = max(trace - float(found.sum()), 0.0) / (width - RANK)
+    side = Side(basis, torch.cat([found, found.new_tensor([rest])]))
+    left = probed.T - side.scale(side.moment[None], probes.T)[0]
+    return side, float(left.norm() / probed.norm().clamp(min=1e-300))
+
+
+def find_kernel_sizes(
+    source: PatternSource, executor: Executor, layers: Sequence[tuple[str, Rates]], losses: Losses
+) -> list[float]:
+    """Return t = T tr(A) tr(G) of each layer, from one reading of all: how fast a layer answers to its own absence."""
+    jobs, times = [], []
+    for layer, rates in layers:
+        on_keys, on_values, _ = _all_moment_weights(source, layer, rates, losses)
+        reducer = TraceSums(on_keys, on_values, extension(source, layer, horizon=len(rates.rate)))
+        jobs.append(_moment_pass(source, layer, len(rates.rate), reducer))
+        times.append(float(on_keys.sum()))
+    sizes = [float(found.prod()) / time for found, time in zip(executor.run(source, jobs), times, strict=True)]
+    for (layer, _), size in zip(layers, sizes, strict=True):
+        if not math.isfinite(size):
+            raise _diverged(layer, "patterns")
+    return sizes
+
+
+def _diverged(layer: str, what: str) -> QueryError:
+    return QueryError(
+        f"Layer {layer!r} holds {what} that are not finite, or too large to be squared: the training diverged. "
+        "There are no effects; look at an earlier memory.at(step=...)."
+    )
+
+
+def _moment_pass(source: PatternSource, layer: str, horizon: int, reducer: Reducer[Any, R]) -> Pass[R]:
+    """Return the pass that adds something up over all patterns of a layer within a horizon."""
+    like = torch.empty(0, dtype=torch.float64 if source.layer(layer).dtype == "float64" else torch.float32)
+    return Pass(layer, WholeView(source, horizon), reducer, like, values=True)
+
+
+def _all_moment_weights(
+    source: PatternSource, layer: str, rates: Rates, losses: Losses
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights of keys and of values and the part of decay of all a layer's patterns in the horizon, (n,)."""
+    parts = [part for part in source.parts() if part.start < len(rates.rate)]
+    weights = [_moment_weights(source, layer, part, rates, losses) for part in parts]
     on_keys, on_values, decay = (torch.from_numpy(np.concatenate(each)) for each in zip(*weights, strict=True))
-    reducer = MomentSums(on_keys, on_values, extend, (entry.d_out, extend.width(entry.d_in)))
-    like = torch.empty(0, dtype=torch.float64 if entry.dtype == "float64" else torch.float32)
-    job = Pass(layer, WholeView(source, horizon), reducer, like, values=True)
-    keys, values = executor.run(source, [job])[0]
-    for what, moment in (("keys", keys), ("values", values)):
-        if not bool(torch.isfinite(moment).all()):
-            raise QueryError(
-                f"Layer {layer!r} holds {what} that are not finite, or too large to be squared: the training diverged. "
-                "There are no effects; look at an earlier memory.at(step=...)."
-            )
-    return Moments(keys, values, float(on_keys.sum()), float(decay.sum()))
+    return on_keys, on_values, decay
 
 
 def _moment_weights(

@@ -22,6 +22,7 @@ from dualform.engine.addresses import Calls, addresses
 from dualform.engine.beside_patterns import KnownState, Media, Tests
 from dualform.engine.description import LayerEntry, RunDescription
 from dualform.engine.share_source import ShareSource
+from dualform.engine.walk_back import VisitStep
 from dualform.errors import KeysOnlyError, QueryError, SharesOnlyError, UnknownLayerError
 from dualform.identity.families import Coefficients, Facts, derive, find_optimizer_kind
 from dualform.identity.families.optimizer_facts import CoefficientsOf
@@ -38,6 +39,9 @@ ADDRESS = ("pattern", "step", "micro", "call", "row", "position")
 """The columns that every pattern has, beside the user's own."""
 RANKED_ADDRESS = (*ADDRESS[:1], "rank", *ADDRESS[1:])
 """The same of a run that several processes recorded together."""
+
+PATH_CONTRIBUTION = "a path contribution"
+"""How messages name the question that `dualform.PathQuestion` asks before a training."""
 
 
 class Rows(Protocol):
@@ -75,6 +79,9 @@ class RunFiles(Protocol):
 
     def tests(self) -> Tests:
         """Return the test inputs that the run keeps."""
+
+    def paths(self) -> dict[str, Tensor]:
+        """Return the answers to questions about the path that were asked before the training, as they were kept."""
 
     def media(self) -> Media:
         """Return what the run keeps for people to look at."""
@@ -262,6 +269,16 @@ class PatternSource(ABC):
                 "needs them. Record the training, or replay it (docs/replay.md)."
             )
 
+    def walk_back(self, visit: VisitStep, *, steps: int) -> None:
+        """Show each of so many steps, the last one first, with the training put back to just before it.
+
+        Of a source that cannot run its training again, this is refused.
+        """
+        raise QueryError(
+            f"Unrolled effects run the training again from its end to its beginning, and {self.name} keeps patterns "
+            "alone. Record a dualform.Restartable with loss=... by dualform.record_training (docs/replay.md)."
+        )
+
     @property
     def steps_table(self) -> pa.Table:
         """The optimizer facts as they were logged, a row per (step, parameter); empty where they were not."""
@@ -318,9 +335,15 @@ class PatternSource(ABC):
         entry = self.layer(layer)
         if entry.store == "shares":
             kept = self.require_shares()
+            beforehand = (
+                " Or ask before the training: keep=dualform.Shares(paths={name: dualform.PathQuestion(...)})."
+                if what == PATH_CONTRIBUTION
+                else ""
+            )
             raise SharesOnlyError(
                 f"Layer {layer!r} keeps shares by {groupings_text(kept.groupings)} and no patterns: {what} needs "
                 f"patterns. Record them too: keep=[dualform.Shares(...), dualform.Patterns(layers={layer!r})]."
+                f"{beforehand}"
             )
         return entry
 

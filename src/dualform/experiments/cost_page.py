@@ -25,7 +25,9 @@ class Example:
 
 
 EXAMPLES = (
-    Example("MLP 784-800-800-10, batches of 128", lambda: mlp([784, 800, 800, 10]), lambda: torch.zeros(128, 784), 3000),
+    Example(
+        "MLP 784-800-800-10, batches of 128", lambda: mlp([784, 800, 800, 10]), lambda: torch.zeros(128, 784), 3000
+    ),
     Example(
         "residual network 32-64-128, 28 × 28 images, batches of 128",
         lambda: residual([32, 64, 128], 10),

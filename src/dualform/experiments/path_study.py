@@ -67,6 +67,7 @@ class PathStudy:
         """The evaluations against retraining, on digits: one split and one recording each, with SGD and AdamW."""
         common: dict[str, Any] = {
             "data": "digits", "epochs": 15, "subsets": 50, "seeds": 4, "recordings": 1, "models": 1, "splits": 1,
+            "path": True,
         }  # fmt: skip
         return (
             RetrainingConfig(name="digits, SGD", learning_rate=0.1, **common),

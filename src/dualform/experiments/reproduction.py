@@ -17,6 +17,8 @@ from dualform.experiments.language import plans
 from dualform.experiments.language import study as language
 from dualform.experiments.language.language_summary import language_section
 from dualform.experiments.language.language_summary import summarise_language as summarise_language
+from dualform.experiments.noise_page import noise_section, summarise_noise
+from dualform.experiments.noise_study import NoiseStudy, reproduce_noise
 from dualform.experiments.page import Section, write_page
 from dualform.experiments.path_page import path_section, summarise_path
 from dualform.experiments.path_study import path_study, reproduce_path
@@ -24,6 +26,8 @@ from dualform.experiments.questions_page import write_questions
 from dualform.experiments.study_summary import Grid, summarise_images, summarise_shares
 from dualform.experiments.text_sources import TextSourcesStudy, reproduce_text_sources
 from dualform.experiments.text_sources_page import summarise_text_sources, text_sources_section
+from dualform.experiments.tuning_page import summarise_tuning, tuning_section
+from dualform.experiments.tuning_study import TuningStudy, reproduce_tuning
 from dualform.show.terminal_tables import console, print_grid, print_json
 from dualform.tokens import SPLIT_UNITS
 
@@ -33,6 +37,8 @@ PAGE = Path("docs/results.md")
 TEXT_SOURCES = "sources"
 CHECKPOINTS = "checkpoints"
 PATH = "path"
+NOISE = "noise"
+TUNING = "tuning"
 QUESTIONS_STUDY = "questions"
 QUESTIONS_PAGE = Path("docs/questions.md")
 
@@ -162,12 +168,16 @@ def _jobs(options: ReproductionOptions) -> list[StudyJob]:
         return [_checkpoints_job(options)]
     if which == PATH:
         return [_path_job(options)]
+    if which == NOISE:
+        return [_noise_job(options)]
+    if which == TUNING:
+        return [_tuning_job(options)]
     if which == "all":
         wanted = [*image_studies.IMAGE_STUDIES, *([*plans.PAPER_STUDIES] if options.data in (None, "mnist") else [])]
     elif which in known:
         wanted = [which]
     else:
-        more = (*known, TEXT_SOURCES, PATH, CHECKPOINTS, QUESTIONS_STUDY)
+        more = (*known, TEXT_SOURCES, PATH, CHECKPOINTS, NOISE, TUNING, QUESTIONS_STUDY)
         raise QueryError(f"There is no study {which!r}; expected {', '.join(more)} or all.")
     return [
         _image_job(cast("image_studies.ImageStudyName", name), options)
@@ -240,6 +250,26 @@ def _path_job(options: ReproductionOptions) -> StudyJob:
         section=lambda findings: path_section(
             findings, options.folder / f"{name}-0" / "figures", command=options.command(PATH)
         ),
+    )
+
+
+def _noise_job(options: ReproductionOptions) -> StudyJob:
+    study = replace(NoiseStudy(), data=options.data or NoiseStudy().data)
+    return StudyJob(
+        name=f"{NOISE}-{study.data}",
+        run=lambda folder, seed, keep: reproduce_noise(study, folder, seed=seed, keep=keep),
+        summarise=summarise_noise,
+        section=lambda findings: noise_section(findings, command=options.command(NOISE)),
+    )
+
+
+def _tuning_job(options: ReproductionOptions) -> StudyJob:
+    study = replace(TuningStudy(), width=options.units or TuningStudy().width)
+    return StudyJob(
+        name=TUNING,
+        run=lambda folder, seed, keep: reproduce_tuning(study, folder, seed=seed, keep=keep),
+        summarise=summarise_tuning,
+        section=lambda findings: tuning_section(findings, command=options.command(TUNING)),
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import dualform
 from dualform.attend.groups import Grouping
-from dualform.effects.layer_effects import LayerEffects
+from dualform.effects.layer_effects import FILTERING, Filtering, LayerEffects
 from dualform.engine.block import Block
 from dualform.engine.jobs import Pass
 from dualform.engine.measures import PatternMeasure
@@ -32,24 +32,35 @@ from dualform.experiments.stacked_training import measure_stack, train_recorded,
 from dualform.progress import bar
 
 RETRAINING, ATTRIBUTION = 10_000, 20_000  # the first seeds of retrained and of attributed networks
+MOST_ATTENTIONS = (
+    10_000_000_000  # of queries to patterns; where a network has more, the control of attention is left out
+)
 CHECKPOINTS = 5  # kept on the way, for methods that want them
-OURS = ("effects", "direct", "attention", "path")
+OURS = ("effects", "joint", "layerwise", "direct", "attention", "path")
+FILTERED: dict[str, Filtering] = {"joint": "joint", "layerwise": "layerwise", "direct": "none"}
+"""Scores that are effects with some filter."""
 
 
 def evaluate_effects(
-    config: RetrainingConfig, folder: Path, *, device: str = "cpu", tell: Callable[[str], None] = lambda _: None
+    config: RetrainingConfig,
+    folder: Path,
+    *,
+    splits: int | None = None,
+    device: str = "cpu",
+    tell: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Retrain, record and score every split that the folder does not hold yet.
 
     Args:
         config: what to evaluate.
         folder: where everything is kept.
+        splits: how many splits, of those of the configuration; by default all.
         device: where to retrain; recording and scoring are done on the CPU.
         tell: takes a line about each part that is done.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _keep_config(config, folder)
-    for number in range(config.splits):
+    for number in range(config.splits if splits is None else min(splits, config.splits)):
         split, here = make_split(config, number), folder / f"split-{number}"
         here.mkdir(exist_ok=True)
         for seed in range(config.seeds):
@@ -113,28 +124,27 @@ def _score_samples(config: RetrainingConfig, split: Split, number: int, recordin
     model = train_recorded(config, split.train, split.train_targets, run, seed)
     memory = dualform.open(run)
     spotlight = memory.attend(model, split.test, targets=split.test_targets, quantity="margin")
-    found = {name: torch.zeros(config.tests, config.train, dtype=torch.float64) for name in OURS}
-    whole = spotlight.path_contributions(per="sample")
-    found["path"].index_add_(1, torch.tensor(whole.groups), whole.values)
+    found = {name: torch.zeros(config.tests, config.train, dtype=torch.float64) for name in (*FILTERED, "attention")}
+    if config.path:
+        whole = spotlight.path_contributions(per="sample")
+        found["path"] = torch.zeros_like(found["direct"])
+        found["path"].index_add_(1, torch.tensor(whole.groups), whole.values)
+    measured = sum(len(layer) * layer.count() for layer in spotlight.layers.values())
+    cheap = measured <= MOST_ATTENTIONS
     with bar("scoring", total=len(spotlight.layers)) as advance:
         for name, layer in spotlight.layers.items():
             advance(1)
             if name in spotlight.outside():
                 continue
-            effects = layer.effects(per="sample")
-            samples = torch.tensor(effects.groups)
-            found["effects"].index_add_(1, samples, effects.values)
-            source = layer._require_asked()
-            found["direct"].index_add_(1, samples, _direct(source, layer._group("sample")))
-            found["attention"].index_add_(1, samples, _magnitudes(source, layer._group("sample")))
+            source, grouping = layer._require_asked(), layer._group("sample")
+            samples = torch.tensor(grouping.labels)
+            for score_name, filtering in FILTERED.items():
+                filtered = dataclasses.replace(source, filtering=filtering)
+                found[score_name].index_add_(1, samples, filtered.totals(grouping))
+            if cheap:
+                found["attention"].index_add_(1, samples, _magnitudes(source, grouping))
     shutil.rmtree(run)
-    return found
-
-
-def _direct(source: LayerEffects, grouping: Grouping) -> Tensor:
-    """Return effects without their filter: what each sample's updates add to the quantity, the rest held fixed."""
-    plain = dataclasses.replace(source, unfiltered=True)
-    return plain.totals(grouping)
+    return {name: scored for name, scored in found.items() if cheap or name != "attention"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -169,10 +179,21 @@ def _magnitudes(source: LayerEffects, grouping: Grouping) -> Tensor:
 # Scores -------------------------------------------------------------------------------------------------------------
 
 
+def finished_splits(config: RetrainingConfig, folder: Path) -> list[int]:
+    """Return the splits of an evaluation whose retrainings and recordings are all done."""
+    needed = [f"retrained-{seed}.safetensors" for seed in range(config.seeds)]
+    needed += [f"ours-{recording}.safetensors" for recording in range(config.recordings)]
+    return [
+        number
+        for number in range(config.splits)
+        if all((folder / f"split-{number}" / name).is_file() for name in needed)
+    ]
+
+
 def scores(config: RetrainingConfig, folder: Path) -> dict[str, list[float]]:
-    """Return the score of each method in each split, from what the folder holds: ours, peers', controls, ceiling."""
+    """Return the score of each method in each finished split of the folder: ours, peers', controls, ceiling."""
     found: dict[str, list[float]] = {}
-    for number in range(config.splits):
+    for number in finished_splits(config, folder):
         here = folder / f"split-{number}"
         split = make_split(config, number)
         margins = torch.stack(
@@ -182,6 +203,7 @@ def scores(config: RetrainingConfig, folder: Path) -> dict[str, list[float]]:
         members.scatter_(1, split.halves, 1.0)
         actual = margins.mean(dim=0)  # (K, M)
         ours = [load_file(here / f"ours-{i}.safetensors") for i in range(config.recordings)]
+        ours = [{**one, "effects": one[FILTERING]} for one in ours]
         for name in (name for name in OURS if all(name in one for one in ours)):
             each = [score(one[name], members, actual) for one in ours]
             found.setdefault(name, []).append(mean(each))

@@ -15,9 +15,14 @@ from dualform.errors import DataError
 from dualform.experiments.character_model import characters, encode_characters
 from dualform.experiments.datasets import load, standardised
 from dualform.experiments.models import mlp
+from dualform.experiments.retraining_networks import CharacterLSTM, ResidualMLP, SmallCNN
 
 OPTIMIZERS = ("SGD", "AdamW")
 DATA = ("digits", "mnist", "fashion-mnist", "text")
+NETWORKS = {"mlp": "images", "cnn": "images", "residual": "images", "transformer": "text", "lstm": "text"}
+"""Each network, and the kind of data that it takes."""
+WIDTHS = {"cnn": 3, "residual": 1, "transformer": 1, "lstm": 2}
+"""How many widths each network has; an MLP has any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,10 @@ class RetrainingConfig:
         data: the data set.
         train: how many training samples, drawn anew for each split.
         tests: how many test inputs.
-        hidden: units of the network's hidden layers; of a Transformer, its width.
+        network: one of `NETWORKS`; by default an MLP for images and a Transformer for text.
+        hidden: units of an MLP's hidden layers; the two channels and the units of a CNN; the width of a residual
+            network or Transformer; the widths of the embedding and of the LSTM.
+        blocks: of a residual network or Transformer.
         optimizer: SGD or AdamW.
         learning_rate: of the optimizer, without a schedule.
         momentum: of SGD.
@@ -43,6 +51,7 @@ class RetrainingConfig:
         splits: repetitions with new samples, tests and halves.
         length: characters of a sample, for text.
         text: for text, the file below the folder that DUALFORM_DATA names; may be gzipped.
+        path: whether path contributions of samples are scored too, which cost as much as many trainings.
     """
 
     name: str
@@ -50,7 +59,9 @@ class RetrainingConfig:
     epochs: int
     train: int = 1000
     tests: int = 100
+    network: str = ""
     hidden: tuple[int, ...] = (128,)
+    blocks: int = 2
     optimizer: str = "SGD"
     learning_rate: float = 0.05
     momentum: float = 0.9
@@ -63,6 +74,7 @@ class RetrainingConfig:
     splits: int = 3
     length: int = 32
     text: str = ""
+    path: bool = False
 
     def __post_init__(self) -> None:
         if self.data not in DATA or self.optimizer not in OPTIMIZERS:
@@ -70,14 +82,29 @@ class RetrainingConfig:
                 f"{self.name} wants {self.data} trained by {self.optimizer}; expected one of {', '.join(DATA)} and of "
                 f"{', '.join(OPTIMIZERS)}."
             )
+        if not self.network:
+            object.__setattr__(self, "network", "transformer" if self.data == "text" else "mlp")
+        kind = "text" if self.data == "text" else "images"
+        if NETWORKS.get(self.network) != kind or len(self.hidden) != WIDTHS.get(self.network, len(self.hidden)):
+            fitting = ", ".join(name for name, takes in NETWORKS.items() if takes == kind)
+            raise DataError(
+                f"{self.name} wants the network {self.network!r} with {len(self.hidden)} widths for {self.data}; "
+                f"expected one of {fitting}, with {', '.join(f'{n} for {name}' for name, n in WIDTHS.items())}."
+            )
         if self.seeds < 2 or self.subsets < 4 or self.train < 4 or min(self.tests, self.recordings, self.splits) < 1:
             raise DataError(f"{self.name} is too small: at least 2 seeds, 4 subsets, 4 samples, and one of the others.")
 
     def make_model(self) -> nn.Module:
         """Make an untrained network."""
-        if self.data == "text":
-            return characters(width=self.hidden[0], length=self.length)
         d_in = {"digits": 64}.get(self.data, 784)
+        if self.network == "cnn":
+            return SmallCNN(d_in, (self.hidden[0], self.hidden[1]), self.hidden[2], 10)
+        if self.network == "residual":
+            return ResidualMLP(d_in, self.hidden[0], self.blocks, 10)
+        if self.network == "lstm":
+            return CharacterLSTM(self.hidden[0], self.hidden[1])
+        if self.network == "transformer":
+            return characters(width=self.hidden[0], length=self.length, blocks=self.blocks)
         return mlp([d_in, *self.hidden, 10])
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 import dualform
 from dualform.effects.output_gradients import measure_quantity
 from dualform.experiments.retraining_config import RetrainingConfig
+from dualform.experiments.retraining_networks import CharacterLSTM
 from dualform.progress import bar
 
 StackedState = dict[str, Tensor]
@@ -84,7 +85,7 @@ def train_stack(
     optimizer = make_optimizer(config, list(stacked.values()))
     orders = torch.stack([order(rows.shape[1], config, seed) for seed in seeds])  # (K, S, batch)
     inputs, targets, rows, orders = (part.to(device) for part in (inputs, targets, rows, orders))
-    skeleton = models[0].to(device)
+    skeleton = _mappable(models[0]).to(device)
 
     def loss(parameters: Mapping[str, Tensor], batch: Tensor, wanted: Tensor) -> Tensor:
         return loss_of(functional_call(skeleton, dict(parameters), (batch,)), wanted)
@@ -103,11 +104,18 @@ def train_stack(
     return {name: tensor.detach() for name, tensor in stacked.items()}, checkpoints
 
 
+def _mappable(model: nn.Module) -> nn.Module:
+    """Let a model compute in a way that `vmap` knows: it knows no LSTM."""
+    if isinstance(model, CharacterLSTM):
+        model.written_out = True
+    return model
+
+
 @torch.no_grad()
 def measure_stack(config: RetrainingConfig, stacked: StackedState, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the margin of every test input under every network, (K, M)."""
     device = next(iter(stacked.values())).device
-    skeleton = initial(config, 0).to(device).eval()
+    skeleton = _mappable(initial(config, 0)).to(device).eval()
 
     def margins(parameters: Mapping[str, Tensor], batch: Tensor, wanted: Tensor) -> Tensor:
         return measure_quantity(functional_call(skeleton, dict(parameters), (batch,)), wanted, "margin")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from dualform.recording.check_schedule import CheckSchedule
+from dualform.recording.divided import OwnRows, accumulated_gradient
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.gradient_history import Accumulation, GradientHistory
 from dualform.recording.hooks import Arrival
@@ -43,10 +44,14 @@ class Accumulations:
 
     def begin(self, name: str, parameter: nn.Parameter) -> None:
         """Take a sample of a parameter's gradient before a backward adds to it."""
-        if parameter.grad is None and name not in self._step.histories:
+        gradient = accumulated_gradient(parameter)
+        reduced = parameter.grad if isinstance(parameter, OwnRows) else None
+        if gradient is None and reduced is None and name not in self._step.histories:
             return
         history = self._step.history(name, parameter)
-        history.waiting = self._check.sample(name, parameter, projected=history.projected, look="now")
+        projected = history.projected
+        history.waiting = self._check.sample(name, parameter, gradient, projected=projected, look="now")
+        history.reduced = self._check.sample(name, parameter, reduced, projected=projected, look="now")
 
     def is_unstepped(self, name: str, task: int) -> bool:
         """Say whether a graph task is a new backward, and every gradient so far was cleared without a step.
@@ -83,14 +88,15 @@ class Accumulations:
         whole = self._schedule.next_is_full
         for arrival in arrivals:
             whole = whole or arrival.call.coarse is not None
-        after = self._check.sample(name, parameter, projected=True if whole else None)
+        gradient = accumulated_gradient(parameter)
+        after = self._check.sample(name, parameter, gradient, projected=True if whole else None)
         assert after is not None, "a gradient was just accumulated"
         histories = self._step.histories
         if name not in histories:
             histories[name] = GradientHistory(self._widths[name])
         history = histories[name]
-        history.accumulations.append(Accumulation(micro, history.waiting, after))
-        history.waiting = None
+        history.accumulations.append(Accumulation(micro, history.waiting, after, history.reduced))
+        history.waiting = history.reduced = None
 
     def _backward(self, task: int) -> tuple[int, Backward]:
         """Return a graph task's backward and its place in the step; a new one where it has accumulated nothing yet."""

@@ -4,14 +4,16 @@ Every exchange carries whether a process has failed. What a process computes bet
 the later one: if that fails, the others hear of it, and all of them refuse the step together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from dualform.errors import RefusedError
-from dualform.recording.probes import Float64Array
+from dualform.recording.divided import OwnRows
+from dualform.recording.probes import Float64Array, as_float64
 from dualform.recording.world import World
 
 ELSEWHERE = "Another process of this training cannot record this step, as its own error says; so no process records it."
@@ -50,3 +52,21 @@ def gather_numbers(world: World, count: int, find: Callable[[], npt.ArrayLike]) 
         return every.reshape(-1)
 
     return sum_numbers(world, world.size * count, placed).reshape(world.size, count)
+
+
+def join_samples(world: World, own_rows: Mapping[str, OwnRows]) -> dict[str, Tensor]:
+    """Return the samples of whole parameters that are divided by rows, put together from the rows of all processes."""
+    if not own_rows:
+        return {}
+    counts = [rows.sample_count for rows in own_rows.values()]
+
+    def place_own() -> Float64Array:
+        found = [np.zeros(count) for count in counts]
+        for numbers, rows in zip(found, own_rows.values(), strict=True):
+            place, mine = rows.whole_sample()
+            numbers[place : place + len(mine)] = as_float64(mine)
+        return np.concatenate(found)
+
+    total = sum_numbers(world, sum(counts), place_own)
+    parts = torch.from_numpy(total).split(counts)
+    return {name: part.to(rows.dtype) for (name, rows), part in zip(own_rows.items(), parts, strict=True)}

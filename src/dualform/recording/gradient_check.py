@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.divided import whole_shape
 from dualform.recording.gradient_history import NOT_FINITE, Factors
 from dualform.recording.gradient_samples import (
     GradientSample,
@@ -154,27 +155,33 @@ class GradientCheck:
         self._plans: dict[str, SamplePlan | None] = {}
 
     def sample(
-        self, name: str, parameter: nn.Parameter, *, projected: bool | None = None, look: Look = "later"
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        gradient: Tensor | None,
+        *,
+        projected: bool | None = None,
+        look: Look = "later",
     ) -> GradientSample | None:
         """Take a sample of a parameter's gradient, if there is one; with options as `take_sample` has them."""
-        if parameter.grad is None:
+        if gradient is None:
             return None
         projected = self._projected or projected
         if not projected and look == "later" and name not in self._sparse:
             plan = self._plans[name] if name in self._plans else self.plan(name, parameter)
-            view = None if plan is None else plan.view(parameter.grad)
+            view = None if plan is None else plan.view(gradient)
             if plan is not None and view is not None:
                 elements = view.clone()
                 if not plan.least or elements.numpy().nonzero()[0].size >= plan.least:
                     return GradientSample(elements)
         if not is_at_hand(parameter):
             if name in self._by_elements:
-                return sample_elements(parameter.grad, look=look)
-            return take_sample(parameter.grad, self.columns(name, parameter), look=look)
+                return sample_elements(gradient, look=look)
+            return take_sample(gradient, self.columns(name, parameter), look=look)
         if projected is None and name in self._sparse:
             projected = True
-        with one_thread(bytes_read=parameter.grad.nbytes, device=parameter.device):
-            return take_sample(parameter.grad, self.columns(name, parameter), projected=projected, look=look)
+        with one_thread(bytes_read=gradient.nbytes, device=parameter.device):
+            return take_sample(gradient, self.columns(name, parameter), projected=projected, look=look)
 
     def views(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor | None]:
         """Return each gradient's sample as it is in the gradient's memory; None where it has to be taken."""
@@ -193,11 +200,12 @@ class GradientCheck:
 
     def columns(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """Return the fixed random columns R of a parameter, (d_in, C); None where it has a single axis."""
-        if parameter.dim() == 1:
+        shape = whole_shape(parameter)
+        if len(shape) == 1:
             return None
         columns = self._columns.get(name)
         if columns is None or columns.device != parameter.device:
-            rows, width = len(parameter), parameter[0].numel()
+            rows, width = shape[0], shape[1:].numel()
             columns = projection(rows, width, dtype=parameter.dtype, device=parameter.device)
             self._columns[name] = columns
         return columns

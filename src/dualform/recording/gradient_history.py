@@ -38,6 +38,7 @@ class Accumulation:
     micro: int
     before: GradientSample | None  # of the gradient that was there already
     after: GradientSample
+    reduced: GradientSample | None = None  # of this process's rows of a divided gradient, as far as it was reduced
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class GradientHistory:
     width: int  # d_in; 1 for a bias
     accumulations: list[Accumulation] = field(default_factory=list)
     waiting: GradientSample | None = None  # taken before the accumulation in progress
+    reduced: GradientSample | None = None  # the same of a divided gradient's rows, as far as they were reduced
 
     @property
     def projected(self) -> bool | None:
@@ -103,7 +105,10 @@ def with_tensors(seen: Sequence[Seen], here: Iterator[Tensor]) -> list[Seen]:
         (
             GradientHistory(
                 history.width,
-                [Accumulation(e.micro, at_hand(e.before), found[id(e.after)]) for e in history.accumulations],
+                [
+                    Accumulation(e.micro, at_hand(e.before), found[id(e.after)], at_hand(e.reduced))
+                    for e in history.accumulations
+                ],
             ),
             at_hand(final),
         )
@@ -112,7 +117,7 @@ def with_tensors(seen: Sequence[Seen], here: Iterator[Tensor]) -> list[Seen]:
 
 
 def _samples(history: GradientHistory, final: GradientSample | None) -> list[GradientSample]:
-    found = [sample for event in history.accumulations for sample in (event.before, event.after)]
+    found = [sample for event in history.accumulations for sample in (event.before, event.after, event.reduced)]
     return [sample for sample in (*found, final) if sample is not None]
 
 

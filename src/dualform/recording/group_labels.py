@@ -17,7 +17,7 @@ from dualform.recording.sinks import StepCall
 
 Codes = npt.NDArray[np.int64]
 REST = "rest"
-"""The label of the group of all patterns whose own groups came after the last that is kept."""
+"""The label of the group of all patterns whose own groups came after the last that is kept; see `rest_label`."""
 ADDRESS_COLUMNS = tuple(name for name in RESERVED if name not in ("pattern", "layer"))
 
 
@@ -49,10 +49,7 @@ class GroupLabels:
     def load(self, labels: Sequence[Any]) -> None:
         """Go on with groups that came earlier."""
         self.labels = list(labels)
-        self._places = {label_mark(label): place for place, label in enumerate(self.labels)}
-        if self.has_rest:
-            del self._places[label_mark(self.labels[-1])]
-            self._places["", self.labels[-1]] = len(self.labels) - 1
+        self._places = {label_mark(label): place for place, label in enumerate(self.labels[: self._most])}
 
     def codes(self, step: int, call: StepCall, *, batch_last: bool) -> Codes:
         """Return the group of each pattern of a call, (T,); a value that is new becomes a new group.
@@ -91,17 +88,28 @@ class GroupLabels:
 
     def _rest_place(self) -> int:
         """Return the group of patterns beyond the last group, which is one more."""
-        label = REST if len(self.columns) == 1 else (REST,) * len(self.columns)
-        mark = ("", label)  # unlike that of a user's own value "rest"
-        if mark not in self._places:
-            self._places[mark] = len(self.labels)
-            self.labels.append(label)
-        return self._places[mark]
+        if not self.has_rest:
+            self.labels.append(rest_label(self.labels, len(self.columns)))
+        return self._most
 
     def _new(self, label: Any) -> int:
         place = self._places[label_mark(label)] = len(self.labels)
         self.labels.append(label)
         return place
+
+
+def rest_label(labels: Sequence[Any], columns: int) -> Any:
+    """Return a label for the group of all others that is none of the user's: "rest", or else "(rest)" and so on.
+
+    >>> rest_label(["a", "b"], 1), rest_label(["a", "rest"], 1), rest_label([("a", 1)], 2)
+    ('rest', '(rest)', ('rest', 'rest'))
+    """
+    text = REST
+    while True:
+        label = text if columns == 1 else (text,) * columns
+        if label not in labels:
+            return label
+        text = f"({text})"
 
 
 class TooManyGroupsError(RefusedError):

@@ -21,6 +21,7 @@ from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.annotations import Binding
 from dualform.recording.buffer_pool import BufferPool
+from dualform.recording.divided import OwnRows
 from dualform.recording.host_clock import HostClock
 from dualform.recording.layer_hooks import CallReport, Trace, disabled_in_compile, hook_layers, hookable
 from dualform.recording.layers.layer_kind import forward_of
@@ -139,6 +140,7 @@ class Hooks:
     pool: BufferPool
     model: nn.Module | None = None  # the whole one, whose forwards are counted
     needed: Mapping[str, What] | None = None  # the rows that are copied, as `copy_patterns` takes it
+    divided: Mapping[str, OwnRows] = field(default_factory=dict)  # this process's rows of divided parameters, by name
     wants_values: Callable[[str], bool] = lambda layer: True  # whether the values of a layer are wanted at this moment
     clock: HostClock = field(default_factory=HostClock)  # measures the time inside of the hooks
     enabled: bool = False
@@ -162,11 +164,11 @@ class Hooks:
             failed=self._composite_failed,
         )
         for name, parameter in covered(self.layers).items():
-            if parameter.requires_grad:
-                self._watch_parameter(name, parameter)
+            if parameter.requires_grad and name not in self.divided:
+                self._watch_parameter(name, parameter, parameter)
 
-    def _watch_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Put the accumulation hooks on a parameter."""
+    def _watch_parameter(self, name: str, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
+        """Put the accumulation hooks on a parameter; of a divided one, on the leaf that forwards use in its place."""
         self.watching.add(name)
 
         users = [id(layer) for layer in self.layers if any(used is parameter for _, used in layer.parameters.values())]
@@ -189,7 +191,15 @@ class Hooks:
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
-        hook_accumulation(self.handles, parameter, self._guarded(where, before), self._guarded(where, after))
+        hook_accumulation(self.handles, leaf, self._guarded(where, before), self._guarded(where, after))
+
+    def _watch_leaf(self, name: str, parameter: nn.Parameter) -> None:
+        """Put the accumulation hooks on what a forward uses in the place of a divided parameter, once."""
+        rows = self.divided[name]
+        leaf = rows.find_leaf()
+        if leaf is not rows.leaf:
+            rows.leaf = leaf
+            self._watch_parameter(name, parameter, leaf)
 
     def _guarded(self, where: str, hook: Callable[..., None]) -> Callable[..., None]:
         """Return a hook that does nothing once detached, and hands its errors to the listener.
@@ -309,8 +319,10 @@ class Hooks:
                 trained = parameter if trained is None else trained
                 kept = kept or not is_bias
                 bias = bias or is_bias
-                if name not in self.watching:  # unfrozen since the recording began
-                    self._watch_parameter(name, parameter)
+                if name in self.divided:
+                    self._watch_leaf(name, parameter)
+                elif name not in self.watching:  # unfrozen since the recording began
+                    self._watch_parameter(name, parameter, parameter)
         if trained is None or not [output for output in outputs if output.requires_grad]:
             return
         inputs = inputs_of()

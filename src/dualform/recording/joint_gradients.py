@@ -19,6 +19,14 @@ import torch
 
 from dualform.errors import RefusedError
 from dualform.recording.agreement import gather_numbers, sum_numbers
+from dualform.recording.divided_gradients import (
+    JoinedRows,
+    RowHistory,
+    RowSeries,
+    RowSums,
+    common_factors,
+    follow_rows,
+)
 from dualform.recording.gradient_history import NOT_CLEARED, NOT_FINITE, SAMPLE_ROUNDING, Accumulation, Factors, Seen
 from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.probes import COARSE_ROUNDING, Float64Array, length
@@ -40,10 +48,12 @@ class JointHistories:
     Attributes:
         follow: returns what happened to each gradient, the same in every process.
         micros: the largest number of backwards that a process had.
+        finals: the samples at the step of gradients that are divided by rows, with the rows of all processes.
     """
 
     follow: Callable[[], list[Factors]]
     micros: int
+    finals: Mapping[str, GradientSample | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +65,20 @@ class _OwnHistory:
         events: the accumulations since.
         final: the sample at the step.
         count: the number of elements of a sample.
+        place: where this process's rows lie among them, of a gradient that is divided by rows.
     """
 
     cleared: frozenset[int]
     events: Sequence[Accumulation]
     final: GradientSample | None
     count: int
+    place: slice | None = None
 
     @property
     def changed(self) -> bool:
         """Whether the gradient changed between two backwards."""
         pairs = zip(self.events, self.events[1:], strict=False)
-        return any(not _is_same(one.after, later.before) for one, later in pairs)
+        return any(later.reduced is not None or not _is_same(one.after, later.before) for one, later in pairs)
 
 
 def join_histories(
@@ -78,6 +90,7 @@ def join_histories(
     micros: int,
     skipped: bool,
     coarse: bool,
+    places: Mapping[str, slice],
 ) -> JointHistories:
     """Exchange what samples show of the gradients of a step, from the backwards of all processes to the step.
 
@@ -91,6 +104,7 @@ def join_histories(
         micros: the number of backwards of this process.
         skipped: whether a gradient scaler makes the step skip.
         coarse: whether the gradients may be rounded coarsely where they are reduced.
+        places: where this process's rows lie in the samples of gradients that are divided by rows.
     """
     seen: dict[str, Seen] = {}
     own: dict[str, _OwnHistory] = {}
@@ -98,7 +112,7 @@ def join_histories(
     def tell() -> list[float]:
         seen.update(look())
         for name, (history, final) in seen.items():
-            own[name] = _own_history(history.accumulations, final, counts[name], name)
+            own[name] = _own_history(history.accumulations, final, counts[name], name, places.get(name))
         events = max((len(one.events) for one in own.values()), default=0)
         layout = zlib.crc32(repr([*counts.items(), step]).encode())
         return [micros, events, any(one.changed for one in own.values()), skipped, layout]
@@ -117,19 +131,37 @@ def join_histories(
         return JointHistories(lambda: [Factors({}) for _ in seen], most_micros)
     moments = max(1, most_events) if told[:, 2].any() else 1
     sums = _Sums(list(counts.values()), most_micros, moments)
-    total = sum_numbers(world, sums.size, lambda: sums.pack(list(own.values())))
-    return JointHistories(lambda: _follow_all(seen, list(own.values()), sums, total, world, coarse), most_micros)
+    rows = RowSums({name: counts[name] for name in places}, moments)
+
+    def pack() -> Float64Array:
+        divided = {name: RowHistory(one.events, one.final, one.place) for name, one in own.items() if one.place}
+        return np.concatenate([sums.pack(list(own.values())), rows.pack(divided)])
+
+    total = sum_numbers(world, sums.size + rows.size, pack)
+    total, joined_rows = total[: sums.size], total[sums.size :]
+    joined = {name: rows.joined(joined_rows, name, own[name].final) for name in places}
+
+    def follow() -> list[Factors]:
+        return _follow_all(seen, own, sums, total, joined, world, coarse)
+
+    return JointHistories(follow, most_micros, {name: one.final for name, one in joined.items()})
 
 
 def _own_history(
-    accumulations: Sequence[Accumulation], final: GradientSample | None, count: int, name: str
+    accumulations: Sequence[Accumulation],
+    final: GradientSample | None,
+    count: int,
+    name: str,
+    place: slice | None,
 ) -> _OwnHistory:
     """Return a gradient's history from the last time that it was cleared; refuse one that was never cleared."""
     cleared: set[int] = set()
     events: list[Accumulation] = []
     for event in accumulations:
         before = event.before
-        if before is None or before.zero:
+        if place is not None:
+            before = event.reduced if before is None else before  # the rows of one process may be zero
+        if before is None or (place is None and before.zero):
             if events and (before is None or not events[-1].after.zero):
                 cleared |= {one.micro for one in events}
                 events = []
@@ -139,7 +171,7 @@ def _own_history(
     if final is None:
         cleared |= {one.micro for one in events}
         events = []
-    return _OwnHistory(frozenset(cleared), events, final, count)
+    return _OwnHistory(frozenset(cleared), events, final, count, place)
 
 
 class _Sums:
@@ -192,16 +224,24 @@ class _Sums:
 
 def _follow_all(
     seen: Mapping[str, Seen],
-    own: Sequence[_OwnHistory],
+    own: Mapping[str, _OwnHistory],
     sums: _Sums,
     total: Float64Array,
+    joined: Mapping[str, JoinedRows],
     world: World,
     coarse: bool,
 ) -> list[Factors]:
     """Return what happened to each gradient, from the sums over all processes."""
-    common = _common_factor(own, sums, total, world.size)
+    common = _common_factor(list(own.values()), sums, total, world.size)
+    series: dict[str, RowSeries] = {}
+    for place, (name, (history, _)) in enumerate(seen.items()):
+        if name in joined:
+            samples, lengths, unchanged, reached, _ = sums.of(total, place)
+            micros = np.flatnonzero(reached).tolist()
+            series[name] = RowSeries(micros, samples, lengths, unchanged, joined[name], history.width)
+    by_rows = common_factors(list(series.values()), world.size)
     found = []
-    for place, ((history, _), one) in enumerate(zip(seen.values(), own, strict=True)):
+    for place, ((name, (history, _)), one) in enumerate(zip(seen.items(), own.values(), strict=True)):
         samples, lengths, unchanged, reached, cleared = sums.of(total, place)
         if (both := np.flatnonzero((reached > 0) & (cleared > 0))).size:
             text = f"some processes cleared the gradient of backward {both[0]} before the step, and others did not"
@@ -209,6 +249,10 @@ def _follow_all(
             continue
         micros = np.flatnonzero(reached).tolist()
         factors = dict.fromkeys(np.flatnonzero(cleared).tolist(), 0.0)
+        if name in series and (sums.moments == 1 or np.isin(reached, (0, world.size)).all()):
+            followed = follow_rows(series[name], world.size, by_rows, coarse=coarse)
+            found.append(Factors({**factors, **followed.of}, followed.objection))
+            continue
         following = _JointFollowing(history.width, world.size, common, coarse)
         if sums.moments == 1:
             following.factors = dict.fromkeys(micros, 1.0)
@@ -238,6 +282,8 @@ def _common_factor(own: Sequence[_OwnHistory], sums: _Sums, total: Float64Array,
     above = below = 0.0
     eps = 0.0
     for place, one in enumerate(own):
+        if one.place is not None:
+            continue
         samples, _, _, reached, _ = sums.of(total, place)
         last = int(np.count_nonzero(reached)) - 1 if sums.moments > 1 else 0
         if one.final is None or last < 0 or last >= len(samples):

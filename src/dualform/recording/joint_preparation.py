@@ -9,20 +9,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dualform.errors import RefusedError
 from dualform.recording.agreement import sum_numbers
 from dualform.recording.alignment import Alignment
 from dualform.recording.check_schedule import CheckSchedule
+from dualform.recording.divided import OwnRows, localized, whole_shape
+from dualform.recording.gathered import gather_before
 from dualform.recording.gradient_check import GradientCheck, GradientView, PredictedSum, Resolution, compare_sum
 from dualform.recording.gradient_history import Factors, Seen, fetch_histories
+from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.joint_gradients import join_histories
 from dualform.recording.optimizers import pending_scale
 from dualform.recording.parameter_facts import StepContext, gather_all_facts, look_before_step
 from dualform.recording.probes import COARSE_ROUNDING, Float64Array, as_float64, norm_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
-from dualform.recording.sinks import PreparedStep
+from dualform.recording.sinks import LiveParameter, PreparedStep
 from dualform.recording.step_in_progress import StepInProgress
 from dualform.recording.step_preparation import (
     OnFailure,
@@ -48,15 +51,24 @@ class JointPreparation(StepPreparation):
         schedule: CheckSchedule,
         warn_once: WarnOnce,
         world: World,
+        own_rows: Mapping[str, OwnRows],
+        takes_all_rows: Callable[[str], bool],
         *,
         batch_axis: int,
         on_failure: OnFailure,
     ) -> None:
-        """Prepare the steps of one recording; arguments as `StepPreparation` has them, and the processes."""
+        """Prepare the steps of one recording.
+
+        Arguments as `StepPreparation` has them, and the processes, this process's rows of divided parameters, and
+        whether the sink looks at one of these with all rows.
+        """
         super().__init__(
             exact, measured, alignment, check, schedule, warn_once, batch_axis=batch_axis, on_failure=on_failure
         )
         self._world = world
+        self._own_rows = own_rows
+        self._takes_all_rows = takes_all_rows
+        self._has_gathered = False
 
     def prepare_together(
         self,
@@ -81,8 +93,9 @@ class JointPreparation(StepPreparation):
             look_first: looks at the recording before everything else, and raises where the step cannot be recorded.
             then: takes the prepared step; the step is refused in all processes where it raises in one.
         """
-        world, mine = self._world, owned.parameters
+        world, mine = self._world, localized(owned.parameters, self._own_rows)
         counts = {name: self._sample_count(name, parameter) for name, parameter in mine.items()}
+        places = {name: _place(rows, counts[name]) for name, rows in self._own_rows.items() if name in mine}
         seen: dict[str, Seen] = {}
 
         scale, skipped = pending_scale(owned.optimizer)
@@ -93,7 +106,13 @@ class JointPreparation(StepPreparation):
             seen.update(zip(mine, found if on_cpu else fetch_histories(found), strict=True))
             return seen
 
-        joint = join_histories(look, counts, world, number, micros=len(step.backwards), skipped=skipped, coarse=coarse)
+        joint = join_histories(
+            look, counts, world, number, micros=len(step.backwards), skipped=skipped, coarse=coarse, places=places
+        )
+        seen.update({name: (seen[name][0], final) for name, final in joint.finals.items()})
+        live = self._live(owned, owned.parameters, scale)
+        if joint.finals:
+            live = {**live, **self._gathered(owned, joint.finals, scale)}
         context = StepContext(self._explainable, step.graph_of, joint.micros, scale, skipped)
         step.graph_of = None
         followed: list[Factors] = []
@@ -108,7 +127,7 @@ class JointPreparation(StepPreparation):
             ]
             facts = gather_all_facts(owned, look_before_step(owned), resolutions, context)
             calls = self._annotated_calls(step, [*step.done.facts, *facts], number)
-            prepared.append(PreparedStep(number, facts, calls, self._live(owned, mine, scale)))
+            prepared.append(PreparedStep(number, facts, calls, live))
             then(prepared[-1])
 
         def choose() -> list[bool]:
@@ -144,10 +163,19 @@ class JointPreparation(StepPreparation):
             sum_numbers(world, 0, finish_checked)
         return prepared[-1]
 
+    def _gathered(
+        self, owned: RecordedOptimizer, finals: Mapping[str, GradientSample | None], scale: float
+    ) -> Mapping[str, LiveParameter]:
+        """Return the divided parameters that the sink looks at with all rows, where they have a gradient."""
+        wanted = {name: self._own_rows[name] for name, one in finals.items() if one is not None}
+        wanted = {name: rows for name, rows in wanted.items() if self._takes_all_rows(name)}
+        first, self._has_gathered = not self._has_gathered, self._has_gathered or bool(wanted)
+        return gather_before(owned, wanted, scale, first=first)
+
     def _sample_count(self, name: str, parameter: nn.Parameter) -> int:
         """Return the number of elements of a sample of a parameter's gradient."""
-        columns = self._check.columns(name, parameter)
-        return parameter.numel() if columns is None else len(parameter) * columns.shape[1]
+        columns, shape = self._check.columns(name, parameter), whole_shape(parameter)
+        return shape.numel() if columns is None else shape[0] * columns.shape[1]
 
     def _predictions(
         self,
@@ -173,13 +201,8 @@ class JointPreparation(StepPreparation):
             gradient = parameter.grad
             if final is None or gradient is None:
                 continue
-            view = self._check.view(
-                name,
-                parameter,
-                arrivals.get(name, []),
-                final.elements,
-                lambda gradient=gradient: float(norm_of(gradient.detach())),  # type: ignore[misc]
-            )
+            norm = functools.partial(_norm, gradient, final if name in self._own_rows else None)
+            view = self._check.view(name, parameter, arrivals.get(name, []), final.elements, norm)
             views[name] = view
             for part in view.parts:
                 factor = factors[name].of.get(part.micro, 0.0)
@@ -200,3 +223,14 @@ class JointPreparation(StepPreparation):
             return Resolution(factors.of, factors.objection)
         explained = compare_sum(view, predicted)
         return Resolution(factors.of, explained.objection, explained.residual)
+
+
+def _place(rows: OwnRows, count: int) -> slice:
+    """Return where a process's rows lie among the elements of a sample with all rows."""
+    per_row = count // max(1, rows.whole[0])
+    return slice(rows.first * per_row, (rows.first + len(rows)) * per_row)
+
+
+def _norm(gradient: Tensor, joined: GradientSample | None) -> float:
+    """Return the norm of a gradient; of one that is divided by rows that of all rows, from its joined sample."""
+    return float(norm_of(gradient.detach())) if joined is None else joined.size

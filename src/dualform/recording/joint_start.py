@@ -43,9 +43,11 @@ def open_together(world: World, sink: Sink, start: Start) -> int:
 
 
 def _digest(start: Start) -> str:
-    """Return a checksum of the layers and of all bits of the parameters."""
+    """Return a checksum of the layers and of all bits of the parameters; of divided ones of the bits of a sample."""
     digest = xxhash.xxh3_128(repr([(name, layer.uses) for name, layer in start.layers.items()]).encode())
-    for name, tensor in start.parameters.items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+    for name, rows in start.parameters.items():
+        divided = start.divided.get(name)
+        shape, tensor = (tuple(rows.shape), rows) if divided is None else (divided.shape, divided.sample)
+        digest.update(f"{name} {shape} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

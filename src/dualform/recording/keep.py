@@ -1,11 +1,12 @@
 """What a recording keeps of a training: patterns, shares of the weights by group, or facts of the steps alone."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from dualform.binning import Bins, grouping_columns
+from dualform.recording.live_questions import LiveQuestion
 from dualform.recording.watch import Dtype, Layers
 
 
@@ -35,6 +36,8 @@ class Shares:
         device: where the shares are kept while training; by default where the parameters are.
         resumable: whether the run keeps what a recording needs to go on from it, about as much again as the shares;
             without it, only what `recorder.state_dict()` returned can.
+        paths: questions by a name of yours, `dualform.PathQuestion(...)`: path contributions by the groups of the first
+            grouping, which are found while the model trains and are `memory.paths` afterwards.
     """
 
     by: Any
@@ -43,6 +46,7 @@ class Shares:
     rest: bool = False
     device: str | None = None
     resumable: bool = True
+    paths: Mapping[str, LiveQuestion] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -53,6 +57,8 @@ class Shares:
         names = [tuple(map(str, columns)) for columns in self.groupings]
         if len(set(names)) < len(names):
             raise ValueError("Shares(by=...) names one grouping twice.")
+        if not isinstance(self.paths, Mapping):
+            raise ValueError(f"Shares(paths={self.paths!r}): expected a mapping, names -> dualform.PathQuestion(...).")
 
     @property
     def groupings(self) -> tuple[tuple[str | Bins, ...], ...]:

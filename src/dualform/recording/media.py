@@ -18,6 +18,7 @@ CORPUS = "media/corpus.safetensors"
 VOCABULARY = "media/vocabulary.json"
 TESTS = "media/tests.safetensors"
 DESCRIPTION = "media/media.json"
+PATHS = "media/paths.safetensors"  # path contributions that were asked for before the training
 LARGEST = 512  # pixels a side; media are for looking at, not for training from
 
 Files = dict[str, Mapping[str, Tensor] | str]

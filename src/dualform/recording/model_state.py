@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from dualform.recording.sharded_modules import is_divided, reshard
 from dualform.recording.watch import plain_name
 
 StateKind = Literal["trained", "frozen", "buffer", "extra"]
@@ -51,6 +52,7 @@ class UncoveredState:
         model = self._model()
         if model is None:
             return None
+        reshard(model)
         held = {id(parameter): name for name, parameter in self._held()}
         found: dict[str, StatePart] = {}
         for path, parameter in model.named_parameters():
@@ -95,6 +97,8 @@ def _unreadable(tensor: Tensor) -> str:
     """Say why a tensor has no plain bytes of its own; nothing where it has."""
     if is_lazy(tensor):
         return "is not initialised"
+    if is_divided(tensor):
+        return "is divided among processes, of which each keeps its rows of recorded parameters alone"
     plain = tensor.detach()
     if type(plain) is not Tensor:
         return f"is a {type(plain).__name__}"

@@ -1,15 +1,18 @@
 """Which processes train a model together, and the ways of doing so that cannot be recorded.
 
-A model that `DistributedDataParallel` wraps is recorded in all of its processes, which are the recorder's world. Models
-whose weights are divided, and replicas in one process, are refused by name.
+A model that `DistributedDataParallel` wraps, or that `fully_shard` divides by rows, is recorded in all of its
+processes, which are the recorder's world. Models that are divided in other ways, and replicas in one process, are
+refused by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from dualform.errors import RefusedError
+from dualform.recording.divided import group_of, refuse_divided
+from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.watch import Watched, plain_name
 from dualform.recording.world import OneProcess, World
 
@@ -42,26 +45,27 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"{where} is not supported: {_WRAPPERS[kind]}. Record a training of the plain module in one process, "
                 "or of a model that is wrapped as a whole by DistributedDataParallel, in all of its processes."
             )
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+    refuse_divided(model)
+
+
+def refuse_whole_matrix_steps(optimizers: Sequence[RecordedOptimizer], divided: Collection[str]) -> None:
+    """Refuse an optimizer whose step of a matrix needs all of it, where processes have its rows."""
+    for owned in optimizers:
+        mine = [name for name in owned.parameters if name in divided]
+        if mine and owned.kind is not None and owned.kind.needs_whole_matrix:
             raise RefusedError(
-                f"{where} is not supported: fully_shard divides its weights among several processes. Record a training "
-                "of the plain module in one process, or with DistributedDataParallel."
-            )
-    for path, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-            raise RefusedError(
-                f"Parameter {plain_name(path)!r} is a DTensor, whose elements are divided among several processes; "
-                "that is not supported. Record a training of the plain module in one process, or with "
-                "DistributedDataParallel."
+                f"Parameter {mine[0]!r} is divided by rows among several processes, and {owned.class_name} "
+                "orthogonalises whole matrices; that is not supported. Train with SGD, AdamW or another optimizer that "
+                "works element by element, or with DistributedDataParallel."
             )
 
 
 def find_world(model: nn.Module, layers: Sequence[Watched]) -> World:
     """Return the processes that train a model together.
 
-    They are the processes of the wrapper's group; of a plain module, all processes of torch.distributed: a framework
-    may keep the wrapper to itself, and where gradients turn out not to be reduced, the first step is refused. A plain
-    module of which only keys are recorded is each process's own.
+    They are the processes of the wrapper's group, or those among which `fully_shard` divides the model; of a plain
+    module, all processes of torch.distributed: a framework may keep the wrapper to itself, and where gradients turn out
+    not to be reduced, the first step is refused. A plain module of which only keys are recorded is each process's own.
 
     Args:
         model: the model as the user has it, wrapped or not.
@@ -69,6 +73,10 @@ def find_world(model: nn.Module, layers: Sequence[Watched]) -> World:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return OneProcess()
+    if (group := group_of(model)) is not None:
+        from dualform.recording.process_group import ProcessGroup  # which needs torch.distributed
+
+        return ProcessGroup(group)
     wrapped = unwrap_model(model) is not model
     if not wrapped and all(layer.keys_only for layer in layers):
         return OneProcess()

@@ -12,6 +12,7 @@ from dualform.errors import RefusedError
 from dualform.identity.families.naming import class_name, optimizer_name
 from dualform.identity.families.optimizer_kind import OptimizerKind
 from dualform.recording.optimizers import kind_of, known_type, require_kind
+from dualform.recording.sharded_modules import own_part
 
 
 class RecordedOptimizer:
@@ -89,7 +90,7 @@ def warm_states(optimizers: Sequence[RecordedOptimizer]) -> dict[str, dict[str, 
         for name, parameter in owned.parameters.items():
             found = owned.kind.warm_state(owned.optimizer.state.get(parameter, {})) if owned.kind else {}
             if found:
-                states[name] = {entry: tensor.detach().cpu().clone() for entry, tensor in found.items()}
+                states[name] = {entry: own_part(tensor).detach().cpu().clone() for entry, tensor in found.items()}
     return states
 
 

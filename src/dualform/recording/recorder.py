@@ -16,14 +16,16 @@ from dualform.errors import AnnotationError, MediaError
 from dualform.recording.alignment import Alignment, batch_rows
 from dualform.recording.annotations import RANK
 from dualform.recording.check_schedule import CheckOrNone
+from dualform.recording.divided import find_own_rows, localized
 from dualform.recording.estimate import Estimate, estimate
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
-from dualform.recording.processes import find_world, refuse_wrapped, unwrap_model
+from dualform.recording.processes import find_world, refuse_whole_matrix_steps, refuse_wrapped, unwrap_model
 from dualform.recording.proven_steps import KnownSteps, ProvenAlignment
 from dualform.recording.recorded_optimizers import divide_parameters, warm_states
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sinks import RESIDUAL, LayerStart, Sink, Start
+from dualform.recording.sharded_modules import reshard
+from dualform.recording.sinks import RESIDUAL, DividedStart, LayerStart, Sink, Start
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.step_recorder import StepRecorder
 from dualform.recording.unwrap import unwrap_all
@@ -80,6 +82,7 @@ class Recorder:
         self._batch_axis = 0 if batch_axis is None else batch_axis
         optimizers = unwrap_all(optimizer)
         refuse_wrapped(model)
+        reshard(model)
         self._layers = watch(model, layers, optimizers, patterns=patterns)
         if world is None:  # a replay is one process's own, whatever the program around it does
             world = OneProcess() if known is not None else find_world(wrapper, self._layers)
@@ -88,16 +91,18 @@ class Recorder:
             self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         else:
             self._alignment = ProvenAlignment(model, self._layers, batch_axis, known.rows)
-        self._parameters = covered(self._layers)
+        self._own_rows = find_own_rows(model, covered(self._layers))
+        self._parameters = localized(covered(self._layers), self._own_rows)
         keys_only = all(layer.keys_only for layer in self._layers)
         if any(stored_loosely(layer.name) for layer in self._layers if not layer.keys_only):
             check = "every"  # `verify` cannot find a small edit of a gradient afterwards
-        self._owned = divide_parameters(optimizers, self._parameters, keys_only=keys_only)
+        self._owned = divide_parameters(optimizers, covered(self._layers), keys_only=keys_only)
+        refuse_whole_matrix_steps(self._owned, self._own_rows)
         missing = uncovered(model, optimizers, self._layers)
         self._uncovered = {name: parameter.numel() for name, parameter in missing.items()}
         self._uncovered_state = UncoveredState(model, optimizers, self._parameters)
         if missing:
-            report_uncovered(model, missing, self._parameters, strict=strict)
+            report_uncovered(model, missing, covered(self._layers), strict=strict)
         self._steps = StepRecorder(
             model,
             self._layers,
@@ -111,6 +116,7 @@ class Recorder:
             check=check,
             known=known,
             needed=needed,
+            own_rows=self._own_rows,
         )
 
     @property
@@ -169,7 +175,7 @@ class Recorder:
         """
         if self._steps.state != "new":
             raise RuntimeError("This recorder was used already. Call dualform.record again for another recording.")
-        self._steps.look()
+        samples = self._steps.look()
         start = Start(
             layers={layer.name: _describe(layer) for layer in self._layers},
             parameters={name: parameter.detach().cpu() for name, parameter in self._parameters.items()},
@@ -181,6 +187,10 @@ class Recorder:
             devices={name: parameter.device for name, parameter in self._parameters.items()},
             rank=self._world.rank,
             processes=self._world.size,
+            divided={
+                name: DividedStart(tuple(rows.whole), rows.first, samples[name])
+                for name, rows in self._own_rows.items()
+            },
         )
         self._steps.start(start)
         return self

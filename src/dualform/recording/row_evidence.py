@@ -81,6 +81,8 @@ def all_move_as(before: Sequence[SeenCall], after: Sequence[SeenCall], check: Ro
     """Say whether all calls of a layer whose rows are proved moved as ordered; other calls than before did not."""
     if check.placement is None or [call.leading for call in before] != [call.leading for call in after]:
         return False
+    if any(check.placement not in _placements(call.leading, len(order)) for call in before):
+        return False
     return all(_moves_as(*pair, check.placement, order) for pair in zip(before, after, strict=True))
 
 

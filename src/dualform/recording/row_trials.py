@@ -7,12 +7,13 @@ dropout off and a loss that is a sum over rows. A layer whose keys and values mo
 on that axis. Nothing here touches the model that is trained, or the generators of random numbers.
 """
 
-import copy
 import dataclasses
 import itertools
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from dualform.recording.layer_hooks import catch_calls
 from dualform.recording.model_copies import NoDropout, Untried, check_copyable, frozen, not_called
 from dualform.recording.row_evidence import FEW_ROWS, NO_ROW, SeenCall, all_move_as, joint_check, judge, row_order
 from dualform.recording.rowcheck import RowCheck
+from dualform.recording.sharded_modules import plain_copy
 from dualform.recording.watch import Watched, find_candidates
 from dualform.torch_modes import (
     call_without_autocast,
@@ -117,8 +119,7 @@ def still_holds(
             if not _tells_as_much(input_tensors(args, kwargs), input_tensors(*few), axes):
                 return False
             with suppress(Untried):
-                found = _Trial(model, prefix, layers, *few, keys_only=True).find(axes, RETRIED_ROWS)
-                if all(_is_same(known[name], check) for name, check in found.items()):
+                if _Trial(model, prefix, layers, *few, keys_only=True).confirms(known, axes, RETRIED_ROWS):
                     return True
     return False
 
@@ -220,26 +221,31 @@ class _Trial:
         self._layers = layers
         self._batch = (tuple(args), dict(kwargs))
         check_copyable(self._model)
+        self._copy: _Copy | None = None
         self._plain = self._run(self._batch)
 
     def find(self, axes: Axes, rows: int) -> dict[str, RowCheck]:
         """Return what permuting these axes of the input tensors says of each layer."""
         order = row_order(rows)
         moved = self._run(_permuted(self._batch, axes, order))
-        found = {}
-        for layer in self._layers:
-            before, after = self._plain[layer.name], moved[layer.name]
-            if not before:
-                found[layer.name] = RowCheck("assumed", UNCALLED, undecided=True)
-            elif len(before) != len(after):
-                found[layer.name] = RowCheck("not aligned", "it is called another number of times when rows move")
-            else:
-                found[layer.name] = joint_check([judge(*pair, order) for pair in zip(before, after, strict=True)])
+        found = {layer.name: _judged(self._plain[layer.name], moved[layer.name], order) for layer in self._layers}
         if rows <= FEW_ROWS and _proofs(found):
             self._look_closer(found, axes, rows)
         elif rows == FEW_ROWS + 1 and _proofs(found):
             self._roll(found, axes, rows)
         return found
+
+    def confirms(self, known: Mapping[str, RowCheck], axes: Axes, rows: int) -> bool:
+        """Say whether permuting these axes of more than a few rows says of each layer what is known of it already."""
+        order = row_order(rows)
+        moved = self._run(_permuted(self._batch, axes, order))
+        for layer in self._layers:
+            before, after, check = self._plain[layer.name], moved[layer.name], known[layer.name]
+            if before and not check.undecided and all_move_as(before, after, check, order):
+                continue  # as known; where else its rows could be, an earlier trial has told
+            if not _is_same(check, _judged(before, after, order)):
+                return False
+        return True
 
     def _roll(self, found: dict[str, RowCheck], axes: Axes, rows: int) -> None:
         """Permute a batch of four rows in a second way, since each way commutes with some exchange of pairs of rows.
@@ -281,14 +287,10 @@ class _Trial:
         try:
             with untouched_generators() as moved, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                # In float32 where the model has less: rows that move must differ by more than rounding.
-                model = copy.deepcopy(self._model)
-                if self._double:
-                    model = model.double()
-                elif any(p.dtype in _COARSE for p in model.parameters()):
-                    model = model.float()
+                if self._copy is None or not self._copy.is_as_made():
+                    self._copy = self._copied()
                 cloned = _cloned_double if self._double else _cloned
-                seen = self._catch(model, mapped(batch, cloned))
+                seen = self._catch(self._copy, mapped(batch, cloned))
                 if moved():
                     raise Untried("the model draws random numbers")
         except Untried:
@@ -298,7 +300,13 @@ class _Trial:
             raise Untried(f"the trial raised {type(error).__name__}{': ' + text[0] if text else ''}") from error
         return seen
 
-    def _catch(self, model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list[SeenCall]]:
+    def _copied(self) -> "_Copy":
+        """Return a copy of the model, its watched layers by name, and no dropout inside of its layers."""
+        model = plain_copy(self._model)
+        if self._double:
+            model = model.double()
+        elif any(p.dtype in _COARSE for p in model.parameters()):
+            model = model.float()  # rows that move must differ by more than rounding
         candidates = {".".join(filter(None, (self._prefix, name))): c for name, c in find_candidates(model).items()}
         watched = {
             layer.name: dataclasses.replace(layer, module=found.module, kind=found.kind)
@@ -308,20 +316,30 @@ class _Trial:
         for module in model.modules():
             if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
                 module.dropout = 0.0
-        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        return _Copy(model, watched, keys_only=self._keys_only)
 
+    def _catch(self, made: "_Copy", batch: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, list[SeenCall]]:
+        model = made.model
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         mode, depth = NoDropout(), function_modes()
 
         @(without_gradients if self._keys_only else with_gradients)
         def compute() -> None:
             try:
-                with mode, not_called(self._model), frozen(self._model):
+                # Not by `with`: its end raises another error where torch has taken the mode off and was interrupted.
+                mode.__enter__()
+                with not_called(self._model), frozen(self._model):
                     args, kwargs = batch
                     outputs = model(*args, **kwargs)
                     # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and
                     # frozen.
                     if not self._keys_only:
                         _summed(outputs).backward()
+            except BaseException as error:
+                # Where an interrupt kept torch from putting a mode back, that happens when its frame is cleared: now,
+                # and not when somebody drops the exception.
+                traceback.clear_frames(error.__traceback__)
+                raise
             finally:
                 try:
                     mode.put_back()
@@ -330,7 +348,7 @@ class _Trial:
                     mode.put_back()
                     end_function_modes(depth)
 
-        with catch_calls(watched) as calls:
+        with catch_calls(made.watched) as calls:
             call_without_autocast([device], compute)
         return {
             layer.name: [
@@ -339,6 +357,38 @@ class _Trial:
             ]
             for layer in self._layers
         }
+
+
+class _Copy:
+    """A copy of the model for a trial.
+
+    Attributes:
+        model: the copy.
+        watched: its layers that are looked at, by name.
+    """
+
+    def __init__(self, model: nn.Module, watched: Mapping[str, Watched], *, keys_only: bool) -> None:
+        self.model = model
+        self.watched = watched
+        self._tensors = [*model.parameters(), *model.buffers()] if keys_only else None
+        self._writes = [tensor._version for tensor in self._tensors or ()]
+
+    def is_as_made(self) -> bool:
+        """Say whether the copy may run once more: no run made gradients, or wrote to a parameter or a buffer."""
+        tensors = self._tensors
+        if tensors is None or [tensor._version for tensor in tensors] != self._writes:
+            return False
+        now = [*self.model.parameters(), *self.model.buffers()]
+        return len(now) == len(tensors) and all(map(is_, now, tensors))
+
+
+def _judged(before: Sequence[SeenCall], after: Sequence[SeenCall], order: Tensor) -> RowCheck:
+    """Return what the calls of a layer show whose batch was permuted."""
+    if not before:
+        return RowCheck("assumed", UNCALLED, undecided=True)
+    if len(before) != len(after):
+        return RowCheck("not aligned", "it is called another number of times when rows move")
+    return joint_check([judge(*pair, order) for pair in zip(before, after, strict=True)])
 
 
 def _check_permutable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

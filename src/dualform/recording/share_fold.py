@@ -229,7 +229,8 @@ class ShareFold:
         self._scratch = RowScratch()
         self._batch_last = False
         self._several = False
-        self._warm: Mapping[str, Mapping[str, Tensor]] = {}
+        self._live_rows: dict[str, slice] = {}  # the rows that live parameters have of divided ones
+        self._warm: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict
         self._initial: Callable[[str], Tensor] = lambda name: torch.empty(0)
 
     # The beginning ------------------------------------------------------------------------------------------------
@@ -238,21 +239,24 @@ class ShareFold:
         self,
         start: Start,
         initial: Callable[[str], Tensor],
-        states: Mapping[str, Mapping[str, Tensor]],
+        states: Callable[[], Mapping[str, Mapping[str, Tensor]]],
     ) -> None:
         """Begin to fold.
 
         Args:
             start: what the recording starts from.
             initial: reads a parameter as it was at the start of the run.
-            states: the optimizers' state that was warm at the start of the run: parameter -> entry -> tensor.
+            states: reads the optimizers' state that was warm at the start of the run: parameter -> entry -> tensor.
         """
         self._layers = {name: (place, layer) for place, (name, layer) in enumerate(start.layers.items())}
         for _, layer in self._layers.values():
             if not layer.keys_only:
                 for use in layer.uses:
                     tensor = start.parameters[use.parameter]
-                    self._shapes[use.parameter] = tuple(tensor.shape)
+                    divided = start.divided.get(use.parameter)
+                    self._shapes[use.parameter] = tuple(tensor.shape) if divided is None else divided.shape
+                    if divided is not None:
+                        self._live_rows[use.parameter] = slice(divided.first, divided.first + len(tensor))
                     self._dtypes[use.parameter] = fold_dtype(tensor.dtype)
                     there = start.devices.get(use.parameter, tensor.device)
                     self._devices[use.parameter] = (
@@ -294,6 +298,10 @@ class ShareFold:
         return share_bytes(uses, sizes, averages, groups=groups)
 
     # A step -------------------------------------------------------------------------------------------------------
+
+    def takes_all_rows(self, parameter: str) -> bool:
+        """Say whether shares of a parameter are folded."""
+        return parameter in self._shapes
 
     def call(self, record: CallRecord) -> None:
         """Take the patterns of a call that was just accumulated."""
@@ -353,7 +361,7 @@ class ShareFold:
     def _fold(self, name: str, kind: OptimizerKind[Any]) -> ParameterFold:
         """Return the fold of a parameter, which begins with its first step."""
         if name not in self._folds:
-            warm = self._warm.get(name, {}).get(kind.average or "")
+            warm = self._warm().get(name, {}).get(kind.average or "")
             self._folds[name] = self._new_fold(name, warm)
         return self._folds[name]
 
@@ -592,7 +600,7 @@ class ShareFold:
                 shares[f"spread.{place}"] = spread["size"]
             if live is None:
                 continue
-            start, unexplained, rounding = fold.rest(live[name])
+            start, unexplained, rounding = fold.rest(live[name], self._live_rows.get(name))
             if fold.start.moved is None and fold.start.warm is None:
                 shares[f"start_number.{place}"] = torch.tensor(fold.start.matrix.weight[0], dtype=torch.float64)
             else:
@@ -609,6 +617,30 @@ class ShareFold:
         for layer, lowest in self._lowest.items():
             shares[f"lowest.{self._layers[layer][0]}"] = lowest.double()
         return FoldState(self.steps, self.labels, _on_cpu(shares), _on_cpu(self._for_resuming()))
+
+    @without_gradients
+    def shares_now(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the shares of the first grouping as they are, and the rest: see `SharesNow.shares`.
+
+        Args:
+            live: the covered parameters after the last step that was folded.
+        """
+        self.fold_waiting()
+        groups = len(self.groupings[0].labels)
+        found: dict[str, Tensor] = {}
+        for name, shape in self._shapes.items():
+            parts = torch.zeros(groups + 2, *shape, dtype=self._dtypes[name], device=self._devices[name])
+            whole, fold = live[name].to(parts.device, torch.float64), self._folds.get(name)
+            if fold is None:  # no step has touched it
+                parts[-2] = whole
+            else:
+                for (grouping, _, _), group, share in fold.parts():
+                    if not grouping:
+                        parts[group] += share.weight
+                parts[-2] = fold.start.parts()[0]
+                parts[-1] = whole - parts[:-1].sum(0, dtype=torch.float64)
+            found[name] = parts
+        return found
 
     def _all_shares(self) -> list[tuple[tuple[int, int, int], int, GroupShare]]:
         return [part for fold in self._folds.values() for part in fold.parts()]
@@ -663,7 +695,7 @@ class ShareFold:
 
     def _loaded_fold(self, name: str, place: int, state: FoldState) -> ParameterFold:
         """Return the fold of a parameter as it was."""
-        warm = self._warm.get(name, {})
+        warm = self._warm().get(name, {})
         average = next((entry for entry in warm if entry in AVERAGES), None)
         fold = self._new_fold(name, None if average is None else warm[average])
 

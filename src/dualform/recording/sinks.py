@@ -37,6 +37,21 @@ class LayerStart:
 
 
 @dataclass(frozen=True, slots=True)
+class DividedStart:
+    """How a parameter is divided by rows among processes.
+
+    Attributes:
+        shape: the shape of the whole parameter.
+        first: the number of this process's first row.
+        sample: the sample of the whole parameter, as `sample` takes it.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    sample: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """What a recording starts from."""
 
@@ -51,6 +66,8 @@ class Start:
     devices: Mapping[str, torch.device] = field(default_factory=dict)  # where the covered parameters are; the CPU
     rank: int = 0  # the number of this process among those that train together
     processes: int = 1  # how many they are; each has a sink of its own, and all sinks one run
+    divided: Mapping[str, DividedStart] = field(default_factory=dict)
+    """Parameters of which `parameters`, `states` and what comes later have this process's rows alone, by name."""
 
 
 class CallRecord(NamedTuple):
@@ -131,6 +148,26 @@ class LiveParameter:
         """The optimizer's state of the parameter, as it is now."""
         found: Mapping[str, Any] = self.optimizer.state.get(self.parameter, {})
         return found
+
+
+class GatheredParameter(LiveParameter):
+    """A divided parameter with the rows of all processes: its gradient, and its optimizer's state.
+
+    Attributes:
+        entries: the state; before a step those entries of it that the step overwrites.
+    """
+
+    __slots__ = ("entries",)
+    entries: Mapping[str, Any]
+
+    def keep(self, entries: Mapping[str, Any]) -> None:
+        """Take the state as it was gathered now."""
+        object.__setattr__(self, "entries", entries)
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The optimizer's state of the parameter, as it was gathered last."""
+        return self.entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +288,22 @@ class SelectiveSink(Protocol):
 
     def wants_values(self, layer: str) -> bool:
         """Say whether the sink has a use for the values of a layer. Asked while a recording is open."""
+
+
+@runtime_checkable
+class AllRowsSink(Protocol):
+    """A sink that looks at gradients and states of whole parameters, also where processes have rows of them."""
+
+    def takes_all_rows(self, parameter: str) -> bool:
+        """Say whether it does so with a parameter. Asked while a recording is open; the same in every process."""
+
+
+@runtime_checkable
+class WholeStepSink(Protocol):
+    """A sink that may have no use for a step which an error broke off between the steps of two optimizers."""
+
+    def needs_whole_steps(self) -> bool:
+        """Say whether the steps will be made again by a replay, which makes each with all of its optimizers."""
 
 
 def sample(parameter: Tensor) -> Tensor:

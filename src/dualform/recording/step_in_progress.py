@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from dualform.recording.divided import OwnRows
 from dualform.recording.gradient_history import GradientHistory
 from dualform.recording.hooks import Arrival
 from dualform.recording.sinks import ParameterFacts, PreparedStep, StepCall
@@ -109,11 +110,14 @@ class StepInProgress:
     def is_cleared(self, parameters: Mapping[str, nn.Parameter], accumulating: str) -> bool:
         """Say whether every accumulated gradient was cleared without a step, as one parameter accumulates anew."""
         for name, history in self.histories.items():
-            if name == accumulating:
+            parameter = parameters[name]
+            if isinstance(parameter, OwnRows):  # its own rows alone may be zero
+                gradient = history.waiting if name == accumulating else parameter.own_gradient
+                left = gradient is not None or parameter.grad is not None
+            elif name == accumulating:
                 left = history.waiting is not None and not history.waiting.zero
             else:
-                gradient = parameters[name].grad
-                left = gradient is not None and bool(gradient.any())
+                left = parameter.grad is not None and bool(parameter.grad.any())
             if left:
                 return False
         return True

@@ -193,7 +193,8 @@ class StepPreparation:
         """Return a gradient's history with its sample at the step; with none where the step will be skipped."""
         if skipped:
             return history, None
-        return history, self._check.sample(name, parameter, projected=history.projected, look="at the step")
+        projected = history.projected
+        return history, self._check.sample(name, parameter, parameter.grad, projected=projected, look="at the step")
 
     def _explained(
         self,

@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from dualform.errors import AnnotationError, DualformError, RefusedError, StoreError
 from dualform.identity.parameter_use import takes_ids
 from dualform.recording.accumulation import Accumulations
+from dualform.recording.agreement import join_samples
 from dualform.recording.alignment import Alignment
 from dualform.recording.annotations import Annotator, Binding
 from dualform.recording.argument_tensors import input_tensors
@@ -25,7 +27,9 @@ from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.changes import Changes, many_evaluations, why_no_final
 from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
 from dualform.recording.collection_pause import pausing_collection
+from dualform.recording.divided import OwnRows, localized, reduces_coarsely
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
+from dualform.recording.gathered import gather_after
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.host_clock import HostClock
@@ -39,7 +43,9 @@ from dualform.recording.processes import refuse_join, rounds_reduced
 from dualform.recording.proven_steps import KnownSteps, ProvenAccumulations, ProvenChanges, ProvenPreparation
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.rowcheck import RowCheck
+from dualform.recording.sharded_modules import reshard
 from dualform.recording.sinks import (
+    AllRowsSink,
     LateSink,
     LateWatchingSink,
     ParameterFacts,
@@ -48,6 +54,7 @@ from dualform.recording.sinks import (
     Sink,
     Start,
     StepFacts,
+    WholeStepSink,
 )
 from dualform.recording.step_in_progress import OptimizersDone, StepInProgress
 from dualform.recording.step_preparation import OnFailure, StepPreparation
@@ -96,6 +103,7 @@ class StepRecorder:
         check: CheckOrNone,
         known: KnownSteps | None = None,
         needed: Mapping[str, What] | None = None,
+        own_rows: Mapping[str, OwnRows] = MappingProxyType({}),
     ) -> None:
         """Prepare a recording; nothing is attached before `start`.
 
@@ -113,6 +121,7 @@ class StepRecorder:
             known: of a training whose every step the sink proves to be one of an earlier recording, what this one
                 found of the steps; nothing is checked again then.
             needed: the layers whose rows the sink needs, and which; None for all.
+            own_rows: this process's rows of the parameters that are divided among processes.
         """
         self.state: Literal["new", "recording", "closed", "forked"] = "new"
         self.steps = 0  # recorded so far, those of a resumed run included
@@ -129,7 +138,8 @@ class StepRecorder:
         self._world = world
         self._strict = strict
         self._on_failure = on_failure
-        self._parameters = covered(layers)
+        self._own_rows = own_rows
+        self._parameters = localized(covered(layers), own_rows)
         self._held = held([owned.optimizer for owned in optimizers])  # ids of parameters
         self._looked: dict[int, Mapping[str, nn.Parameter]] = {}  # optimizer -> its parameters when they were looked at
         exact = {name for layer in layers if not layer.keys_only for name, _ in layer.parameters.values()}
@@ -147,7 +157,7 @@ class StepRecorder:
         by_ids = {
             name for layer in layers if takes_ids(list(layer.parameters)) for name, _ in layer.parameters.values()
         }
-        several = world.size > 1
+        several = world.size > 1 or bool(own_rows)
         gradient_check = GradientCheck(by_elements=() if several else measured - by_ids, projected=several)
         seed = world.gather(torch.initial_seed())[0] if several else torch.initial_seed()
         schedule = CheckSchedule(check, seed)
@@ -155,10 +165,11 @@ class StepRecorder:
         self._accumulations = accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
         shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
-        self._joint = JointPreparation(*shared, world, **settings) if several else None
+        takes_all_rows = sink.takes_all_rows if isinstance(sink, AllRowsSink) else lambda parameter: False
+        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if several else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
-        self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, clock=self.clock)
+        self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, divided=own_rows, clock=self.clock)
         if isinstance(sink, SelectiveSink):
             self._hooks.wants_values = partial(_wants_values, sink, schedule)
         self._handles: list[HookHandle] = []
@@ -171,9 +182,10 @@ class StepRecorder:
 
     # The beginning and the end ------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Keep the parameters as they are before the sink is opened, which may take a while."""
-        self._samples = self._changes.look(self._owned)
+    def look(self) -> Mapping[str, Tensor]:
+        """Keep the parameters as they are before the sink is opened, which may take a while; return their samples."""
+        self._samples = self._changes.look(self._owned) | join_samples(self._world, self._own_rows)
+        return self._samples
 
     def start(self, start: Start) -> None:
         """Open the sink, and put every hook on."""
@@ -199,7 +211,7 @@ class StepRecorder:
         """Look at the parameters as they are, and put every hook on."""
         updates = self._sink.updates() if self.steps else None
         self._changes.begin(self._owned, self.steps, updates)
-        self._unclaimed = UnclaimedParameters(self._model, self._parameters, self._held)
+        self._unclaimed = UnclaimedParameters(self._model, covered(self._layers), self._held)
         self._find_devices()
         self.state = "recording"
         self._hooks.attach()
@@ -229,6 +241,7 @@ class StepRecorder:
 
     def _end(self, error: BaseException | None) -> None:
         """Take every hook off, hand on the step that is open, and close the sink."""
+        reshard(self._model)
         untold = self._unclaimed.warning(self._held) if self._unclaimed is not None else None
         done = self._step_now.end()
         self._detach()
@@ -243,6 +256,9 @@ class StepRecorder:
                     raise _after_lost(INTERRUPTED)
             else:
                 self._settle()
+                if error is not None and self._is_useless(done):
+                    self._sink.close_without_final(f"step {self.steps} was broken off between two optimizers")
+                    return
                 self._hand_on(done)
                 if (warning := self._close_sink()) and error is None:
                     warn_user(warning)
@@ -255,6 +271,11 @@ class StepRecorder:
             warn_user(f"The recording could not be closed properly: {failure}")
         if untold is not None and error is None:
             warn_user(untold)
+
+    def _is_useless(self, done: OptimizersDone) -> bool:
+        """Say whether a step that was broken off is of no use to the sink: some optimizers made it, others did not."""
+        some = 0 < len(done.ids) < len(self._owned)
+        return some and isinstance(self._sink, WholeStepSink) and self._sink.needs_whole_steps()
 
     def attach(self, files: Files) -> None:
         """Hand files that are no patterns to the sink."""
@@ -313,6 +334,7 @@ class StepRecorder:
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""
+        parameter = self._parameters[name]
         dtype, device = self._changes.kinds[name]
         if parameter.dtype is not dtype or parameter.device != device:
             with self._guarding():
@@ -336,7 +358,7 @@ class StepRecorder:
         self.annotator.late = False
         if new := [arrival.call.binding for arrival in arrivals if arrival.backward is None]:
             self.annotator.spend(new)
-        self._accumulations.end(name, parameter, task, arrivals)
+        self._accumulations.end(name, self._parameters[name], task, arrivals)
 
     def coarse_seen(self, layer: str) -> None:
         """Refuse a layer whose values cannot be computed again as autocast computed them."""
@@ -412,6 +434,8 @@ class StepRecorder:
                 self._untold = error
 
         def look_first() -> None:
+            for rows in self._own_rows.values():
+                rows.follow()
             if self._untold is not None:
                 raise self._untold
             if self._lost is not None:
@@ -425,7 +449,7 @@ class StepRecorder:
             step,
             self.steps,
             on_cpu=self._on_cpu,
-            coarse=rounds_reduced(self._wrapper),
+            coarse=rounds_reduced(self._wrapper) or reduces_coarsely(self._model),
             look_first=look_first,
             then=self._sink.before_step,
         )
@@ -491,8 +515,11 @@ class StepRecorder:
             self._accumulations.discard()
             return
         self._samples |= self._changes.note(owned, mine)
+        self._samples |= join_samples(self._world, {name: one for name, one in self._own_rows.items() if name in mine})
         if step.evaluations > 1:
             self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
+        if self._own_rows and isinstance(prepared, PreparedStep):
+            gather_after(prepared.live, self._own_rows)
         if isinstance(prepared, LateStep):
             self._made.note(prepared, step.clear(), dict(self._samples))
             self.steps += 1
@@ -576,7 +603,7 @@ class StepRecorder:
             self._sink.close_without_final(why_no_final(changed, self.steps))
         else:
             self._sink.close(live)
-        return self._changes.at_closing(self.steps, lambda: self._sink.find_step(live))
+        return self._changes.at_closing(self.steps, lambda: None if self._own_rows else self._sink.find_step(live))
 
     # Small things -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dualform.recording.sharded_modules import own_part
 from dualform.recording.sinks import sample
 from dualform.recording.watch import plain_name
 
@@ -20,7 +21,7 @@ class UnclaimedParameters:
     def __init__(self, model: nn.Module, recorded: Mapping[str, nn.Parameter], held: Collection[int]) -> None:
         known = {id(parameter) for parameter in recorded.values()} | set(held)
         self._samples: list[tuple[str, nn.Parameter, Tensor]] = [
-            (plain_name(name), parameter, sample(parameter))
+            (plain_name(name), parameter, sample(own_part(parameter)))
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and id(parameter) not in known and not is_lazy(parameter)
         ]
@@ -34,7 +35,7 @@ class UnclaimedParameters:
         changed = [
             name
             for name, parameter, before in self._samples
-            if id(parameter) not in held and not torch.equal(sample(parameter).to(before.device), before)
+            if id(parameter) not in held and not torch.equal(sample(own_part(parameter)).to(before.device), before)
         ]
         if not changed:
             return None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from dualform.recording.layers import base_type, computed_parameters, kind_by_type
+from dualform.recording.sharded_modules import original_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def describe_unrecordable(model: nn.Module, parameters: Collection[int] | None =
         known.update(id(parameter) for parameter in module.parameters(recurse=False))
         if not mine or module in inside:
             continue
-        kind, base = type(module).__name__, base_type(module)
+        kind, base = original_type(module).__name__, base_type(module)
         if base is not None or _is_of_torch(module):
             reason = _reason(module, base)
             kind += f" ({reason})" if reason else ""
@@ -83,7 +84,7 @@ def advise(model: nn.Module, parameters: Collection[int] | None = None) -> str:
     for module in model.modules():
         if not _own(module, parameters) or module in inside:
             continue
-        kind, base = type(module).__name__, base_type(module)
+        kind, base = original_type(module).__name__, base_type(module)
         if computed := computed_parameters(module):
             advice.append(
                 f"The {' and '.join(computed)} of {kind} {'is' if len(computed) == 1 else 'are'} computed from other "
@@ -119,7 +120,7 @@ def _has_own_forward(module: nn.Module, base: type[nn.Module]) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
+    return original_type(module).__module__.startswith("torch.")
 
 
 def _reason(module: nn.Module, base: type[nn.Module] | None) -> str:

@@ -21,7 +21,8 @@ from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.description import RunDescription
 from dualform.engine.share_source import ShareSource
 from dualform.engine.source import Cost, DerivedSums, Factors, PatternPart, PatternSource, Rows, RunFiles, Which
-from dualform.errors import ReplayError
+from dualform.engine.walk_back import TakenStep, VisitStep
+from dualform.errors import QueryError, ReplayError
 from dualform.identity.families import Facts
 from dualform.identity.parameter_use import takes_ids
 from dualform.named_code import RememberedFunction
@@ -36,6 +37,7 @@ from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnd
 from dualform.replaying.restart_points import RestartPoints
 from dualform.replaying.restartable import Restartable
 from dualform.replaying.training import OneRecording, Recording, Train
+from dualform.replaying.walked_back import StateWatch, walk_training_back
 from dualform.store.reader import Run
 from dualform.store.shard_reading import Shard
 from dualform.torch_modes import call_without_autocast, with_gradients, without_filling
@@ -325,6 +327,7 @@ class ReplayedPatterns(PatternSource):
         hold: bool = False,
         first: int = 0,
         at_point: Callable[[int], None] | None = None,
+        watch: StateWatch | None = None,
     ) -> ReplaySink:
         """Run the training again, and show its patterns as it goes by them.
 
@@ -335,6 +338,7 @@ class ReplayedPatterns(PatternSource):
             hold: keep the patterns when `take` has seen them.
             first: the first step that is wanted. A training that cannot start anywhere still starts at its beginning.
             at_point: is called at each restart point of the training with the number of steps that `take` has seen.
+            watch: looks at the state of a training that can start anywhere.
         """
         train = self.require_train()
         windows = _Windows(self, layers, take, hold=hold, first=first)
@@ -358,7 +362,7 @@ class ReplayedPatterns(PatternSource):
                     ask(windows.flush)
                     ask(lambda: at_point(step))
 
-            start, again = self._restarted(train, first, look)
+            start, again = self._restarted(train, first, look, watch)
             rows = None if self.tries_rows else known_rows(self.description)
             sink = ReplaySink(
                 self.run, layers, add, steps=steps, on_difference=self._on_difference, first=start, rows=rows
@@ -370,13 +374,16 @@ class ReplayedPatterns(PatternSource):
             self._report(sink)
         return sink
 
-    def _restarted(self, train: Train, step: int, look: Callable[[int], None]) -> tuple[int, Train]:
+    def _restarted(
+        self, train: Train, step: int, look: Callable[[int], None], watch: StateWatch | None
+    ) -> tuple[int, Train]:
         """Return a step up to a given one that a training can start at, and the training from there on.
 
         Args:
             train: the training.
             step: the given step.
             look: is called at each restart point, when all steps before are there and proved.
+            watch: looks at the state before each step.
         """
         if not isinstance(train, Restartable):
             return 0, train
@@ -388,9 +395,12 @@ class ReplayedPatterns(PatternSource):
                 settle()
                 points.keep(step, take)
                 look(step)
+            if watch is not None:
+                watch.before_step(step, take)
 
         def again(recording: Recording) -> nn.Module:
-            return train.run(recording, first=start, point=point, keep=keep)
+            begin = None if watch is None else watch.begin
+            return train.run(recording, first=start, point=point, keep=keep, begin=begin)
 
         return start, again
 
@@ -424,6 +434,32 @@ class ReplayedPatterns(PatternSource):
         self.release()
         needed: dict[str, What] = dict.fromkeys(self.paged, "keys+values")
         self.replay(needed, lambda part, steps: None, steps=stop, hold=True, first=first)
+
+    def walk_back(self, visit: VisitStep, *, steps: int) -> None:
+        """Show each of so many steps, the last one first, with the training put back to just before it."""
+        train = self.require_train()
+        if not isinstance(train, Restartable):
+            raise QueryError(
+                "Unrolled effects go backwards through the training, which a function cannot: give it in pieces, as a "
+                "dualform.Restartable with loss=..., to record_training and dualform.open(path, train=...)."
+            )
+        if self._on_difference != "stop":
+            raise QueryError(
+                "Unrolled effects are exact, and need a replay that is the recorded training: open the run without "
+                'on_difference="report".'
+            )
+
+        def replay(steps: range, watch: StateWatch) -> None:
+            self.replay({}, lambda part, window: None, steps=steps.stop, first=steps.start, watch=watch)
+
+        with _keeping_generators(), torch.inference_mode(False), bar("walking back", total=steps) as advance:
+
+            def look(step: TakenStep) -> None:
+                visit(step)
+                advance(1)
+
+            every = self.restart_points().every
+            walk_training_back(train, replay, look, steps=steps, every=every)
 
     @property
     def recorded_seconds(self) -> float:

@@ -17,6 +17,8 @@ from dualform.replaying.training import Recording
 
 State = MutableMapping[str, Any]
 """The state of a training by name: `"model"`, `"optimizer"`, and whatever else changes from step to step."""
+SampleLosses = Callable[[nn.Module, Any], Tensor]
+"""Of the model and a batch: the loss of each sample, (B,)."""
 GENERATORS = "generators"
 """The name under which the global generators of random numbers are kept beside the user's entries."""
 PLAIN = (bool, int, float, str, type(None))
@@ -70,6 +72,8 @@ class Restartable:
         batches: BatchesByNumber,
         *,
         columns: Callable[[Any], Mapping[str, Any]] | None = None,
+        loss: SampleLosses | None = None,
+        max_norm: float | None = None,
         every: int | None = None,
         **options: Any,
     ) -> None:
@@ -84,6 +88,10 @@ class Restartable:
             step: takes the state and a batch, and takes exactly one step of the optimizer.
             batches: the batches, by number: `batches[i]` is that of step i, the same whenever it is asked for.
             columns: returns the columns of a batch, as `Recorder.annotate` takes them.
+            loss: returns the loss of each sample of a batch, (B,), given the model and the batch: the mean of them is
+                what a step minimises. Needed for `effects(method="unrolled")` alone, which compares it with every step.
+            max_norm: what a step holds the norm of all gradients to, with `torch.nn.utils.clip_grad_norm_`, if it does;
+                for the same question.
             every: how many steps lie between two restart points; by default the root of their number.
             options: what is recorded, as `dualform.record` takes it (`layers`, `batch_axis`, ...).
         """
@@ -91,10 +99,18 @@ class Restartable:
             raise ValueError(f"every is {every}; expected a number of steps, from 1 on.")
         self._init = init
         self._step = step
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}; expected a positive number, or None for no clipping.")
         self.batches = batches
         self.every = every
+        self.loss = loss
+        self.max_norm = max_norm
         self._columns = columns
         self._options = options
+
+    def columns_of(self, batch: Any) -> Mapping[str, Any]:
+        """Return the columns of a batch."""
+        return {} if self._columns is None else self._columns(batch)
 
     def __call__(self, recording: Recording) -> nn.Module:
         """Run the whole training, and return its model."""
@@ -107,6 +123,7 @@ class Restartable:
         first: int = 0,
         point: "Mapping[str, Any] | None" = None,
         keep: "KeepPoint | None" = None,
+        begin: Callable[[State], None] | None = None,
     ) -> nn.Module:
         """Run the training from a step on, and return its model.
 
@@ -115,6 +132,7 @@ class Restartable:
             first: the number of the first step to take.
             point: the state before that step, as `take_point` returned it; None at the beginning.
             keep: is called before each step.
+            begin: is called with the state before the first step that is taken.
         """
         state = self._init()
         if not isinstance(state, MutableMapping) or not {"model", "optimizer"} <= state.keys():
@@ -124,6 +142,8 @@ class Restartable:
             )
         if point is not None:
             put_back(state, point)
+        if begin is not None:
+            begin(state)
         model: nn.Module = state["model"]
         with recording(model, state["optimizer"], **self._options) as recorder:
             for number in range(first, len(self.batches)):
@@ -131,7 +151,7 @@ class Restartable:
                     keep(number, lambda: take_point(state), recorder.flush)
                 batch = self.batches[number]
                 if self._columns is not None:
-                    recorder.annotate(**self._columns(batch))
+                    recorder.annotate(**self.columns_of(batch))
                 self._step(state, batch)
                 if not recorder.closed and recorder.step != number + 1:
                     raise ReplayError(

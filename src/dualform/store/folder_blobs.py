@@ -83,8 +83,9 @@ class FolderBlobs(Blobs):
         partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
         try:
             with partial.open("xb", buffering=0) as raw:
-                file = SummedFile(raw)
+                file = SummedFile(raw, direct=True)
                 write(file)  # type: ignore[arg-type]
+                file.finish()
             return _StagedFile(self.folder, name, partial, file.count, file.digest.hexdigest())
         except BaseException:
             with contextlib.suppress(OSError):

@@ -2,7 +2,7 @@
 
 A step's map is the same in all processes and linear in the gradient, so the fold of all patterns is the sum of the
 processes' folds. What is left of the start, rounding, and what all gradients together made are the same in all
-processes, and process 0 keeps them.
+processes, and process 0 keeps them. Of parameters that are divided by rows each process keeps the rounding of its rows.
 """
 
 from collections.abc import Sequence
@@ -50,16 +50,19 @@ class JoinedShares(ShareSource):
         step = self._run.steps if horizon is None else horizon
         first = self._each[0].shares(parameter, by, layer=layer, horizon=step)
         unexplained = first.unexplained.double()  # process 0 explains its own patterns
+        rounding = first.rounding
         parts = [first.shares]
         for one in self._each[1:]:
             parts.append(one.shares_of(parameter, by, layer, step))
             unexplained = unexplained - one.explained(parameter, horizon=step)
+            if (rows := one.own_rounding(parameter, horizon=step)) is not None:
+                rounding = rounding + rows
         return ParameterShares(
             self.labels(by),
             self._summed(by, parts),
             first.start,
             unexplained,
-            first.rounding,
+            rounding,
         )
 
     def _summed(self, by: tuple[str, ...], parts: Sequence[Tensor]) -> Tensor:

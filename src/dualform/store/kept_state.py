@@ -187,16 +187,26 @@ def known_state(run: Run) -> KnownState | None:
 
 
 def known_states(run: Run) -> list[tuple[int, Mapping[str, Tensor]]]:
-    """Return the changing state wherever a run keeps it, with the number of steps after which it was so, ascending."""
-    first = _read_tensors(run, STARTING)
-    found: list[tuple[int, Mapping[str, Tensor]]] = [(0, first)] if first else []
+    """Return the changing state wherever a run keeps it, with the number of steps after which it was so, ascending.
+
+    A frozen parameter that was trained later, or changed otherwise, is as it was at the start until it is seen changed.
+    """
+    found: list[tuple[int, dict[str, Tensor]]] = [(0, _read_tensors(run, STARTING))]
+    stale: list[tuple[str, ...]] = [()]
     for shard in run.manifest.shards:
-        if shard.state_after == shard.stop and (values := _read_tensors(run, shard_files(shard.index)["uncovered"])):
-            found.append((shard.stop, values))
+        if shard.state_after == shard.stop:
+            found.append((shard.stop, _read_tensors(run, shard_files(shard.index)["uncovered"])))
+            stale.append(shard.stale)
     if run.manifest.closed and not run.manifest.no_final and (values := _read_tensors(run, UNCOVERED)):
-        found = [entry for entry in found if entry[0] < run.steps]
-        found.append((run.steps, values))
-    return found
+        kept = [place for place, (steps, _) in enumerate(found) if steps < run.steps]
+        found, stale = [*(found[place] for place in kept), (run.steps, values)], [stale[place] for place in kept]
+        stale.append(())
+    changing = {name for _, values in found for name in values}
+    start = {name: tensor for name, tensor in _read_tensors(run, FROZEN).items() if name in changing}
+    for (_, values), too_large in zip(found, stale, strict=True):
+        for name in start.keys() - values.keys() - set(too_large):
+            values[name] = start[name]
+    return [(steps, values) for steps, values in found if values]
 
 
 def _read_tensors(run: Run, name: str) -> dict[str, Tensor]:

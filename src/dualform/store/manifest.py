@@ -30,9 +30,11 @@ from dualform.store.manifest_check import problems
 from dualform.store.places import as_blobs
 
 FORMAT = "dualform"
-VERSION = 3
+VERSION = 4
+WHOLE_VERSION = 3
+"""The version of a run of several processes that have whole parameters, which readers of that version can read too."""
 PLAIN_VERSION = 2
-"""The version of a run of one process, which readers of that version can read too."""
+"""The same of a run of one process."""
 MAX_MANIFEST_BYTES = 128 << 20
 """Size above which a manifest is refused: about 4 KB for each of 30,000 shards, a recording of ten days."""
 MAX_DEPTH = 64
@@ -153,6 +155,9 @@ class Manifest:
         tuple[Count, Processes], ...
     ] = ()  # first step -> how many recorded from there on; nothing for one
 
+    divided: bool = False
+    """Whether processes keep their own rows of parameters, which a reader puts together in the order of ranks."""
+
     @property
     def steps(self) -> int:
         """The number of published steps."""
@@ -161,10 +166,13 @@ class Manifest:
     def to_json(self) -> str:
         """Return the manifest as it stands in the folder."""
         several = bool(self.rank or self.processes)
-        head = {"format": FORMAT, "version": VERSION if several else PLAIN_VERSION, "steps": self.steps}
+        version = VERSION if self.divided else WHOLE_VERSION if several else PLAIN_VERSION
+        head = {"format": FORMAT, "version": version, "steps": self.steps}
         body = dataclasses.asdict(self)
         if not several:
             del body["rank"], body["processes"]
+        if not self.divided:
+            del body["divided"]
         for entry in (*body["files"].values(), *(e for shard in body["shards"] for e in shard["files"].values())):
             if not entry["at"]:
                 del entry["at"]
@@ -265,6 +273,7 @@ _OPTIONAL = {
     "checkpoints",
     "rank",
     "processes",
+    "divided",
 }  # entries that runs of earlier versions lack
 _REQUIRED = ("steps", *(entry.name for entry in dataclasses.fields(Manifest) if entry.name not in _OPTIONAL))
 

@@ -107,7 +107,7 @@ def _file_problems(manifest: "Manifest") -> Iterator[str]:
             yield f"{name!r} lies at {entry.at!r}; expected a name after its content"
     if manifest.rank:
         for name in manifest.files:
-            if not name.startswith(SHARES):
+            if not name.startswith(SHARES) and not (manifest.divided and name in (INITIAL, FINAL)):
                 yield f"'files' of process {manifest.rank} lists {name!r}, which process 0 has"
         return
     if INITIAL not in manifest.files:

@@ -132,6 +132,7 @@ class ObjectBlobs(Blobs):
         try:
             summed = SummedFile(file)
             write(summed)  # type: ignore[arg-type]
+            summed.finish()
         except BaseException:
             file.close()
             raise

@@ -5,6 +5,7 @@ cut short is an error at opening; changed bytes are found by `dualform.store.aud
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from dualform.store.derived_sums import StoredSums
 from dualform.store.format import FINAL, INITIAL, MANIFEST, SHARES, STATE, UNEXPLAINED, rank_folder
 from dualform.store.joined_ranks import cut_shards, join_columns_of, join_shards, published_steps
 from dualform.store.manifest import Manifest
-from dualform.store.parameter_check import check_parameters
+from dualform.store.parameter_check import join_parameters
 from dualform.store.places import Place, as_blobs
 from dualform.store.shard_reading import CallColumns, Shard
 from dualform.store.tables import MARKS
@@ -143,6 +144,7 @@ class Run(PatternSource):
             cut,
             shares=shares,
             closed=self.published.closed and whole,
+            no_final=next((one.no_final for one in [self.published, *last] if one is not None and one.no_final), ""),
             columns=join_columns_of([self.published, *known]),
             rows=rows,
         )
@@ -162,7 +164,7 @@ class Run(PatternSource):
             columns=manifest.columns,
             steps=manifest.steps,
             batch_axis=manifest.batch_axis,
-            uncovered=manifest.uncovered,
+            uncovered={**manifest.uncovered, **_trained_later(manifest)},
             rows=manifest.rows,
             closed=manifest.closed,
             no_final=manifest.no_final,
@@ -316,15 +318,18 @@ class Run(PatternSource):
             return {name: found for name, found in self._start().items() if name in self.manifest.parameters}
         if not self.manifest.closed or self.manifest.no_final:
             return None
-        file = TensorFile(Blob(self.blobs, FINAL))
-        check_parameters(file, self.manifest, states=False)
-        return file.tensors()
+        return join_parameters(self._parameter_files(FINAL), self.manifest, states=False)
 
     def _start(self) -> dict[str, Tensor]:
         """Return the parameters at the start, and the optimizers' state that was warm then."""
-        file = TensorFile(Blob(self.blobs, INITIAL))
-        check_parameters(file, self.manifest, states=True)
-        return file.tensors()
+        return join_parameters(self._parameter_files(INITIAL), self.manifest, states=True)
+
+    def _parameter_files(self, name: str) -> list[TensorFile]:
+        """Return the file of process 0 with parameters, and those of processes that keep rows of them."""
+        recorded_last = self.published.processes[-1][1] if self.others else 1
+        theirs = self.others[: recorded_last - 1] if name == FINAL else self.others
+        others = [one for one in theirs if one is not None and name in one.published.files]
+        return [TensorFile(Blob(self.blobs, name)), *(TensorFile(Blob(one.blobs, name)) for one in others)]
 
     def require_values(self, layer: str) -> LayerEntry:
         """Return a layer's entry if its values are stored, or raise."""
@@ -374,6 +379,15 @@ class Run(PatternSource):
                 f"{blob} has {found} bytes, but {entry.bytes} were published: it was cut short or changed. "
                 "Restore it from a copy of the run."
             )
+
+
+def _trained_later(manifest: Manifest) -> dict[str, int]:
+    """Return the uncovered parameters that an optimizer held at the end, with their numbers of elements."""
+    return {
+        name: math.prod(entry.shape)
+        for name, entry in (manifest.uncovered_state or {}).items()
+        if entry.kind == "trained" and not entry.reason
+    }
 
 
 def _opened_elsewhere(blobs: Blobs, manifest: Manifest, tag: Tag, rank: int, others: Others) -> Run:

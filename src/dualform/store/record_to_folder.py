@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from dualform.errors import RefusedError, ResumeError, RunFactoryError
 from dualform.recording.check_schedule import Check
 from dualform.recording.keep import Keep, Shares, Steps, as_keeps, divided
+from dualform.recording.processes import unwrap_model
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers, StoredDtype, stored_dtype
@@ -129,7 +130,7 @@ def record(
     return Recorder(
         model,
         optimizer,
-        writer if shares is None else ShareWriter(writer, shares),
+        writer if shares is None else ShareWriter(writer, shares, unwrap_model(model)),
         patterns=None if shares is None else False if patterns is None else patterns.layers,
         layers=layers,
         strict=strict,

@@ -56,10 +56,15 @@ def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) ->
             f"The run has a column {RANK!r}, which is the name of a process's number in a run of several processes. "
             "Continue it in one process, or record to another folder."
         )
-    step = _step_of(run, start.parameters) if step is None else _checked_step(run, step)
+    marked = {name: rows.sample for name, rows in start.divided.items()}  # a sample is its own sample
+    step = _step_of(run, {**start.parameters, **marked}) if step is None else _checked_step(run, step)
     _prove(run, start, step)
     manifest = _cut(run.published, step)
-    manifest = dataclasses.replace(manifest, processes=_processes(manifest.processes, step, start.processes))
+    manifest = dataclasses.replace(
+        manifest,
+        processes=_processes(manifest.processes, step, start.processes),
+        divided=manifest.divided or bool(start.divided),
+    )
     tag = manifest.publish(blobs, was=run.manifest_tag)
     _remove_later_files(blobs, manifest)
     return manifest, tag
@@ -76,6 +81,7 @@ def join_at(blobs: Blobs, wanted: Manifest, step: int) -> tuple[Manifest, Tag]:
     run = Run(blobs, rank=wanted.rank)
     _same_shape(run.manifest, wanted)
     manifest = _cut(run.published, step)
+    manifest = dataclasses.replace(manifest, divided=manifest.divided or wanted.divided)
     tag = manifest.publish(blobs, was=run.manifest_tag)
     _remove_later_files(blobs, manifest)
     return manifest, tag
@@ -174,11 +180,12 @@ def _checked_step(run: Run, step: int) -> int:
 
 
 def _prove(run: Run, start: Start, step: int) -> None:
-    whole = {name: fingerprint(tensor) for name, tensor in start.parameters.items()}
-    if not any(shard.stop == step and shard.parameters == whole for shard in run.manifest.shards):
+    whole = {} if start.divided else {name: fingerprint(tensor) for name, tensor in start.parameters.items()}
+    if not whole or not any(shard.stop == step and shard.parameters == whole for shard in run.manifest.shards):
         executor = LocalExecutor()
         weights = parts(run, WholeView(run, step), executor)
-        checks = compare(run, weights, start.parameters, executor, horizon=step)
+        live = {name: _with_rows(start, name, found.whole) for name, found in weights.items()}
+        checks = compare(run, weights, live, executor, horizon=step)
         wrong = [check for check in checks.values() if not check.passed]
         if wrong:
             raise ResumeError(
@@ -191,11 +198,29 @@ def _prove(run: Run, start: Start, step: int) -> None:
             most = MAX_INT8_STATE_ERROR if name in loose else MAX_STATE_ERROR
             for entry, tensor in start.states.get(name, {}).items():
                 expected, now = rebuilt.get(entry, torch.zeros_like(tensor)).double(), tensor.double()
+                if name in start.divided and expected.shape == start.divided[name].shape:
+                    expected = expected[_rows(start, name)]
                 if not float((expected - now).norm()) <= most * max(float(now.norm()), float(expected.norm())):
                     raise ResumeError(
                         f"The optimizer's {entry} of {name!r} is not that of step {step}. "
                         "Load the optimizer's checkpoint of that step too, or start it fresh."
                     )
+
+
+def _rows(start: Start, name: str) -> slice:
+    """Return which rows of a divided parameter this process has."""
+    first = start.divided[name].first
+    return slice(first, first + len(start.parameters[name]))
+
+
+def _with_rows(start: Start, name: str, rebuilt: Tensor) -> Tensor:
+    """Return a live parameter; of a divided one this process's rows, among rebuilt ones."""
+    live = start.parameters[name]
+    if name not in start.divided:
+        return live
+    found = rebuilt.clone()
+    found[_rows(start, name)] = live.to(found.dtype)
+    return found
 
 
 def _cut(manifest: Manifest, step: int) -> Manifest:

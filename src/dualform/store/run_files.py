@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dualform.corpus import Corpus
 from dualform.engine.beside_patterns import KnownState, Tests
-from dualform.recording.media import CORPUS, Files
+from dualform.recording.media import CORPUS, PATHS, Files
 from dualform.store import kept_state
 from dualform.store.attach import attach
 from dualform.store.audit import check_files, check_key_ranges
@@ -17,6 +17,7 @@ from dualform.store.corpus_fit import check_fit
 from dualform.store.format import MANIFEST
 from dualform.store.media_files import StoredMedia, read_tests
 from dualform.store.reader import Run
+from dualform.store.tensors import TensorFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ class StoredFiles:
     def tests(self) -> Tests:
         """Return the test inputs that the run keeps."""
         return read_tests(self.run)
+
+    def paths(self) -> dict[str, Tensor]:
+        """Return the answers to questions about the path that were asked before the training, as they were kept."""
+        return TensorFile(self.run.blob(PATHS)).tensors() if PATHS in self.run.manifest.files else {}
 
     def media(self) -> StoredMedia:
         """Return what the run keeps for people to look at."""

@@ -6,17 +6,20 @@ so that a killed program may leave a run with more steps than its last shares.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.binning import Bins
 from dualform.errors import RefusedError, ResumeError, StoreError
 from dualform.identity.families.optimizer_kind import find_optimizer_kind
 from dualform.recording.annotations import Binding
 from dualform.recording.keep import Shares
-from dualform.recording.media import Files
+from dualform.recording.live_questions import LiveFollower, SharesNow
+from dualform.recording.media import PATHS, Files
+from dualform.recording.model_state import StatePart
 from dualform.recording.share_fold import FoldState, ShareFold
 from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
 from dualform.store.blobs import Blobs
@@ -30,24 +33,32 @@ from dualform.store.tensors import publish_tensors
 from dualform.store.writer import DiskWriter
 
 Snapshot = Callable[[], dict[str, Tensor]]
+StateNow = Callable[[], dict[str, Tensor]]
 OWN_TENSORS = ("share", "keys", "counts", "lowest", "spread", "noise")
 """The tensors of shares that each of several processes keeps of its own patterns; the others are the same in all."""
+DIVIDED_TENSORS = (*OWN_TENSORS, "rounding")
+"""The same where processes have rows of the parameters: each knows the rounding of its own rows."""
 
 
 class ShareWriter:
     """A sink that keeps shares by group in a run folder. Made by `dualform.record`."""
 
-    def __init__(self, run: DiskWriter, shares: Shares) -> None:
+    def __init__(self, run: DiskWriter, shares: Shares, model: nn.Module) -> None:
         self.dtype = run.dtype
+        self._model = model if shares.paths else None  # until the recording begins
         self._run = run
         self._shares = shares
         self._fold = ShareFold(shares)
         self._kept_layers: set[str] = set()  # whose patterns are kept
         self._columns: dict[str, str] = {}  # of the steps that were taken
         self._kept_calls: dict[int, int] = {}  # number of a call whose patterns are kept -> its backward
+        self._own_tensors: tuple[str, ...] = OWN_TENSORS
         self._published: set[int] = set()  # steps after which shares are published
         self._given: FoldState | None = None  # the state of a checkpoint
         self._broken: BaseException | None = None  # the error that kept a step from being folded to its end
+        self._state: StateNow = lambda: {}
+        self._late_state: dict[str, Tensor] | None = None  # as a step left it that is folded later
+        self._followers: list[LiveFollower] = []
 
     def open(self, start: Start) -> int:
         """Begin a run, or continue one; return the number of the first step to come."""
@@ -55,6 +66,11 @@ class ShareWriter:
             raise RefusedError(
                 "Shares(rest=True) is not supported for a training in several processes: each would put other groups "
                 "into the rest. Record with Shares(groups=...) for all groups, or with coarser groups (dualform.bins)."
+            )
+        if start.processes > 1 and self._shares.paths:
+            raise RefusedError(
+                "Shares(paths=...) is not supported for a training in several processes: each of them knows its own "
+                "patterns' shares alone. Record without paths."
             )
         self._kept_layers = {name for name, layer in start.layers.items() if not layer.shares_only}
         self._run.shares = SharesEntry(self._entries())
@@ -67,8 +83,11 @@ class ShareWriter:
         return first
 
     def _open_fold(self, start: Start, first: int) -> None:
+        self._own_tensors = DIVIDED_TENSORS if start.divided else OWN_TENSORS
         whole = Run(self._run.blobs)
-        self._fold.open(start, lambda name: whole.initial[name], whole.initial_states)
+        # Of divided parameters other processes may be publishing their rows only now.
+        begun = functools.cache(lambda: Run(self._run.blobs) if start.divided else whole)
+        self._fold.open(start, lambda name: begun().initial[name], lambda: begun().initial_states)
         run = Run(self._run.place, rank=start.rank, others=())  # the files of this process
         sizes = {count for _, count in whole.published.processes}
         if first and len(sizes) > 1:
@@ -87,8 +106,38 @@ class ShareWriter:
         self._published = set(kept.horizons)
         if first:
             self._fold.load(self._state_at(run, first))
+        if self._shares.paths:
+            self._follow_paths(start, first)
         if first in self._shares.at:  # a process may have been killed between the facts of this step and its shares
             self._publish(lambda: dict(start.parameters))
+
+    def _follow_paths(self, start: Start, first: int) -> None:
+        """Begin to follow the path of weights for the questions that are asked of it."""
+        if first:
+            raise ResumeError(
+                "Shares(paths=...) follows a training from its first step, and this recording goes on after step "
+                f"{first}. Resume without paths; they have no answer in this run then."
+            )
+        if start.state is not None:
+            self._state = functools.partial(_changing, start.state)
+        now = self._now(dict(start.parameters))
+        by = self._fold.groupings[0].names
+        model, self._model = self._model, None
+        assert model is not None, "it is kept where there are questions"
+        self._followers = [one.follow(name, model, start, by, now) for name, one in self._shares.paths.items()]
+
+    def _now(self, parameters: Mapping[str, Tensor]) -> SharesNow:
+        """Return the training after the last step that was folded, given its parameters."""
+        state = self._state() if self._late_state is None else self._late_state
+        shares = self._fold.shares_now(parameters)
+        return SharesNow(self._fold.steps, self._fold.labels[0], parameters, shares, state)
+
+    def _look(self, followers: Sequence[LiveFollower], snapshot: Snapshot) -> None:
+        """Let some questions see the training as it is."""
+        if followers:
+            now = self._now(snapshot())
+            for one in followers:
+                one.look(now)
 
     def _state_at(self, run: Run, step: int) -> FoldState:
         """Return the state of the fold after a step: of the user's checkpoint, or as the run keeps it."""
@@ -108,6 +157,10 @@ class ShareWriter:
                 "is started; or call recorder.flush() with every checkpoint."
             )
         return FoldState(step, tuple(stored_labels(one) for one in entry.groupings), *found)
+
+    def takes_all_rows(self, parameter: str) -> bool:
+        """Say whether the gradient and the optimizer's state of a parameter are needed with all rows."""
+        return self._fold.takes_all_rows(parameter)
 
     def updates(self) -> Mapping[str, int]:
         """Return how many updates of each parameter the run holds."""
@@ -136,6 +189,8 @@ class ShareWriter:
     def stepped(self, snapshot: Snapshot) -> None:
         """Keep the optimizer's state as a late step left it, and note that the step was made."""
         self._fold.stepped()
+        due = any(one.is_due(self._fold.steps + 1) for one in self._followers)
+        self._late_state = self._state() if due else None
         self._run.stepped(snapshot)
 
     def step(self, facts: StepFacts) -> None:
@@ -151,6 +206,8 @@ class ShareWriter:
             raise
         calls = [call for call in facts.calls if call.number in self._kept_calls]
         self._run.step(dataclasses.replace(facts, calls=calls))
+        self._look([one for one in self._followers if one.is_due(self._fold.steps)], facts.snapshot)
+        self._late_state = None
         if self._fold.steps in self._shares.at:
             self._publish(facts.snapshot)
 
@@ -194,6 +251,12 @@ class ShareWriter:
     def close(self, final: Mapping[str, Tensor]) -> None:
         """Publish everything, the shares at the end, and the final parameters."""
         self._publish(lambda: dict(final), closing=True)
+        if self._followers:
+            self._look(self._followers, lambda: dict(final))
+            answers = [one.answer() for one in self._followers]
+            self._run.attach(
+                {PATHS: {f"{i}.{name}": tensor for i, one in enumerate(answers) for name, tensor in one.items()}}
+            )
         self._run.close(final)
 
     def close_without_final(self, reason: str) -> None:
@@ -224,7 +287,7 @@ class ShareWriter:
         if closing and not self._shares.resumable and step not in self._shares.at:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rounding.")}
         if self._run.rank:  # the rest is the same in every process
-            tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in OWN_TENSORS}
+            tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in self._own_tensors}
         replaced: list[str] = []
 
         def publish(blobs: Blobs, manifest: Manifest) -> dict[str, Any]:
@@ -264,3 +327,12 @@ class ShareWriter:
             written = tuple(tuple(label_text(part) for part in label) for label in labels)
             found.append(GroupingEntry(columns, written, grouping.has_rest))
         return tuple(found)
+
+
+def _changing(parts: Callable[..., Mapping[str, StatePart] | None]) -> dict[str, Tensor]:
+    """Return copies of the model's uncovered state as it is now, without what is frozen."""
+    return {
+        name: part.tensor.detach().clone()
+        for name, part in (parts(extra=False) or {}).items()
+        if part.kind != "frozen" and part.tensor is not None
+    }

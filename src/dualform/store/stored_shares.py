@@ -14,6 +14,7 @@ from dualform.binning import Bins, label_order
 from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
 from dualform.errors import CorruptError, QueryError
 from dualform.printable import cut
+from dualform.recording.group_labels import rest_label
 from dualform.store.format import shares_file, shares_state_file
 from dualform.store.label_text import label_value
 from dualform.store.manifest import GroupingEntry, SharesEntry
@@ -77,6 +78,11 @@ class StoredShares(ShareSource):
             if f"rounding.{at}" in file.places
             else self._closing(file, parameter, by, horizon),
         )
+
+    def own_rounding(self, parameter: str, *, horizon: int) -> Tensor | None:
+        """Return the rounding of a process's own rows of a divided parameter, zero in others; None where not kept."""
+        file, at = self._file(horizon), list(self._run.manifest.parameters).index(parameter)
+        return file.tensor(f"rounding.{at}") if f"rounding.{at}" in file.places else None
 
     def _closing(self, file: TensorFile, parameter: str, by: tuple[str, ...], horizon: int | None) -> Tensor:
         """Return the rounding that a file leaves out at the end: the final parameter less all other parts."""
@@ -192,9 +198,13 @@ def grouping_names(grouping: GroupingEntry) -> tuple[str, ...]:
 
 
 def stored_labels(grouping: GroupingEntry) -> tuple[Any, ...]:
-    """Return the groups of a grouping in the order in which they came."""
-    found = [tuple(label_value(*part) for part in label) for label in grouping.labels]
-    return tuple(label if len(grouping.columns) > 1 else label[0] for label in found)
+    """Return the groups of a grouping in the order in which they came; that of all others has a label of its own."""
+    several = len(grouping.columns) > 1
+    parts = [tuple(label_value(*part) for part in label) for label in grouping.labels]
+    found: list[Any] = parts if several else [label[0] for label in parts]
+    if grouping.rest and found[-1] in found[:-1]:  # a run of an earlier version, and a user's own value "rest"
+        found[-1] = rest_label(found[:-1], len(grouping.columns))
+    return tuple(found)
 
 
 def check_shares(file: TensorFile, run: "Run", kept: SharesEntry) -> None:

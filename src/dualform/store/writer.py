@@ -24,7 +24,7 @@ from torch import Tensor
 from dualform._version import __version__
 from dualform.engine.description import LayerEntry, ParameterEntry, Stored, TrainingEntry
 from dualform.engine.proofs import ParameterMarker
-from dualform.errors import RefusedError, ResumeError, RunExistsError, StoreError
+from dualform.errors import CorruptError, RefusedError, ResumeError, RunExistsError, StoreError
 from dualform.recording.annotations import Binding
 from dualform.recording.estimate import size_text
 from dualform.recording.keep import Keep, Patterns, Steps, keeps_patterns
@@ -32,7 +32,7 @@ from dualform.recording.media import Files
 from dualform.recording.sinks import CallRecord, LayerStart, PreparedStep, Start, StepFacts
 from dualform.recording.surroundings import find_surroundings
 from dualform.recording.watch import Dtype, stored_dtype
-from dualform.store.blobs import Blobs
+from dualform.store.blobs import Blob, Blobs, FileEntry
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STARTING, STATE, rank_folder
 from dualform.store.host_copy import HostCopier, HostCopy
 from dualform.store.kept_state import ShardState, StateKeeper
@@ -43,7 +43,7 @@ from dualform.store.resume import count_updates, find_step, join_at, resume_at
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
 from dualform.store.taken_steps import AccumulatedCalls, PooledLayers, TakenRows, TakenStep
-from dualform.store.tensors import publish_tensors
+from dualform.store.tensors import TensorFile, publish_tensors
 from dualform.threads import start_alone
 
 Snapshot = dict[str, Tensor]
@@ -143,6 +143,7 @@ class DiskWriter:
         self._taken: list[TakenStep] = []
         self._shards = ShardWriter(blobs, Manifest({}, {}, (), {}))
         self._keeper = StateKeeper(None)
+        self._divided: frozenset[str] = frozenset()  # parameters of which each process keeps its own rows
         self._stack = ExitStack()
 
     # On the training thread ---------------------------------------------------------------------------------------
@@ -160,6 +161,7 @@ class DiskWriter:
             )
         if self.rank:
             self.place = self.blobs.within(rank_folder(self.rank))
+        self._divided = frozenset(start.divided)
         self._shards = ShardWriter(self.place, self._describe(start))
         layers = self._shards.manifest.layers
         self._accumulated = AccumulatedCalls(
@@ -175,8 +177,8 @@ class DiskWriter:
             self.place.make_ready()
             self._take_lock()
             if self.rank:
-                steps = self._join()
-            elif self.blobs.size(MANIFEST) is not None:
+                steps = self._join(start)
+            elif self.blobs.size(MANIFEST) is not None and not self._is_half_begun():
                 self._continue(start)
             else:
                 self._begin(start)
@@ -228,6 +230,10 @@ class DiskWriter:
     def wants_values(self, layer: str) -> bool:
         """Say whether the values of a layer are stored, or looked at before they are."""
         return self._accumulated.stores(layer)
+
+    def needs_whole_steps(self) -> bool:
+        """Say whether the run keeps steps, to be made again."""
+        return self._training is not None
 
     def call(self, record: CallRecord) -> None:
         """Keep a call's patterns until their step, or until they are discarded."""
@@ -325,7 +331,8 @@ class DiskWriter:
             try:
                 self._shards.check_alone()
                 if self.rank:
-                    self._shards.publish_manifest(closed=True)
+                    files = self._shards.manifest.files | self._publish_rows(FINAL, final)
+                    self._shards.publish_manifest(closed=True, files=files)
                     return
                 entry = publish_tensors(self.blobs, FINAL, final)
                 state, files = self._keeper.finish(self.blobs, self._shards.manifest.uncovered_state)
@@ -344,7 +351,7 @@ class DiskWriter:
             self._drain({})
             self._check_whole()
             try:
-                self._shards.publish_manifest(closed=True, no_final="" if self.rank else reason)
+                self._shards.publish_manifest(closed=True, no_final="" if self.rank and not self._divided else reason)
             except OSError as error:
                 raise StoreError(f"The end of the recording could not be written: {error}.") from error
         finally:
@@ -434,7 +441,9 @@ class DiskWriter:
                 for name, layer in start.layers.items()
             },
             parameters={
-                name: ParameterEntry(tuple(tensor.shape), _name(tensor.dtype))
+                name: ParameterEntry(
+                    start.divided[name].shape if name in start.divided else tuple(tensor.shape), _name(tensor.dtype)
+                )
                 for name, tensor in start.parameters.items()
             },
             optimizers=start.optimizers,
@@ -448,6 +457,7 @@ class DiskWriter:
             training=self._training,
             checkpoints=self.checkpoints,
             rank=start.rank,
+            divided=bool(start.divided),
             processes=((0, start.processes),) if start.processes > 1 and not start.rank else (),
         )
 
@@ -469,14 +479,27 @@ class DiskWriter:
     def _begin(self, start: Start) -> None:
         if self._resume is not False and self._resume is not True:
             raise ResumeError(f"{self.path} holds no run to resume at step {self._resume}.")
-        tensors = dict(start.parameters)
-        for name, state in start.states.items():
-            tensors |= {f"{entry}{STATE}{name}": tensor for entry, tensor in state.items()}
         self.blobs.remove_unpublished()
-        initial = publish_tensors(self.blobs, INITIAL, tensors)
+        initial = publish_tensors(self.blobs, INITIAL, _start_tensors(start))
         entries, files = self._keeper.begin(self.blobs)
         files |= self._keeper.publish_start(self.blobs)
         self._shards.publish_manifest(files={INITIAL: initial, **files}, uncovered_state=entries)
+
+    def _is_half_begun(self) -> bool:
+        """Say whether a run has no steps yet, nor all rows of its parameters; then nothing is left of it.
+
+        Some of its processes were killed before they had published their rows, so that it holds nothing to continue.
+        """
+        run = Run(self.blobs)
+        if self._resume is False or run.steps or not run.published.divided:
+            return False
+        try:
+            _ = run.initial
+        except CorruptError:
+            for rank in reversed(range(max(count for _, count in run.published.processes))):
+                (self.blobs.within(rank_folder(rank)) if rank else self.blobs).remove(MANIFEST)
+            return True
+        return False
 
     def _continue(self, start: Start) -> None:
         if self._resume is False:
@@ -491,17 +514,34 @@ class DiskWriter:
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
 
-    def _join(self) -> int:
+    def _join(self, start: Start) -> int:
         """Join the run that process 0 has just begun or continued, and return the number of its first step to come."""
         step = Manifest.read(self.blobs).steps
         if self.place.size(MANIFEST) is None:
             self.place.remove_unpublished()
-            self._shards.publish_manifest()
+            files = self._publish_rows(INITIAL, _start_tensors(start)) if not step and self._begins(start) else {}
+            self._shards.publish_manifest(files=files)
             return step
         pooled = self._shards.continue_from(*join_at(self.place, self._shards.manifest, step))
         self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
         self._columns = dict(self._shards.manifest.columns)
         return step
+
+    def _begins(self, start: Start) -> bool:
+        """Say whether the first rows of divided parameters, which process 0 has, are those of as many processes."""
+        places = TensorFile(Blob(self.blobs, INITIAL)).places
+        counts = {name: math.ceil(rows.shape[0] / start.processes) for name, rows in start.divided.items()}
+        return all(places[name].shape[:1] == (count,) for name, count in counts.items())
+
+    def _publish_rows(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, FileEntry]:
+        """Publish a process's own rows of divided parameters, and of the optimizer's state of these."""
+        owner = {key: key.rpartition(STATE)[2] for key in tensors}
+        mine = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if owner[key] in self._divided and tensor.shape == tensors[owner[key]].shape
+        }
+        return {name: publish_tensors(self.place, name, mine)} if mine else {}
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype that each layer is stored in."""
@@ -535,6 +575,8 @@ class DiskWriter:
         # Nothing where they are not those of the last step; then the rest is not either. Process 0 keeps both.
         parameters = {} if self.rank else snapshot()
         state = self._keeper.after_step() if parameters else None
+        if self._divided:
+            parameters = {}  # of which no process has all rows
         values = {} if state is None else state.values
         copy = self._copier.copy([*parameters.values(), *values.values()])
         here = iter(copy.tensors)
@@ -588,6 +630,14 @@ class DiskWriter:
         if self._taken:
             self._shards.write(self._taken, parameters, state)
             self._taken = []
+
+
+def _start_tensors(start: Start) -> dict[str, Tensor]:
+    """Return the parameters at the start, and the optimizers' state that is warm already, as they are published."""
+    tensors = dict(start.parameters)
+    for name, state in start.states.items():
+        tensors |= {f"{entry}{STATE}{name}": tensor for entry, tensor in state.items()}
+    return tensors
 
 
 def _name(dtype: torch.dtype) -> str:

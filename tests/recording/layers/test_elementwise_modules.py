@@ -112,7 +112,6 @@ LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "one plus the parameter": lambda: Module(lambda x, a: x * (1 + a), (6,)),
     "exponential": lambda: Module(lambda x, a: x * a.exp(), (6,)),
     "bounded parameter": lambda: Module(lambda x, a: x * a.clamp(-5, 5), (6,)),
-    "bounded input": lambda: Module(lambda x, a: x.clamp(-50, 50) * a, (6,)),
     "in place": lambda: Module(lambda x, a: x.mul_(a), (6,)),
     "dropout": Dropping,
     "noise": lambda: Module(lambda x, a: x * a + torch.randn_like(x), (6,)),

@@ -31,32 +31,11 @@ class OtherLayerNorm(OtherRMSNorm):
     """As T5 names it, though it takes no mean away."""
 
 
-class CenteredLayerNorm(OtherRMSNorm):
-    """A layer norm in truth, without a bias."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden - hidden.mean(-1, keepdim=True))
-
-
 class ShiftedRMSNorm(OtherRMSNorm):
     """Multiplies by one plus the weight."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (1 + self.weight) / self.weight.clamp(min=1e-9) * super().forward(hidden)
-
-
-class CenteredRMSNorm(OtherRMSNorm):
-    """Takes the mean away first, whatever its name says."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden - hidden.mean(-1, keepdim=True))
-
-
-class OutsideRMSNorm(OtherRMSNorm):
-    """Adds its epsilon behind the root."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * hidden / (hidden.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
 
 
 class FailingRMSNorm(OtherRMSNorm):
@@ -90,16 +69,11 @@ def test_an_rms_norm_of_another_package_is_recorded(run: Path, name: str) -> Non
     torch.testing.assert_close(output, model[:2](inputs).detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("other", [ShiftedRMSNorm, CenteredRMSNorm, CenteredLayerNorm, FailingRMSNorm])
+@pytest.mark.parametrize("other", [ShiftedRMSNorm, FailingRMSNorm])
 def test_a_module_that_computes_something_else_is_left_alone(other: type[OtherRMSNorm]) -> None:
     assert find_kind(OtherRMSNorm(8)) is not None
     assert find_kind(OtherLayerNorm(8)) is not None
     assert find_kind(other(8)) is None
-
-
-def test_an_epsilon_elsewhere_is_noticed() -> None:
-    """At the size of ordinary inputs it would not be."""
-    assert find_kind(OutsideRMSNorm(8, epsilon=1e-3)) is None
 
 
 class GatedRMSNorm(OtherRMSNorm):

@@ -242,6 +242,7 @@ class MuonKind(OptimizerKind[OneSidedStep]):
     """torch.optim.Muon in every setting."""
 
     family = "one-sided: one matrix per step, from the left or the right; bfloat16 rounding is a third, reported term"
+    needs_whole_matrix = True
     rounds = True
     options: ClassVar[Mapping[str, Any]] = {}
 

@@ -299,6 +299,8 @@ class OptimizerKind(ABC, Generic[M]):
     family: ClassVar[str]
     """The family's name, and what multiplies a gradient."""
 
+    needs_whole_matrix: ClassVar[bool] = False
+    """Whether a step of some rows of a matrix depends on its other rows."""
     rounds: ClassVar[bool] = False
     """Whether its steps round more coarsely than the parameter's dtype, so that the rounding is followed as a term."""
 

@@ -538,8 +538,13 @@ class ParameterFold:
             for group in sorted(stack.seen):
                 yield use, group, GroupShare(*stack.parts_of(group))
 
-    def rest(self, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is left of the start, what is unexplained, and rounding, given the live parameter; float64."""
+    def rest(self, live: Tensor, rows: slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what is left of the start, what is unexplained, and rounding, in float64.
+
+        Args:
+            live: the live parameter, or some of its rows.
+            rows: which rows these are; rounding is zero in all others.
+        """
         self._settle_scale()
         start = self.start.parts()[0]
         whole = self.whole.weight.double()
@@ -547,7 +552,11 @@ class ParameterFold:
         for (grouping, _, _), _, share in self.parts():
             if not grouping:  # each grouping has every pattern once
                 explained += share.weight
-        return start, whole - explained, live.to(whole) - start.to(whole) - whole
+        if rows is None:
+            return start, whole - explained, live.to(whole) - start.to(whole) - whole
+        rounding = torch.zeros_like(whole)
+        rounding[rows] = live.to(whole) - start.to(whole)[rows] - whole[rows]
+        return start, whole - explained, rounding
 
 
 def _as(tensor: Tensor, like: Tensor) -> Tensor:

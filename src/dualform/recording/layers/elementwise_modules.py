@@ -14,48 +14,18 @@ Two kinds are recognised:
   token names a row of an embedding. A shorter input takes the first rows.
 """
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.recording.generators import untouched_generators
-from dualform.recording.layers.layer_kind import LayerKind, recognises, takes_one_input
-from dualform.torch_modes import without_gradients
-
-MAX_ELEMENTS = 1 << 21  # of a parameter whose module is tried: a trial of that many takes about a second
-RANKS = (1, 2, 3, 4, 5)  # numbers of axes of the trial inputs
-SCALES = (
-    (1.0, 1.0),
-    (1e3, 1e-2),
-    (1e-2, 1e3),
-)  # of trial inputs and parameters; a bound of either shows in one of them
-TOLERANCE = 1e-6  # relative, of float32
+from dualform.recording.layers.layer_kind import LayerKind, recognises
+from dualform.recording.layers.module_trials import RANKS, ModuleTrial, TriedKind, tried_parameters
 
 
-class _Recognised(LayerKind):
-    """A kind that a trial has found for one module; knows the numbers of axes that the trial's inputs had."""
-
-    own_order = True
-    ranks: tuple[int, ...]
-
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the only argument; one with a number of axes that was not tried, or did not work, is refused."""
-        given = cast("Tensor", args[0] if args else next(iter(kwargs.values())))
-        if given.dim() not in self.ranks:
-            raise RefusedError(
-                f"A module that was recognised as {self.name} for inputs of {' or '.join(map(str, self.ranks))} axes "
-                f"got one of shape {tuple(given.shape)}. Leave the layer out of layers=[...]."
-            )
-        return given
-
-
-class Elementwise(_Recognised):
+class Elementwise(TriedKind):
     """z = factor ⊙ x + shift along one axis of the input; either may be missing."""
 
     name = "Elementwise"
@@ -96,7 +66,7 @@ class Elementwise(_Recognised):
         return error.movedim(self._axes[inputs.dim()], -1)
 
 
-class PositionTable(_Recognised):
+class PositionTable(TriedKind):
     """z = x + table[position], with positions on the last axis but one of the input."""
 
     name = "PositionTable"
@@ -133,12 +103,8 @@ class PositionTable(_Recognised):
 @recognises(Elementwise, PositionTable)
 def find_elementwise(module: nn.Module) -> LayerKind | None:
     """Return the kind of a module that only multiplies by a parameter or adds one, element by element; or None."""
-    parameters = dict(module.named_parameters())
-    if not 1 <= len(parameters) <= 2 or next(module.children(), None) is not None:
-        return None
-    if any(is_lazy(one) or not 1 < one.numel() <= MAX_ELEMENTS for one in parameters.values()):
-        return None
-    if not takes_one_input(module):
+    parameters = tried_parameters(module)
+    if parameters is None:
         return None
     shapes = {tuple(size for size in parameter.shape if size != 1) for parameter in parameters.values()}
     if len(shapes) != 1:
@@ -150,7 +116,7 @@ def find_elementwise(module: nn.Module) -> LayerKind | None:
 def _tried(module: nn.Module, parameters: Mapping[str, Tensor], shape: tuple[int, ...]) -> LayerKind | None:
     """Try what a copy of a module computes, whose parameters all have one shape but for axes of length 1."""
     try:
-        trial = _Trial(module)
+        trial = ModuleTrial(module)
     except Exception:  # a module that cannot be copied is not recognised
         return None
     if len(shape) == 1:
@@ -161,7 +127,7 @@ def _tried(module: nn.Module, parameters: Mapping[str, Tensor], shape: tuple[int
     return None
 
 
-def _find_along_an_axis(trial: "_Trial", names: Sequence[str], width: int) -> Elementwise | None:
+def _find_along_an_axis(trial: ModuleTrial, names: Sequence[str], width: int) -> Elementwise | None:
     """Return the kind of a module whose parameters all have `width` elements along one axis, if it is `Elementwise`."""
     other = 3 if width == 2 else 2  # the length of every other axis
     ways: Sequence[tuple[str | None, str | None]]
@@ -185,7 +151,7 @@ def _find_along_an_axis(trial: "_Trial", names: Sequence[str], width: int) -> El
     return None
 
 
-def _find_table(trial: "_Trial", name: str, positions: int, width: int) -> PositionTable | None:
+def _find_table(trial: ModuleTrial, name: str, positions: int, width: int) -> PositionTable | None:
     """Return the kind of a module with one parameter (..., positions, width), if it is a `PositionTable`.
 
     The module must take inputs of all positions. It may refuse shorter ones, but not compute anything else for them.
@@ -201,50 +167,3 @@ def _find_table(trial: "_Trial", name: str, positions: int, width: int) -> Posit
         if ranks and trial.accepts(shape) and not trial.computes(expected, shape):
             return None
     return PositionTable(name, width, tuple(ranks)) if ranks else None
-
-
-class _Trial:
-    """A copy of a module, to be run with random parameters and inputs on the CPU.
-
-    Attributes:
-        parameters: the copy's parameters as they are drawn for the run that is being compared.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = copy.deepcopy(module).cpu().float()
-        self._own = dict(self._module.named_parameters())
-        self._generator = torch.Generator().manual_seed(0)
-        self.parameters: dict[str, Tensor] = {}
-
-    def accepts(self, shape: Sequence[int]) -> bool:
-        """Say whether the module returns a tensor of the same shape for an input of this shape."""
-        return self._run(self._draw(shape)) is not None
-
-    def computes(self, expected: Callable[[Tensor], Tensor], shape: Sequence[int]) -> bool:
-        """Say whether the module computes a function of its input, in both modes and at all scales, for this shape."""
-        for of_inputs, of_parameters in SCALES:
-            inputs = self._draw(shape).mul_(of_inputs)
-            self.parameters = {name: self._draw(old.shape).mul_(of_parameters) for name, old in self._own.items()}
-            for name, parameter in self._own.items():
-                parameter.data.copy_(self.parameters[name])
-            wanted = expected(inputs)
-            for training in (True, False):
-                self._module.train(training)
-                found = self._run(inputs)
-                if found is None or not torch.allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE * of_parameters):
-                    return False
-        return True
-
-    def _draw(self, shape: Sequence[int]) -> Tensor:
-        return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu")
-
-    @without_gradients
-    def _run(self, inputs: Tensor) -> Tensor | None:
-        """Return the module's output, or None where it fails, changes its input, or returns another shape or dtype."""
-        given = inputs.clone()
-        try:
-            found = self._module.forward(given)  # and none of the hooks, which a copy keeps
-        except Exception:
-            return None
-        same = isinstance(found, Tensor) and found.shape == inputs.shape and found.dtype == inputs.dtype
-        return found if same and torch.equal(given, inputs) else None

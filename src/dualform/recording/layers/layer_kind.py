@@ -12,6 +12,7 @@ import torch  # noqa: F401 (for the example)
 from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.recording.sharded_modules import original_type
 
 
 class LayerKind(ABC):
@@ -174,11 +175,12 @@ def find_kind(module: nn.Module) -> LayerKind | None:
 
 def kind_by_type(module: nn.Module) -> LayerKind | None:
     """Return the kind that is registered for a module's type, whatever the module's options; or None."""
-    kind = _ELSEWHERE.get((type(module).__module__.partition(".")[0], type(module).__name__))
+    own_type = original_type(module)
+    kind = _ELSEWHERE.get((own_type.__module__.partition(".")[0], own_type.__name__))
     if kind is None:
         for module_type, candidate in _KINDS.items():
-            same = isinstance(module, module_type) and type(module).forward is module_type.forward
-            if same or type(module) is module_type:
+            same = isinstance(module, module_type) and own_type.forward is module_type.forward
+            if same or own_type is module_type:
                 kind = candidate
     return kind
 

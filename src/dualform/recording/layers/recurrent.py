@@ -22,6 +22,7 @@ from dualform.recording.layers.composite import Composite, Report, Tracer, compo
 from dualform.recording.layers.gates import GRU, LSTM, Cell, Outer, Plain, Ran, Weights
 from dualform.recording.layers.layer_kind import LayerKind, present
 from dualform.recording.layers.lstm_workspace import workspace_of
+from dualform.recording.sharded_modules import original_type
 from dualform.torch_modes import without_gradients
 
 
@@ -139,7 +140,7 @@ class Recurrent(Composite):
             return {}
         sides = ("", "_reverse") if layer.bidirectional else ("",)
         names = [f"l{i}{side}" for i in range(layer.num_layers) for side in sides]
-        return {name: Part(type(module).__name__, _cell_of(module), module, f"_{name}") for name in names}
+        return {name: Part(original_type(module).__name__, _cell_of(module), module, f"_{name}") for name in names}
 
     def trace(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], report: Report
@@ -166,7 +167,7 @@ class Cells(Composite):
 
     def parts(self, module: nn.Module) -> Mapping[str, LayerKind]:
         """Return the only part."""
-        return {"": _CellPart(type(module).__name__, _cell_of(module), module, "")}
+        return {"": _CellPart(original_type(module).__name__, _cell_of(module), module, "")}
 
     def trace(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], report: Report

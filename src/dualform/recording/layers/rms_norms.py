@@ -6,7 +6,6 @@ if its class says RMSNorm or LayerNorm, its only parameter is a weight with one 
 `(1 + weight) · x / rms(x)`, or one that takes the mean off, is left alone.
 """
 
-import copy
 from typing import cast
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn import functional
 from dualform.recording.generators import untouched_generators
 from dualform.recording.layers.layer_kind import recognises, takes_one_input
 from dualform.recording.layers.norms import Norm
+from dualform.recording.sharded_modules import plain_copy
 from dualform.torch_modes import without_gradients
 
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -71,7 +71,7 @@ def _computes(module: nn.Module, epsilon: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     width = cast("Tensor", module.weight).numel()
     try:
-        trial = copy.deepcopy(module).cpu().float().eval()
+        trial = plain_copy(module).cpu().float().eval()
         weight = torch.randn(width, generator=generator)
         cast("nn.Parameter", trial.weight).copy_(weight)
         for scale in SCALES:
