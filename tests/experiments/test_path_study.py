@@ -22,7 +22,7 @@ from dualform.experiments.retraining_config import RetrainingConfig
 TINY = PathStudy("digits", tests=4, errors=6, reference=5, width=10, updates=12)
 RETRAINING = RetrainingConfig(
     name="digits, SGD", data="digits", epochs=1, train=40, tests=4, hidden=(8,), batch=20, subsets=4, seeds=2,
-    recordings=1, models=1, splits=1,
+    recordings=1, models=1, splits=1, path=True,
 )  # fmt: skip
 
 
@@ -33,6 +33,10 @@ def small_study(name: ImageStudyName, data: str) -> ImageStudy:
         phases=tuple(Phase(phase.tasks, 15) for phase in study.phases),
         recipe=replace(study.recipe, hidden=(16,)),
     )
+
+
+def test_its_evaluations_score_path_contributions() -> None:
+    assert all(config.path for config in path_study.path_study("digits").evaluations)
 
 
 @pytest.mark.slow
