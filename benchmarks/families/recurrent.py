@@ -16,9 +16,9 @@ from dualform.recording.watch import What
 
 AGAINST = "the same step without recording"
 WHY = (
-    "every step here is the first of a recording, and is checked in full. The errors at a GRU's gates are computed again, "
-    "one time step after the other; those of an LSTM are read out of its kernel's workspace, in a dozen passes over arrays "
-    "that no cache holds."
+    "every step here is the first of a recording, and is checked in full. The errors at a GRU's gates are computed "
+    "again, one time step after the other; those of an LSTM are read out of its kernel's workspace, in a dozen passes "
+    "over arrays that no cache holds."
 )
 
 
