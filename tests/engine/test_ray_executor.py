@@ -180,10 +180,10 @@ def test_the_questions_of_the_readme_over_object_storage_and_ray(
     there = asked(dualform.open(address, executor=executors[2]), task.model)
     assert_same(there, asked(local, task.model))
     monkeypatch.setattr(ray_executor, "shared_executor", lambda: executors[2])
-    for command, *options in COMMANDS:
+    for command, *given in COMMANDS:
         pages = []
         for place, executor in ((address, "ray"), (str(tmp_path / "run"), "local")):
-            arguments = [command, place, "--executor", executor, "--json", "--trust", *options]
+            arguments = [command, place, "--executor", executor, "--json", "--trust", *given]
             monkeypatch.setattr(sys, "argv", ["dualform", *arguments])
             with pytest.raises(SystemExit) as stop:
                 cli.main()
