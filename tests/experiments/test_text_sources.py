@@ -51,9 +51,16 @@ def test_findings_add_up_and_become_tables(tmp_path: Path) -> None:
     everything, *others = found["masks"]
     assert any(abs(row["letters"] - everything["letters"]) > 1e-4 for row in others)
     assert text_sources.reproduce_text_sources(TINY, tmp_path, seed=0) == found
+    text = text_sources_section([found], command="dualform reproduce sources").text
+    assert text[1].startswith("**Read this first.**")
+    calm = [
+        {**row, **dict.fromkeys(TINY.texts, 9.0 if row["without"] in TINY.texts else 2.0)} for row in found["masks"]
+    ]
+    calmer = text_sources_section([{**found, "masks": calm}], command="dualform reproduce sources").text
+    assert "what a text taught" in calmer[1]
     titles = [grid.title for grid in summarise_text_sources([found])]
     assert titles[0].startswith("Where the true byte's logit comes from")
-    assert "4 updates" in " ".join(text_sources_section([found], command="dualform reproduce sources").text)
+    assert "4 updates" in " ".join(text)
 
 
 @pytest.mark.usefixtures("texts")

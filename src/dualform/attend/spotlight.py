@@ -101,10 +101,10 @@ class Spotlight(ByLayer[LayerSpotlight]):
         if by is None and per == "pattern":
             raise QueryError('Patterns belong to one layer: ask spotlight[layer].effects(per="pattern").')
         left = self.outside()
-        asked = [layer for name, layer in self.layers.items() if name not in left]
-        if not asked:
+        inside = [layer for name, layer in self.layers.items() if name not in left]
+        if not inside:
             raise QueryError(f"No layer of the linear family is asked about. Outside it: {', '.join(left) or 'none'}.")
-        found = [layer._effects_at(by, per, STRENGTHS if spread else STRENGTHS[:1]) for layer in asked]
+        found = [layer._effects_at(by, per, STRENGTHS if spread else STRENGTHS[:1]) for layer in inside]
         return combine_strengths(list(zip(*found, strict=True)), left)
 
     @in_own_dtype

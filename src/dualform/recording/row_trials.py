@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -327,7 +327,7 @@ class _Trial:
         def compute() -> None:
             try:
                 # Not by `with`: its end raises another error where torch has taken the mode off and was interrupted.
-                mode.__enter__()
+                cast("Any", mode).__enter__()  # torch has no type for it
                 with not_called(self._model), frozen(self._model):
                     args, kwargs = batch
                     outputs = model(*args, **kwargs)

@@ -12,7 +12,6 @@ import mmap
 import os
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 BLOCK_BYTES = 4 << 20
@@ -22,7 +21,7 @@ SUMMED_BYTES = 1 << 20
 MAX_SPARE_BLOCKS = 2
 """Blocks that are kept for the next file: a shard is written while another one waits for the disk."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0: there is no such way on this system
-_spare: list[npt.NDArray[np.uint8]] = []
+_spare: list[memoryview] = []
 
 
 class SummedFile(io.RawIOBase):
@@ -38,7 +37,7 @@ class SummedFile(io.RawIOBase):
         self._file = file
         self._may_be_direct = direct and bool(_DIRECT)
         self._is_direct = False
-        self._block: npt.NDArray[np.uint8] | None = None
+        self._block: memoryview | None = None
         self._filled = 0  # bytes of the block that wait to be written
         self.digest = xxhash.xxh3_64()
         self.count = 0
@@ -59,7 +58,7 @@ class SummedFile(io.RawIOBase):
                 block = self._block = _take_block()
             size = min(SUMMED_BYTES, len(whole) - start, len(block) - self._filled)
             part = block[self._filled : self._filled + size]
-            np.copyto(part, whole[start : start + size])
+            np.copyto(np.frombuffer(part, dtype=np.uint8), whole[start : start + size])
             self.digest.update(part)
             self._filled += size
             start += size
@@ -79,9 +78,9 @@ class SummedFile(io.RawIOBase):
             if len(_spare) < MAX_SPARE_BLOCKS:
                 _spare.append(block)
 
-    def _write_block(self, block: npt.NDArray[np.uint8]) -> None:
+    def _write_block(self, block: memoryview) -> None:
         """Write the bytes that wait."""
-        rest = memoryview(block)[: self._filled]
+        rest = block[: self._filled]
         while rest:
             try:
                 rest = rest[self._file.write(rest) :]
@@ -108,8 +107,8 @@ class SummedFile(io.RawIOBase):
         self._is_direct = self._may_be_direct = False
 
 
-def _take_block() -> npt.NDArray[np.uint8]:
+def _take_block() -> memoryview:
     """Return memory that begins at a page, as a disk takes it, and that a forked process has a copy of."""
     with contextlib.suppress(IndexError):  # other threads write, too
         return _spare.pop()
-    return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    return memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
