@@ -39,7 +39,11 @@ class Page(HTMLParser):
         self.ids |= {value for name in ("id", "name") if (value := found.get(name))}
         if tag == "a" and (target := found.get("href")):
             self.links.append(target)
-        if tag in LOADED and (target := found.get(LOADED[tag])) and found.get("rel") not in ("canonical", "next", "prev"):
+        if (
+            tag in LOADED
+            and (target := found.get(LOADED[tag]))
+            and found.get("rel") not in ("canonical", "next", "prev")
+        ):
             self.loads.append(target)
 
 
