@@ -337,7 +337,8 @@ def test_state_that_no_layer_covers_is_kept_by_rows(kept: str, tmp_path: Path, m
     def work(rank: int) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the matrix, which is not recorded
-            model = fully_shard(Partly(1), mesh=init_device_mesh("cpu", (2,)))
+            model = Partly(1)
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
             optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
             with dualform.record(model, optimizer, tmp_path / "run"):
                 for step in range(2):

@@ -105,11 +105,10 @@ def find_layout(memory: Tensor, gates: Tensor, hidden: Tensor, cell: Tensor, sta
         cell: (T + 1, B, H), the same at the cell states.
         states: (T + 1, B, H), the cell states before each step and at the end.
     """
-    places = [_find(memory, wanted) for wanted in (gates, hidden, cell)]
-    found = [place for place in places if place is not None]
-    if len(found) < len(places):
+    of_gates, of_hidden, of_cell = (_find(memory, wanted) for wanted in (gates, hidden, cell))
+    if of_gates is None or of_hidden is None or of_cell is None:
         return None
-    return Layout(*found, _find(memory, states[1:-1]) if len(states) > 2 else None)
+    return Layout(of_gates, of_hidden, of_cell, _find(memory, states[1:-1]) if len(states) > 2 else None)
 
 
 def _find(memory: Tensor, wanted: Tensor) -> Place | None:
