@@ -65,6 +65,7 @@ def test_a_condition_ends_without_a_list_of_what_duckdb_had(trained):
 def test_every_command_has_help():
     for command in (
         "demo",
+        "gallery",
         "reproduce",
         "estimate",
         "info",

@@ -1,4 +1,4 @@
-"""Commands that train networks of our own: `demo`, `reproduce` and `evaluate`."""
+"""Commands that train networks of our own: `demo`, `gallery`, `reproduce` and `evaluate`."""
 
 import sys
 from pathlib import Path
@@ -25,6 +25,17 @@ def demo_command(
         print_json(demo_json(result))
     else:
         show_demo(result)
+
+
+def gallery_command(
+    folder: Annotated[Path, typer.Option(help="Where to put the pictures.")] = Path("docs/figures"),
+    seed: Annotated[int, typer.Option(help="Of the demo's network and the order of its training.")] = 0,
+) -> None:
+    """Make README's pictures anew, from a run of the demo; scripts/screenshots.py makes those of the viewer."""
+    from dualform.experiments.gallery import draw_gallery
+
+    for path in draw_gallery(folder, seed=seed):
+        sys.stdout.write(f"{path}\n")
 
 
 def reproduce_command(
