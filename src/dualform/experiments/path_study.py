@@ -73,7 +73,6 @@ class PathStudy:
         common: dict[str, Any] = {
             "data": "digits", "epochs": 15, "subsets": 50, "seeds": 4, "recordings": 1, "models": 1, "splits": 1,
             "path": True,
-            "path": True,
         }  # fmt: skip
         return (
             RetrainingConfig(name="digits, SGD", learning_rate=0.1, **common),
