@@ -14,6 +14,7 @@ import dualform
 from dualform.attend import unrolled_effects
 from dualform.attend.answers import Effects
 from dualform.attend.spotlight import Spotlight
+from dualform.effects import unrolled as unrolled_steps
 from dualform.effects.unrolled import Adjoint
 from dualform.engine.walk_back import GroupUpdate, TakenStep
 from dualform.errors import QueryError, SelectionError
@@ -103,7 +104,7 @@ def make_training(
 
     Args:
         kind: the model's.
-        optimizer: the optimizer's.
+        optimizer: the optimizer's; "A + B" for one of matrices and one of vectors.
         weights: of each sample in the loss.
         clip: the norm that gradients are clipped to.
         factor: what the step multiplies the mean of the losses with.
@@ -115,19 +116,23 @@ def make_training(
     def init() -> dict[str, Any]:
         torch.manual_seed(3)
         network = (model or MODELS[kind])().double()
-        made = OPTIMIZERS[optimizer](list(network.parameters()))
-        schedule = torch.optim.lr_scheduler.StepLR(made, 4, gamma=0.5)
+        matrices, vectors = ([p for p in network.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
+        made = [OPTIMIZERS[name](part) for name, part in zip(optimizer.split(" + "), (matrices, vectors), strict=False)]
+        if len(made) == 1:
+            made = [OPTIMIZERS[optimizer](list(network.parameters()))]
+        schedule = torch.optim.lr_scheduler.StepLR(made[0], 4, gamma=0.5)
         return {"model": network, "optimizer": made, "schedule": schedule}
 
     def step(state: dict[str, Any], rows: Tensor) -> None:
-        state["optimizer"].zero_grad()
+        state["model"].zero_grad()
         losses = sample_losses(state["model"], rows)
         if weights is not None:
             losses = losses * weights[rows]
         (losses.mean() * factor).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(state["model"].parameters(), clip)
-        state["optimizer"].step()
+        for each in state["optimizer"]:
+            each.step()
         state["schedule"].step()
 
     chosen = {"loss": sample_losses, "columns": lambda rows: {"sample": rows, "label": LABELS[rows]}, **options}
@@ -224,6 +229,18 @@ def test_parameters_that_stay_and_several_groups() -> None:
 
     found = unrolled(make_training(model=frozen))
     assert_measured(found, model=frozen)
+
+
+@pytest.mark.parametrize("optimizers", ["AdamW + SGD", "SGD + AdamW"])
+def test_several_optimizers_take_a_step_together(optimizers: str) -> None:
+    found = unrolled(make_training("mlp", optimizers))
+    assert_measured(found, "mlp", optimizers)
+
+
+def test_many_weights_are_asked_one_input_after_the_other(plain: Spotlight, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = plain.effects(method="unrolled")
+    monkeypatch.setattr(unrolled_steps, "TOGETHER_ELEMENTS", 0)
+    torch.testing.assert_close(plain.effects(method="unrolled").values, together.values)
 
 
 def test_groups_are_sums_of_samples(plain: Spotlight) -> None:

@@ -31,9 +31,10 @@ def test_unrolled_effects_foretell_the_same_run(tmp_path: Path, monkeypatch: pyt
     assert found["cases"][0]["change"]["0.1 slope"] == pytest.approx(1.0, abs=0.3)
     assert reproduce_tuning(TINY, tmp_path / "study", seed=0) == found
     table, change, cost = summarise_tuning([found])
-    assert [row[0] for row in table.rows][:2] == ["unrolled effects", "effects"]
+    assert table.columns[1:3] == ("unrolled effects", "effects")
     assert change.rows[0][0] == "digits: 10% out"
     assert cost.rows[0][2] == "8"
+    assert "ahead of every other method in 1 of 1" in tuning_section([found], command="").text[0]
     assert "bergson" in " ".join(tuning_section([found], command="dualform reproduce tuning").text)
 
 

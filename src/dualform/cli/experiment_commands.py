@@ -1,4 +1,4 @@
-"""Commands that train networks of our own: `demo`, `reproduce` and `evaluate`."""
+"""Commands that train networks of our own: `demo`, `gallery`, `reproduce` and `evaluate`."""
 
 import sys
 from pathlib import Path
@@ -27,6 +27,17 @@ def demo_command(
         show_demo(result)
 
 
+def gallery_command(
+    folder: Annotated[Path, typer.Option(help="Where to put the pictures.")] = Path("docs/figures"),
+    seed: Annotated[int, typer.Option(help="Of the demo's network and the order of its training.")] = 0,
+) -> None:
+    """Make README's pictures anew, from a run of the demo; scripts/screenshots.py makes those of the viewer."""
+    from dualform.experiments.gallery import draw_gallery
+
+    for path in draw_gallery(folder, seed=seed):
+        sys.stdout.write(f"{path}\n")
+
+
 def reproduce_command(
     study: Annotated[
         str,
@@ -44,7 +55,9 @@ def reproduce_command(
     tokens: Annotated[str | None, typer.Option(help="For text: chars or words.")] = None,
     model: Annotated[str, typer.Option(help="Of a language model: lstm or transformer.")] = "lstm",
     paper: Annotated[bool, typer.Option("--paper", help="Language models of the paper's size.")] = False,
-    updates: Annotated[int | None, typer.Option(help="Of a language model.", min=1)] = None,
+    updates: Annotated[
+        int | None, typer.Option(help="Of a language model, or of each of the two tasks in path.", min=1)
+    ] = None,
     units: Annotated[int | None, typer.Option(help="LSTM units, or width of the Transformer.", min=1)] = None,
     seeds: Annotated[int, typer.Option(help="How many runs, with seeds 0, 1, ...", min=1)] = 1,
     folder: Annotated[Path, typer.Option(help="Where to put runs, findings and figures.")] = Path("runs/reproduce"),

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from dualform.effects.output_gradients import Quantity, measure_quantity
 
-DAMPINGS: Sequence[float | None] = (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, None)
+DAMPINGS: Sequence[float | None] = (1e-8, 1e-6, 1e-4, 1e-2, None)
 """The dampings that are tried; None is kronfluence's own choice."""
 
 

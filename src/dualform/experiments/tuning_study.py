@@ -7,6 +7,7 @@ method is scored by the rank correlation, over the subsets, of what it predicts 
 
 import contextlib
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ from dualform.effects.output_gradients import Quantity, measure_quantity
 from dualform.errors import DataError
 from dualform.experiments.character_model import characters, encode_characters
 from dualform.experiments.datasets import load, load_text, standardised
-from dualform.experiments.findings import Clock, Row, describe_machine, make_room, store_findings
+from dualform.experiments.findings import Clock, Row, describe_machine, store_findings
 from dualform.experiments.peer_influence import ekfac_is_installed, find_ekfac_effects
 from dualform.progress import bar
+from dualform.show.terminal_tables import plain
 
 QUANTITY: Quantity = "loss"
 """What is asked about each test input."""
@@ -58,7 +60,7 @@ class TuningCase:
     samples: int = 256
     batch: int = 16
     epochs: int = 3
-    pretraining: int = 1500
+    pretraining: int = 500
     dropout: float = 0.0
     eps: float = 1e-8
 
@@ -77,15 +79,16 @@ class TuningStudy:
     """
 
     cases: tuple[TuningCase, ...] = (
-        TuningCase("characters, AdamW", "text", "AdamW", 1e-3),
-        TuningCase("characters, AdamW, eps 1e-6", "text", "AdamW", 1e-3, eps=1e-6),
-        TuningCase("characters, SGD", "text", "SGD", 0.05),
-        TuningCase("digits, AdamW, dropout", "digits", "AdamW", 1e-3, epochs=5, pretraining=300, dropout=0.1),
         TuningCase("digits, SGD", "digits", "SGD", 0.02, epochs=5, pretraining=300),
+        TuningCase("digits, AdamW, dropout", "digits", "AdamW", 1e-3, epochs=5, pretraining=300, dropout=0.1),
+        TuningCase("characters, AdamW", "text", "AdamW", 1e-3),
+        TuningCase("characters, SGD", "text", "SGD", 0.05),
+        TuningCase("characters, 1500 steps before, AdamW", "text", "AdamW", 1e-3, pretraining=1500),
+        TuningCase("characters, 1500 steps before, AdamW, eps 1e-6", "text", "AdamW", 1e-3, pretraining=1500, eps=1e-6),
     )
-    subsets: int = 40
+    subsets: int = 32
     shares: tuple[float, ...] = (0.5, 0.05)
-    tests: int = 20
+    tests: int = 16
     width: int = 48
     length: int = 32
 
@@ -163,7 +166,7 @@ class _Unrecorded(contextlib.nullcontext[Any]):
 
 
 def reproduce_tuning(study: TuningStudy, folder: Path, *, seed: int, keep: bool = True) -> Row:
-    """Run the study with one seed and return its findings; those that the folder holds already are not made again.
+    """Run the study with one seed and return its findings; cases that the folder holds already are not run again.
 
     Args:
         study: what to do.
@@ -171,18 +174,23 @@ def reproduce_tuning(study: TuningStudy, folder: Path, *, seed: int, keep: bool 
         seed: of pre-training, samples, order and subsets.
         keep: keep the recorded run of the first case.
     """
-    found = make_room(folder, study, seed=seed, keep=False)
-    if found is not None:
-        return found
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     clock = Clock({})
-    rows = [
-        clock(case.name, partial(_case_findings, study, case, folder / f"case-{at}", seed=seed))
-        for at, case in enumerate(study.cases)
-    ]
-    for at in range(len(study.cases)):
-        if at or not keep:
-            shutil.rmtree(folder / f"case-{at}")
+    rows = []
+    for at, case in enumerate(study.cases):
+        about = plain({"study": dataclasses.replace(study, cases=(case,)), "seed": seed})
+        path = folder / f"{case.name.replace(' ', '-').replace(',', '')}.json"
+        done = json.loads(path.read_text()) if path.is_file() else None
+        if done is None or done["about"] != about:
+            run = folder / "run"
+            shutil.rmtree(run, ignore_errors=True)
+            found = clock(case.name, partial(_case_findings, study, case, run, seed=seed))
+            done = plain({"about": about, "found": found, "seconds": clock.seconds[case.name]})
+            path.write_text(json.dumps(done, indent=1) + "\n")
+            if at or not keep:
+                shutil.rmtree(run)
+        rows.append(done["found"])
+        clock.seconds[case.name] = done["seconds"]
     findings = {"study": study, "seed": seed, "cases": rows, "seconds": clock.seconds}
     return store_findings(folder, findings | {"machine": describe_machine("cpu")})
 
@@ -247,12 +255,12 @@ def find_methods(tuning: Tuning, folder: Path, timed: Callable[[str, Callable[[]
     model = dualform.record_training(train, folder / "steps")
     memory = dualform.open(folder / "steps", train=train)
     spotlight = memory.attend(model, tuning.test, targets=tuning.test_targets, quantity=QUANTITY)
-    found = {"unrolled effects": _by_sample(tuning, timed("unrolled effects", lambda: _unrolled(spotlight)))}
+    found = {"unrolled effects": by_sample(tuning, timed("unrolled effects", lambda: _unrolled(spotlight)))}
     dualform.record_training(train, folder / "patterns", keep=dualform.Patterns())
     stored = dualform.open(folder / "patterns")
     spotlight = stored.attend(model, tuning.test, targets=tuning.test_targets, quantity=QUANTITY)
-    found["effects"] = _by_sample(tuning, timed("effects", lambda: spotlight.effects()))
-    found["path contributions"] = _by_sample(
+    found["effects"] = by_sample(tuning, timed("effects", lambda: spotlight.effects()))
+    found["path contributions"] = by_sample(
         tuning, timed("path contributions", lambda: spotlight.path_contributions(per="sample"))
     )
     found["direct contributions (no filter)"] = _direct(tuning, spotlight)
@@ -267,7 +275,7 @@ def _unrolled(spotlight: Spotlight) -> Any:
     return spotlight.effects(method="unrolled")
 
 
-def _by_sample(tuning: Tuning, answer: Any) -> Tensor:
+def by_sample(tuning: Tuning, answer: Any) -> Tensor:
     """Return the values of an answer by sample, (M, N), in the samples' order."""
     found = torch.zeros(len(tuning.test), len(tuning.train), dtype=torch.float64)
     return found.index_add_(1, torch.tensor(answer.groups), answer.values)

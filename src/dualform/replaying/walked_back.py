@@ -65,7 +65,11 @@ class StateWatch:
         if self._number not in self._steps:
             return
         for at, group in enumerate(self._optimizers[index].param_groups):
-            settings = {name: value for name, value in group.items() if name != "params"}
+            settings = {
+                name: value.detach().clone() if isinstance(value, Tensor) else value  # a schedule writes into tensors
+                for name, value in group.items()
+                if name != "params"
+            }
             self._settings[self._number][index, at] = settings
             for parameter in group["params"]:
                 if parameter.grad is not None:
