@@ -66,7 +66,8 @@ def test_effects_are_the_dense_formulas(run: Path, monkeypatch: pytest.MonkeyPat
     spot = memory.attend(model, inputs, targets=labels, quantity=quantity)
     asked = asked_of(trained, inputs, labels, quantity)
     for layer in ("0", "2"):
-        expected = dense_effects(steps[layer], steps["2"], asked[layer])
+        kappa = sum(kernel_size(steps[name], steps["2"]) for name in steps) / kernel_size(steps[layer], steps["2"])
+        expected = dense_effects(steps[layer], steps["2"], asked[layer], kappa=kappa)
         torch.testing.assert_close(spot[layer].effects(per="pattern").values, expected, **EXACT)
         by_sample = torch.zeros(len(inputs), 3 * ROWS, dtype=torch.float64)
         by_sample.index_add_(1, torch.arange(STEPS * ROWS) % (3 * ROWS), expected)
@@ -267,6 +268,12 @@ class _NoCache:
 
     def get(self, what: object, compute: Any) -> Any:
         return compute()
+
+    def find(self, what: object) -> None:
+        return None
+
+    def keep(self, what: object, answer: Any) -> Any:
+        return answer
 
 
 def test_few_terms_are_enough() -> None:

@@ -39,7 +39,7 @@ def train(path: Path, make: Callable[[Any], Optimizer], *, frozen: tuple[int, ..
 
 def rates_of(memory: Memory) -> Rates:
     (layer,) = memory.layers
-    return find_rates(memory._run, PlainExecutor(), layer, horizon=STEPS)
+    return find_rates(memory._run, PlainExecutor(), [layer], horizon=STEPS)[layer]
 
 
 @pytest.mark.parametrize(

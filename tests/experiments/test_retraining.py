@@ -246,7 +246,10 @@ def test_results_are_kept_with_cells_of_earlier_runs(tmp_path: Path) -> None:
     assert rows["effects"] == ("0.55 ± 0.05", "0.50")
     assert rows[ekfac] == ("(0.60 ± 0.01)", "-")
     first, *_ = section(found).text[1:]
-    assert first == f"**Behind a peer:** small, {ekfac} 0.60 to effects' 0.55."
+    assert first == f"**Behind a peer, or level:** small, {ekfac} 0.60 to effects' 0.55."
+    asked = Evaluation(SMALL, {"effects": [0.5, 0.9], "EK-FAC, damping 1": [0.6]})
+    assert f"small, {ekfac} 0.60 to effects' 0.50" in section([asked]).text[1], "on the split of the peer"
+    assert "ahead of every peer" in section([Evaluation(SMALL, {"effects": [0.5], "EK-FAC, damping 1": [0.4]})]).text[1]
     assert "**Not compared with any peer:** other." in section(found).text
     assert "**Splits run with both filters:** other 1 of 2; all of the other rows." in section(found).text
     grid = decision(found)

@@ -3,6 +3,7 @@
 `make.py` records the runs and writes the answers down; `test_golden_runs.py` opens them and asks again.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -212,7 +213,8 @@ def ask(path: Path, recipe: Recipe) -> dict[str, Any]:
     for name, entry in memory.layers.items():
         answers[f"layer {name}"] = found = _ask_layer(spotlight[name], values=entry.store != "keys")
         if name not in answers["outside"] and entry.store != "keys":
-            found["effects"] = numbers(spotlight[name].effects().values)
+            source = dataclasses.replace(spotlight[name]._require_asked(), filtering="layerwise")  # as it was then
+            found["effects"] = numbers(source.totals(spotlight[name]._group("sample")))
     return answers
 
 

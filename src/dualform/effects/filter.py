@@ -3,9 +3,10 @@
 Training without a pattern would not only miss its update: every later step would answer to the change. For a layer
 whose loss has the curvature G ⊗ A, what is left of an update in the end is, in the eigenvectors of both, the fraction
 
-    F_ji = (1 - exp(-X_ji)) / X_ji        X_ji = T b_j a_i + decay
+    F_ji = (1 - exp(-X_ji)) / X_ji        X_ji = kappa T b_j a_i + decay
 
-averaged over when it was made. Nothing here knows where the moments come from.
+averaged over when it was made. kappa says how much faster than by the layer alone the change is answered, since all
+layers learn at once. Nothing here knows where the moments come from.
 """
 
 from dataclasses import dataclass

@@ -47,7 +47,8 @@ Filtering = Literal["joint", "layerwise", "none"]
 the updates did themselves with all later steps held as they were."""
 STRENGTHS = (1.0, 0.25, 4.0)
 """Strengths of the filter: first its own; effects at the others say how far an effect depends on it."""
-FILTERING: Filtering = "layerwise"
+FILTERING: Filtering = "joint"
+"""The filter that effects have; chosen by a rule that was written down beforehand (benchmarks/truth)."""
 MAX_EFFECT_SHARES_BYTES = 1 << 30  # bytes of group shares that may be held at most
 PRODUCT_OVERHEAD = 100_000  # multiplications that take as long as a small product's overhead
 MAX_CACHED_GROUPS = 64  # groups, whose shares are worth keeping for the next question
@@ -173,7 +174,7 @@ class LayerEffects:
 
     def rates(self) -> Rates:
         """Return the layer's rates."""
-        return layer_rates(self.table, self.cache, self.layer)
+        return layer_rates(self.table, self.cache, [self.layer])[self.layer]
 
     def _others_too(self) -> float:
         """Return kappa: how much faster an absence is repaired by all layers together than by this one alone."""
@@ -262,25 +263,23 @@ class LayerEffects:
         return list(torch.arange(len(self), device=self.queries.device).split(size))
 
 
-def layer_rates(table: EffectView, cache: AnswerCache, layer: str) -> Rates:
-    """Return a layer's rates, found once for the run and a horizon."""
-
-    def compute() -> dict[str, Tensor]:
-        found = find_rates(table.run, table.executor, layer, horizon=table.horizon)
-        return {"rate": torch.from_numpy(found.rate), "decay": torch.from_numpy(found.decay)}
-
-    found = cache.get(("effect rates", layer, table.horizon), compute)
-    return Rates(found["rate"].numpy(), found["decay"].numpy())
+def layer_rates(table: EffectView, cache: AnswerCache, layers: Sequence[str]) -> dict[str, Rates]:
+    """Return the rates of layers, found once for the run and a horizon, of all that are lacking in one reading."""
+    kept = {layer: cache.find(("effect rates", layer, table.horizon)) for layer in layers}
+    lacking = [layer for layer, tensors in kept.items() if tensors is None]
+    found = find_rates(table.run, table.executor, lacking, horizon=table.horizon) if lacking else {}
+    for layer, rates in found.items():
+        tensors = {"rate": torch.from_numpy(rates.rate), "decay": torch.from_numpy(rates.decay)}
+        cache.keep(("effect rates", layer, table.horizon), tensors)
+    known = {layer: Rates(one["rate"].numpy(), one["decay"].numpy()) for layer, one in kept.items() if one is not None}
+    return {layer: known[layer] if layer in known else found[layer] for layer in layers}
 
 
 def kernel_sizes(table: EffectView, cache: AnswerCache) -> dict[str, float]:
     """Return t = T tr(A) tr(G) of every layer that has effects, found once for the run and a horizon."""
     run = table.run
-    trained = {
-        name: rates
-        for name in _linear_layers(run)
-        if outside(run, name) is None and (rates := layer_rates(table, cache, name)).rate.any()
-    }
+    layers = [name for name in _linear_layers(run) if outside(run, name) is None]
+    trained = {name: rates for name, rates in layer_rates(table, cache, layers).items() if rates.rate.any()}
 
     def compute() -> dict[str, Tensor]:
         found = find_kernel_sizes(run, table.executor, list(trained.items()), losses(table, cache))

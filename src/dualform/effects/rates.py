@@ -8,6 +8,7 @@ what multiplies the gradient G of a step is then measured along G itself, for Ad
 A rate says how a gradient acts on average. It is no coefficient: it does not make the weight.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,29 +32,42 @@ class Rates:
     decay: Series
 
 
-def find_rates(run: PatternSource, executor: Executor, layer: str, *, horizon: int) -> Rates:
-    """Return a layer's rates over the first `horizon` steps, 0 where it was not updated.
+def find_rates(run: PatternSource, executor: Executor, layers: Sequence[str], *, horizon: int) -> dict[str, Rates]:
+    """Return the rates of layers over the first `horizon` steps, 0 where they were not updated, from one reading.
 
     Weight and bias of a layer have one rate: the weight's, or where all are replayed the mean of theirs, each counting
     as much as its gradient.
     """
-    trained = trained_uses(run, layer, horizon=horizon)
-    names = list(dict.fromkeys(use.parameter for use in trained))
-    scalar: dict[str, Rates] = {}
-    for name in names:
-        facts, _ = run.facts(name)
-        if (known := require_optimizer_kind(facts.optimizer).setting_rates(facts)) is not None:
-            scalar[name] = _by_step(known, facts.step, horizon)
-    replayed = [name for name in names if name not in scalar]
-    if not names:
-        return Rates(np.zeros(horizon), np.zeros(horizon))
-    first = next((use.parameter for use in trained if not use.parameter_map.is_bias), names[0])
-    if not replayed or first in scalar:
-        return scalar[first]
-    folded = executor.run(run, [Fold(tuple(replayed), horizon, RatesOf())])[0]
+    found: dict[str, Rates] = {}
+    replayed: dict[str, list[str]] = {}
+    for layer in layers:
+        trained = trained_uses(run, layer, horizon=horizon)
+        names = list(dict.fromkeys(use.parameter for use in trained))
+        scalar: dict[str, Rates] = {}
+        for name in names:
+            facts, _ = run.facts(name)
+            if (known := require_optimizer_kind(facts.optimizer).setting_rates(facts)) is not None:
+                scalar[name] = _by_step(known, facts.step, horizon)
+        if not names:
+            found[layer] = Rates(np.zeros(horizon), np.zeros(horizon))
+            continue
+        first = next((use.parameter for use in trained if not use.parameter_map.is_bias), names[0])
+        if first in scalar or len(scalar) == len(names):
+            found[layer] = scalar[first]
+        else:
+            replayed[layer] = [name for name in names if name not in scalar]
+    if replayed:
+        every = tuple(dict.fromkeys(name for names in replayed.values() for name in names))
+        folded = executor.run(run, [Fold(every, horizon, RatesOf())])[0]
+        found |= {layer: _mean_rates([folded[name] for name in names], horizon) for layer, names in replayed.items()}
+    return found
+
+
+def _mean_rates(folded: Sequence[Mapping[int, MeasuredRate]], horizon: int) -> Rates:
+    """Return the mean of some parameters' measured rates, each counting as much as its gradient."""
     rate, decay = np.zeros(horizon), np.zeros(horizon)
-    for step in range(min(horizon, run.steps)):
-        moved = [found for name in replayed if (found := folded[name].get(step)) is not None]
+    for step in range(horizon):
+        moved = [found for each in folded if (found := each.get(step)) is not None]
         if total := sum(one.square for one in moved):
             rate[step] = sum(one.along for one in moved) / total
             decay[step] = sum(one.square * one.decay for one in moved) / total

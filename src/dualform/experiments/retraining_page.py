@@ -50,7 +50,8 @@ two test losses of TracInCP that were tried, the best by this very score is show
 ceiling is what a perfect prediction could reach, given that each half was retrained with so many seeds only; against a
 single retraining of each half every score is lower, as the last row but one says. Means ± standard errors over splits;
 a number without an error is of one split, and a dash stands for what was not asked. A number in parentheses was not
-asked again: it is that of an earlier run of the same recipe, over all of its splits. These are small networks and small
+asked again: it is that of an earlier run of the same recipe, over all of its splits; others of peers are of split 0,
+where effects are compared with them. These are small networks and small
 data; nothing here says how effects do on large ones."""
 DECISION = """\
 Which filter effects have was decided by a rule that was written down and committed before these retrainings were made
@@ -128,14 +129,11 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
     """Say first where another method is ahead of effects, and which rows were not run in full."""
     said = []
     for each in _ordered(found):
-        ours, peers = _value(_cell(each, "effects", "effects")), {}
         for label in PEERS:
-            if (value := _value(_cell(each, label, METHOD_ROWS[label]))) is not None:
-                peers[label] = value
-        if ours is not None and peers and max(peers.values()) > ours:
-            best = max(peers, key=lambda label: peers[label])
-            said.append(f"{each.config.name}, {best} {peers[best]:.2f} to effects' {ours:.2f}")
-    behind = f"**Behind a peer:** {'; '.join(said)}." if said else "Effects are ahead of every peer that was asked."
+            both = _on_the_same_splits(each, label)
+            if both is not None and round(both[0], 2) >= round(both[1], 2):
+                said.append(f"{each.config.name}, {label} {both[0]:.2f} to effects' {both[1]:.2f}")
+    behind = f"**Behind a peer, or level:** {'; '.join(said)}." if said else "Effects are ahead of every peer asked."
     unasked = [e.config.name for e in _ordered(found) if all(_cell(e, row, METHOD_ROWS[row]) == "-" for row in PEERS)]
     short = [f"{e.config.name} {e.splits} of {e.config.splits}" for e in _ordered(found) if e.splits < e.config.splits]
     lines = [behind]
@@ -146,8 +144,15 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
     return lines
 
 
-def _value(cell: str) -> float | None:
-    return None if cell == "-" else float(cell.strip("()").split()[0])
+def _on_the_same_splits(found: Evaluation, label: str) -> tuple[float, float] | None:
+    """Return a peer's score and that of effects, on the splits that the peer was asked about; None without both."""
+    ours, names = found.scores.get("effects"), [n for n in found.scores if fnmatchcase(n, METHOD_ROWS[label])]
+    if ours is None:
+        return None
+    if names:
+        best = max((found.scores[name] for name in names), key=mean)
+        return mean(best), mean(ours[: len(best)])
+    return (float(found.earlier[label].split()[0]), mean(ours)) if label in found.earlier else None
 
 
 def _network(config: RetrainingConfig) -> str:
@@ -168,5 +173,5 @@ def _retraining_recipe(found: Evaluation) -> str:
         f"{config.epochs} epochs of {config.optimizer}, learning rate {config.learning_rate:g}"
         f"{f', momentum {config.momentum:g}' if config.optimizer == 'SGD' else ''}, batches of "
         f"{config.batch}; {config.subsets} halves with {config.seeds} seeds each, {config.tests} test inputs, "
-        f"{config.recordings} recordings, {found.splits or config.splits} splits."
+        f"{config.recordings} recordings, of {config.splits} splits {found.splits} run again."
     )
