@@ -138,8 +138,8 @@ def main() -> None:
     )
     grid = Grid("The derivative by the weight of each sample, from two implementations", columns, rows, note)
     text = (
-        "bergson's MAGIC differentiates its own trainer. Given fine-tunings of the study of the same run again, without "
-        "dropout, its derivative is that of unrolled effects wherever it is finite, and so is its score.",
+        "bergson's MAGIC differentiates its own trainer. Given fine-tunings of the study of the same run again, "
+        "without dropout, its derivative is that of unrolled effects wherever it is finite, and so is its score.",
         f"Made by `python -m benchmarks.magic_peer --cases {' '.join(map(str, chosen))} --page docs/results.md`.",
     )
     if page is not None:
