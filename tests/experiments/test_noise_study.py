@@ -35,7 +35,7 @@ def test_findings_name_the_planted_labels_and_become_tables(tmp_path: Path) -> N
     assert found["source"]["bad"] == found["source"]["found"]
     assert [path.name for path in (tmp_path / "study").iterdir()] == ["findings.json"]
     assert reproduce_noise(TINY, tmp_path / "study", seed=0, keep=False) == found
-    ranking, source, _ = summarise_noise([found])
+    ranking, source = summarise_noise([found])
     assert ranking.rows[-1][0] == "(the wrong labels taken out)"
     assert source.rows[0][1] == "1 of 1"
     assert "20 of 200 training labels of digits" in noise_section([found], command="dualform reproduce noise").text[0]

@@ -5,12 +5,12 @@ from statistics import mean
 
 from dualform.experiments.findings import Row
 from dualform.experiments.page import Section, made_by
-from dualform.experiments.study_summary import Grid, costs, mean_and_deviation
+from dualform.experiments.study_summary import Grid, mean_and_deviation
 
 
 def summarise_noise(findings: Sequence[Row]) -> list[Grid]:
     """Return the tables of the study, from the findings of its seeds."""
-    return [_ranking_lines(findings), _source_lines(findings), costs(findings)]
+    return [_ranking_lines(findings), _source_lines(findings)]
 
 
 def noise_section(findings: Sequence[Row], *, command: str) -> Section:
