@@ -44,7 +44,9 @@ def test_each_row_comes_from_the_text_that_it_names() -> None:
 @pytest.mark.usefixtures("texts")
 def test_findings_add_up_and_become_tables(tmp_path: Path) -> None:
     found = text_sources.reproduce_text_sources(TINY, tmp_path, seed=0)
-    assert [row["without"] for row in found["masks"]] == [None, *TINY.texts, *(CONTROL + name for name in TINY.texts)]
+    groups = [*TINY.texts, *(CONTROL + name for name in TINY.texts)]
+    assert [row["without"] for row in found["masks"]] == [None, *groups, *groups]
+    assert [row["layer"] for row in found["masks"]] == [None, *[None] * len(groups), *["softmax"] * len(groups)]
     for domain in TINY.texts:
         margin = found["margins"][domain]
         assert sum(margin["parts"].values()) == pytest.approx(margin["sum"])
@@ -58,6 +60,7 @@ def test_findings_add_up_and_become_tables(tmp_path: Path) -> None:
     ]
     calmer = text_sources_section([{**found, "masks": calm}], command="dualform reproduce sources").text
     assert "what a text taught" in calmer[1]
+    assert "without letters, softmax alone" in [row[0] for row in summarise_text_sources([found])[1].rows]
     titles = [grid.title for grid in summarise_text_sources([found])]
     assert titles[0].startswith("Where the true byte's logit comes from")
     assert "4 updates" in " ".join(text)

@@ -40,6 +40,8 @@ def _mask_reading(findings: Sequence[Row]) -> str:
     bits: dict[str, list[float]] = {"all": [], "text": [], "control": []}
     for found in findings:
         for entry in found["masks"]:
+            if entry.get("layer"):
+                continue
             kind = "all" if not entry["without"] else "control" if entry["without"].startswith(CONTROL) else "text"
             bits[kind] += [entry[domain] for domain in domains]
     everything, texts, control = (f"{min(bits[kind]):.1f} to {max(bits[kind]):.1f}" for kind in bits)
@@ -81,17 +83,26 @@ def _mask_lines(findings: Sequence[Row]) -> Grid:
     domains = list(findings[0]["study"]["texts"])
     rows = tuple(
         (
-            f"without {entry['without']}" if entry["without"] else "everything",
+            _mask_name(entry),
             *(mean_and_deviation([f["masks"][i][domain] for f in findings], scale=1, digits=2) for domain in domains),
         )
         for i, entry in enumerate(findings[0]["masks"])
     )
+    single = any(entry.get("layer") for entry in findings[0]["masks"])
+    where = "from all layers, or from the one that is named" if single else "from all layers"
     note = (
-        "A mask removes recorded updates from all layers; the model is not retrained. Compare each text with the "
-        "random rows of its size: where leaving those out breaks the network too, a mask of that size says little by "
-        "itself."
+        f"A mask removes recorded updates {where}; the model is not retrained. Compare each text with the random rows "
+        "of its size: where leaving those out breaks the network too, a mask of that size says little by itself."
     )
     return Grid("Bits per held-out byte of each text, after masks", ("memory", *domains), rows, note)
+
+
+def _mask_name(entry: Row) -> str:
+    """Return what a line of masks leaves out; findings of earlier versions have masks of all layers alone."""
+    if not entry["without"]:
+        return "everything"
+    layer = entry.get("layer")
+    return f"without {entry['without']}" + (f", {layer} alone" if layer else "")
 
 
 def _size_lines(findings: Sequence[Row]) -> Grid:
