@@ -6,6 +6,7 @@ placeholder in angle quotes. Convention has it that a message's first sentence s
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -127,7 +128,8 @@ def error_classes() -> dict[str, str]:
     }
 
 
-def messages() -> list[Message]:
+@functools.cache
+def messages() -> tuple[Message, ...]:
     """Return every message, in the order of the modules."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
     classes = {name: name for name in error_classes()}
@@ -154,7 +156,7 @@ def messages() -> list[Message]:
                 frames = (frame for begin, frame in OBJECTIONS[path.stem].items() if reason.startswith(begin))
                 if (frame := next(frames, None)) is not None:
                     found.append(Message("RefusedError", module, line, _clean(frame.format(reason))))
-    return [message for message in found if not _is_detour(message.text)]
+    return tuple(message for message in found if not _is_detour(message.text))
 
 
 def refusal_sections() -> str:

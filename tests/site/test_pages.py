@@ -24,6 +24,15 @@ PACKAGES = {"lora.md": ("transformers", "peft"), "language.md": ()}
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8") and page.name not in ELSEWHERE]
+CASES = [
+    pytest.param(
+        page,
+        id=page.relative_to(ROOT).as_posix(),
+        marks=[pytest.mark.slow] if page.parent.name == "recipes" else [],
+    )
+    for page in WITH_CODE
+]
+"""The pages with code; recipes train for seconds."""
 
 
 def code_of(page: Path) -> Iterator[tuple[int, str]]:
@@ -42,7 +51,7 @@ def test_every_block_is_found() -> None:
         assert text.count("<!-- given") == sum(found["given"] is not None for found in CODE.finditer(text)), page.name
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", CASES)
 def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html")}
 
 
+@pytest.mark.slow
 def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     broken = []
     for path, page in pages.items():
@@ -87,6 +88,7 @@ def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None
     assert broken == []
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_navigation(site: Path, pages: dict[Path, Page]) -> None:
     home = site / "index.html"
     linked = {(home.parent / unquote(urlsplit(link).path)).resolve() for link in pages[home].links}
@@ -94,6 +96,7 @@ def test_every_page_is_in_the_navigation(site: Path, pages: dict[Path, Page]) ->
     assert {path.relative_to(site).as_posix() for path in left_out} == set()
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_another_server(site: Path, pages: dict[Path, Page]) -> None:
     assert [load for page in pages.values() for load in page.loads if urlsplit(load).netloc] == []
     for style in site.rglob("*.css"):
