@@ -2,12 +2,15 @@
 
     python benchmarks/process_overhead.py
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py
+    torchrun --nproc_per_node 2 benchmarks/process_overhead.py --rows
 
-Plain and recorded steps alternate in one program, ten at a time; the least and the median time of each are printed.
+With `--rows` the processes divide the weights by rows (fully_shard); without, each has all of them. Plain
+and recorded steps alternate in one program, ten at a time; the least and the median time of each are printed.
 """
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from typing import Any
@@ -15,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,12 +32,16 @@ STEPS = 10  # of each kind in a round
 FIRST_STEPS = 40  # which are checked in full, and not measured
 
 
-def make(*, wrapped: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(*, wrapped: bool, divided: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a network of three linear layers and its optimizer."""
     torch.manual_seed(0)
     layers = [nn.Linear(256, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
     model: nn.Module = nn.Sequential(*layers)
-    if wrapped:
+    if divided:
+        for part in (*model.children(), model):
+            if part is model or isinstance(part, nn.Linear):
+                fully_shard(part, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    elif wrapped:
         model = DistributedDataParallel(model)
     return model, torch.optim.AdamW(model.parameters())
 
@@ -61,7 +70,8 @@ def main() -> None:
     if several:
         torch.distributed.init_process_group("gloo")
         torch.distributed.broadcast_object_list(names)
-    plain, recorded = make(wrapped=several), make(wrapped=several)
+    divided = "--rows" in sys.argv
+    plain, recorded = (make(wrapped=several, divided=divided) for _ in range(2))
     alone: list[float] = []
     with_recording: list[float] = []
     with dualform.record(*recorded, f"{names[0]}/run") as recorder:

@@ -1,9 +1,11 @@
 """Do effects predict retraining, and how well do other libraries? Retrains, records, asks all of them, prints a table.
 
-    python benchmarks/truth.py benchmarks/truth/*.toml [--folder runs/truth] [--page docs/results.md]
+    python benchmarks/truth.py benchmarks/truth/*.toml [--folder runs/truth] [--splits 1] [--page docs/results.md]
 
-Goes on where an earlier run stopped. Peers (kronfluence, traker, captum) are asked where they are installed; what a
-peer said once is kept, so that they may be installed one after the other, or in an environment of their own.
+Goes on where an earlier run stopped. What was found is kept in benchmarks/truth/results, and the page is written from
+there: without recipes, from what was found before. Peers (kronfluence, traker, captum) are asked where they are
+installed; what a peer said once is kept, so that they may be installed one after the other, or in an environment of
+their own.
 """
 
 import argparse
@@ -15,9 +17,10 @@ from safetensors.torch import save_file
 from truth_peers import PEERS, installed  # type: ignore[import-not-found]  # beside this script
 
 from dualform.experiments.page import write_page
-from dualform.experiments.retraining import evaluate_effects, scores
+from dualform.experiments.retraining import evaluate_effects, finished_splits, scores
 from dualform.experiments.retraining_config import RetrainingConfig, make_split, read_config
 from dualform.experiments.retraining_page import section, table
+from dualform.experiments.retraining_results import Evaluation, load_evaluations, store_evaluation
 from dualform.show.terminal_tables import console, print_grid
 
 
@@ -26,8 +29,8 @@ def tell(line: str) -> None:
 
 
 def ask_peers(config: RetrainingConfig, folder: Path, names: list[str]) -> None:
-    """Ask every installed peer about every split that it has not been asked about."""
-    for number in range(config.splits):
+    """Ask every installed peer about every finished split that it has not been asked about."""
+    for number in finished_splits(config, folder):
         split, here = make_split(config, number), folder / f"split-{number}"
         for name in installed(names):
             path = here / f"peer-{name}.safetensors"
@@ -42,21 +45,23 @@ def ask_peers(config: RetrainingConfig, folder: Path, names: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", type=Path, nargs="+")
+    parser.add_argument("configs", type=Path, nargs="*")
     parser.add_argument("--folder", type=Path, default=Path("runs/truth"))
+    parser.add_argument("--splits", type=int, help="how many splits of each recipe to run at most")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "truth" / "results")
     parser.add_argument("--page", type=Path, help="the page whose section on effects to write")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--device", default="cpu", help="where to retrain")
     chosen = parser.parse_args()
     if missing := sorted(set(chosen.peers) - set(installed(chosen.peers))):
         tell(f"not installed, and not asked: {', '.join(missing)}")
-    found = {}
     for path in chosen.configs:
         config = read_config(path)
         folder = chosen.folder / config.name
-        evaluate_effects(config, folder, device=chosen.device, tell=tell)
+        evaluate_effects(config, folder, splits=chosen.splits, device=chosen.device, tell=tell)
         ask_peers(config, folder, chosen.peers)
-        found[config] = scores(config, folder)
+        store_evaluation(chosen.results, Evaluation(config, scores(config, folder)))
+    found = load_evaluations(chosen.results)
     grid = table(found)
     print_grid(console(), grid.title, grid.columns, grid.rows)
     if chosen.page is not None:

@@ -43,11 +43,15 @@ OTHER_THEME = "Anything else"
 
 REMEDIES = {
     "Another process of this training": "Look for the error of that process, which says what to do.",
-    "Some of the processes skip this step": "Decide together, for example from a flag that is summed over the processes.",
+    "Some of the processes skip this step": (
+        "Decide together, for example from a flag that is summed over the processes."
+    ),
     "The processes of this training would continue": "Let every process load the checkpoint of the same step.",
-    "its gradient is not finite": "Lower the learning rate, clip by norm, or use a gradient scaler, which skips the step.",
+    "its gradient is not finite": (
+        "Lower the learning rate, clip by norm, or use a gradient scaler, which skips the step."
+    ),
     "its gradient was changed between backward and step": (
-        "Clip by norm instead of by value, move noise into the data, and make a regulariser the optimizer's weight_decay."
+        "Clip by norm, not by value, move noise into the data, and make a regulariser the optimizer's weight_decay."
     ),
     "no recorded pattern explains its gradient": (
         "Call layers as modules, begin to record before the forward, and compile inside of the recording."
@@ -59,13 +63,13 @@ REMEDIES = {
     "some processes cleared the gradient": "Call optimizer.zero_grad() in all processes or in none.",
     "record() got": "Give the optimizer itself, or several in a list.",
     "is one group more than": (
-        "Record with Shares(groups=...) that are more, with coarser groups (dualform.bins), or with rest=True, which puts "
-        "later groups into one."
+        "Record with Shares(groups=...) that are more, with coarser groups (dualform.bins), or with rest=True, which "
+        "puts later groups into one."
     ),
     "only numbers can be cut into bins": "Group by the column itself, or annotate a number.",
     "the recorded gradients do not lead to it": (
-        "Load an optimizer's state before record(); or end this recording and start another one, in a new folder, after "
-        "the change."
+        "Load an optimizer's state before record(); or end this recording and start another one, in a new folder, "
+        "after the change."
     ),
     "is not the recorded one any more": (
         "End this recording before the exchange, and start another one, in a new folder, after it."
@@ -117,7 +121,9 @@ def error_classes() -> dict[str, str]:
     """Return the docstring of every error class, by its name; classes derived from one count as that one's."""
     tree = ast.parse((SOURCE / "errors.py").read_text(encoding="utf-8"))
     return {
-        node.name: (ast.get_docstring(node) or "").split("\n")[0] for node in tree.body if isinstance(node, ast.ClassDef)
+        node.name: (ast.get_docstring(node) or "").split("\n")[0]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
     }
 
 
@@ -158,7 +164,12 @@ def refusal_sections() -> str:
     for theme in (*THEMES, OTHER_THEME):
         here = dict.fromkeys((message.cause, message.remedy) for message in refusals if message.theme == theme)
         if here:
-            lines += [f"### {theme}", "", *(f"- **{_escaped(cause)}** {_escaped(remedy)}" for cause, remedy in here), ""]
+            lines += [
+                f"### {theme}",
+                "",
+                *(f"- **{_escaped(cause)}** {_escaped(remedy)}" for cause, remedy in here),
+                "",
+            ]
     return "\n".join(lines)
 
 
@@ -219,7 +230,11 @@ class _Reader:
             return _joined([self.texts(node.left, around, again), self.texts(node.right, around, again)])
         if isinstance(node, ast.IfExp):
             return [*self.texts(node.body, around, again), *self.texts(node.orelse, around, again)]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("rstrip", "format"):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("rstrip", "format")
+        ):
             return self.texts(node.func.value, around, again)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
             table = self._constants.get(node.value.id)
@@ -229,14 +244,20 @@ class _Reader:
             given = [
                 part.value
                 for part in ast.walk(around)
-                if isinstance(part, ast.Assign) and any(isinstance(t, ast.Name) and t.id == node.id for t in part.targets)
+                if isinstance(part, ast.Assign)
+                and any(isinstance(t, ast.Name) and t.id == node.id for t in part.targets)
             ]
             worded = [value for value in given if isinstance(value, ast.Constant | ast.JoinedStr | ast.BinOp)]
             if worded and not isinstance(around, ast.Module):
                 return [text for value in worded for text in self.texts(value, around, again)]
             if isinstance(self._constants.get(node.id), ast.Constant | ast.JoinedStr):
                 return self.texts(self._constants[node.id], around, again)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._functions and depth < 2:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in self._functions
+            and depth < 2
+        ):
             function = self._functions[node.func.id]
             returned = [part.value for part in ast.walk(function) if isinstance(part, ast.Return) and part.value]
             return [text for value in returned for text in self.texts(value, function, again)]

@@ -2,8 +2,8 @@
 
 .venv/bin/python scripts/pages.py build/docs
 
-Made anew are the notebooks as pages with their outputs, CONTRIBUTING.md and CHANGELOG.md, and the lists of refusals and other
-messages (`messages.py`). `scripts/docs` builds the site of
+Made anew are the notebooks as pages with their outputs, CONTRIBUTING.md and CHANGELOG.md, and the lists of refusals and
+other messages (`messages.py`). `scripts/docs` builds the site of
 what is gathered here.
 """
 

@@ -21,13 +21,43 @@ if os.environ.get("CI"):
 PUBLISHING = {"test_faults.py", "test_folder.py", "test_format.py", "test_kill.py", "test_writer.py"}
 
 
+# Files that take longest, ten seconds and more, roughly in that order. They come first: a file is run by one process,
+# and the others would wait for one that begins last. (Without --no-loadscope-reorder xdist begins with the most tests.)
+LONG = (
+    *("test_exactness_matrix.py", "test_shares_matrix.py", "test_exactness.py", "test_elementwise.py"),
+    *(
+        "test_clients.py",
+        "test_onesided.py",
+        "test_images.py",
+        "test_path_trainings.py",
+        "test_cli.py",
+        "test_ending.py",
+    ),
+    *("test_distinct.py", "test_spotlight.py", "test_memory.py", "test_browser.py", "test_transformers.py"),
+    *(
+        "test_kills.py",
+        "test_attention.py",
+        "test_conv.py",
+        "test_recurrent.py",
+        "test_tricks.py",
+        "test_path_samples.py",
+    ),
+    *("test_optimizers.py", "test_blobs.py", "test_toys.py", "test_joint_preparation.py", "test_rows.py"),
+    *("test_interrupts.py", "test_replayed_patterns.py", "test_replay_executor.py", "test_networks.py"),
+)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the browser tests, and the cases of a `mostly_slow` test but the `fast` ones.
+    """Put the `LONG` files first; mark as slow the browser tests, and cases of a `mostly_slow` test.
+
+    All cases of a `mostly_slow` test are slow but the `fast` ones.
 
     The cases are cut into `fast` blocks of equal length, and one case in each stays fast: the first of the first block,
     the second of the second. Of a table of layers by optimizers that is a diagonal.
     """
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("browser"):

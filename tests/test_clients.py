@@ -732,10 +732,7 @@ def test_a_character_model_with_as_many_sequences_as_positions(run: Path) -> Non
     memory, model = compare(
         char_script,
         run,
-        expect=(
-            r"1 trained parameters? .* not recorded: 'norm.weight'",
-            r"left out \(null\) in layer 'wpe' \(its patterns belong to no row",
-        ),
+        expect=(r"left out \(null\) in layer 'wpe' \(its patterns belong to no row",),
     )
     assert column(memory, "wpe") == column(memory, "wpe", "place") == [None] * 6 * 2 * B
     for layer in ("wte", "attend", "head"):

@@ -1,6 +1,7 @@
 """The suite itself: the fast run leaves no subject out, and files are really synced where that is the subject."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,14 @@ def test_every_file_keeps_a_fast_test(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         fast[item.path.name] = fast.get(item.path.name, False) or item.get_closest_marker("slow") is None
     assert {name for name, kept in fast.items() if not kept} <= WHOLLY_SLOW
+
+
+def test_the_files_that_take_longest_come_first(request: pytest.FixtureRequest) -> None:
+    conftest = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    assert conftest is not None
+    names = [item.path.name for item in request.session.items]
+    assert names == sorted(names, key=lambda name: name not in conftest.LONG)
+    assert [name for name in conftest.LONG if not list(Path(__file__).parent.rglob(name))] == []
 
 
 def test_the_fast_cases_of_a_table_are_a_diagonal(request: pytest.FixtureRequest) -> None:

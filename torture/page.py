@@ -46,9 +46,10 @@ PROMISES = {
         "that all of them had published is there and rebuilds the weights of its training; the processes that are left "
         "end in an error and do not hang; and the run goes on from a checkpoint and comes to its end with all steps, "
         "each once.",
-        "**Done.** Two processes record a training with DistributedDataParallel over gloo, in chains of kills: of "
-        "patterns, and of shares. Half of the kills take one process, half take both, at a random published step or "
-        "at a random time from the start. What is left is compared with a training that was not recorded.",
+        "**Done.** Two processes record a training over gloo, in chains of kills: of patterns and of shares with "
+        "DistributedDataParallel, and of patterns of weights that fully_shard divides between them. Half of the kills "
+        "take one process, half take both, at a random published step or at a random time from the start. What is left "
+        "is compared with a training that was not recorded.",
     ),
     "interrupts": (
         "**Promised.** Ctrl-C may come at any moment of a program's life with dualform: in `record`, `annotate`, the "

@@ -16,20 +16,22 @@ from benchmarks.timing import timed_pairs, wait
 
 AGAINST = "the same program without recording"
 WHY = {
-    "language": "recording adds a quarter to the training thread of a step after the first 20, for the copies of keys "
-    "and values and the hooks and samples of 28 parameters; full checks in the first 20 steps, trials of rows, and the "
-    "writer come on top.",
-    "cnn": "patches and errors are 9.8 MB a step, nine times the images: gathering and copying them takes 2.3 ms of a "
-    "step of 11 to 13 on one core, the hooks' Python 1.1, and the writer 6.5 on another core, nearly all of it inside "
-    "the system's write.",
-    "lstm": "of 4.1 ms that recording adds to a step of 11 on one core, reading the gates' errors out of the kernel's "
-    "workspace takes 2.7, of which a third is a loop over cell states and a tanh; full checks in the first 20 steps "
-    "add 2 ms to each, and the writer takes 3 on another core.",
-    "reinforce": "64 calls of one row cost 4 ms of Python: 19 of the 51 microseconds that are added to a model's "
-    "forward are torch's own, which calls hooks and registers them; the rest is noting, joining and handing over each "
-    "call.",
+    "language": "22 MB of keys and values a step: copying them takes 5 ms of a step of 50 on one core, the hooks, "
+    "samples and facts of 28 parameters 5, and the writer 10 on another core. Full checks add 6 ms to each of the "
+    "first 20 steps, and each of the four trials of rows takes 37.",
+    "cnn": "patches and errors are 9.8 MB a step, nine times the images: gathering and copying them takes 2.4 ms of a "
+    "step of 13 on one core, the hooks' Python, samples and facts 1.9, and the writer 4.5 on another core, of which "
+    "2.6 copy, sum and write. Full checks add 3 ms to each of the first 20 steps, and each of the four trials of rows "
+    "takes 10.",
+    "lstm": "of 5 ms that recording adds to a step of 11 on one core, reading the gates' errors out of the kernel's "
+    "workspace and copying them takes 3, a dozen passes over arrays of 0.7 MB; the hooks, samples and facts take the "
+    "rest, and the writer 1.5 on another core. Each of the four trials of rows takes 7.",
+    "reinforce": "64 calls of one row cost 7 ms of Python beside 5.6 of the program's own: per call of the model 20 "
+    "microseconds to annotate and 88 to note its two layers, of which torch's own part, which calls hooks and "
+    "registers them, is more than a third; joining calls in the backward takes 2 ms, handing them over 1.3.",
 }
-"""Why each program misses its goal on a CPU, from times of single functions on one thread (processor time)."""
+"""Why each program misses its goal on a CPU, from times of single functions on one thread (processor time, on a busy "
+"machine)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,13 @@ class RememberedFunction:
                 f"{self.run} says that {self.purpose} by calling {self.call}, which runs code that the run names. If "
                 f"you trust whoever made the run, {self.trusting}; or {self.instead}."
             )
-        with _without_current_folder():
-            found = import_name(self.spec)
+        try:
+            with _without_current_folder():
+                found = import_name(self.spec)
+        except QueryError as error:
+            raise QueryError(
+                f"What a run names is not looked for in the current folder: {error} If you trust it, {self.instead}."
+            ) from error
         home = str(getattr(found, "__module__", ""))
         plain = inspect.isfunction(found) or (
             self.kind is not None and inspect.isclass(found) and issubclass(found, self.kind)

@@ -16,6 +16,7 @@ from dualform.replaying.between_checkpoints import Batches, Checkpoint, Rates, r
 from dualform.replaying.replay_executor import ReplayExecutor
 from dualform.replaying.replay_sink import OnDifference
 from dualform.replaying.replayed_patterns import ReplayedPatterns
+from dualform.replaying.retraining_without import retraining_of as retraining_of
 from dualform.replaying.training import Train as Train
 from dualform.store.blobs import Blob
 from dualform.store.format import FINAL, FROZEN, MANIFEST, UNCOVERED, rank_folder

@@ -53,9 +53,19 @@ def test_help_is_instant_and_imports_nothing_heavy():
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
+def test_a_condition_ends_without_a_list_of_what_duckdb_had(trained):
+    folder, _, _ = trained
+    command = [sys.executable, "-m", "dualform", "mask", folder, "--without", "label = 3", "--model", "no.such:model"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.stderr.startswith("dualform: no.such:model cannot be imported")
+    assert found.stderr.count("\n") == 1
+
+
 def test_every_command_has_help():
     for command in (
         "demo",
+        "gallery",
         "reproduce",
         "estimate",
         "info",

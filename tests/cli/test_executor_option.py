@@ -42,7 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["verify"], ["attend", "--by", "label", "--trust"], ["report", "--tests", "1", "--trust"]]
+    "arguments",
+    [
+        ["verify"],
+        ["attend", "--by", "label", "--trust"],
+        ["attend", "--of", "path", "--by", "label", "--trust", "--test", "0"],
+        ["mask", "--without", "label = 1", "--trust"],
+        ["report", "--tests", "1", "--trust"],
+    ],
 )
 def test_a_command_uses_the_executor_that_is_named(
     folder: Path, tmp_path: Path, counting: type[CountingExecutor], arguments: list[str]

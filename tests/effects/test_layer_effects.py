@@ -18,6 +18,7 @@ from dualform.attend.memory import Memory
 from dualform.effects import layer_effects, moments
 from dualform.effects.cautions import regime_cautions, size_cautions
 from dualform.effects.filter import Side, factorise, make_filter, remaining, whole_side
+from dualform.effects.layer_effects import Filtering
 from dualform.effects.losses import Losses
 from dualform.effects.moments import Extended, MomentSum, TraceSums, largest_eigenvectors
 from dualform.engine.block import Block
@@ -102,7 +103,8 @@ def test_filters_of_each_layer_and_of_all_together_are_the_dense_formulas(run: P
         source, patterns = spot[layer]._require_asked(), spot[layer]._group("pattern")
         kappa = sum(sizes.values()) / size
         assert kappa > 1.1
-        for filtering, strength in (("joint", kappa), ("layerwise", 1.0)):
+        both: tuple[tuple[Filtering, float], ...] = (("joint", kappa), ("layerwise", 1.0))
+        for filtering, strength in both:
             found = dataclasses.replace(source, filtering=filtering).totals(patterns)
             expected = dense_effects(steps[layer], steps["2"], asked[layer], kappa=strength)
             torch.testing.assert_close(found, expected, **EXACT)
@@ -210,7 +212,7 @@ def test_directions_that_are_not_told_apart_share_one_eigenvalue(wide: str) -> N
         cut = wide in (name, "both")
         sides.append(Side(basis[:, :k], moment[: k + 1]) if cut else Side(basis, moment))
         dense.append(Side(basis, moment))
-    cut_one, whole_one = (make_filter(*both, 3.0, 0.1, tolerance=0.0) for both in (sides, dense))
+    cut_one, whole_one = (make_filter(keys, values, 3.0, 0.1, tolerance=0.0) for keys, values in (sides, dense))
     matrix = torch.randn(5, 7, 9, generator=generator, dtype=torch.float64)
     for strength in (1.0, 4.0):
         torch.testing.assert_close(cut_one.apply(matrix, strength=strength), whole_one.apply(matrix, strength=strength))
@@ -227,7 +229,7 @@ def test_the_largest_eigenvectors_are_found_and_their_error_is_measured(monkeypa
     for falls in (1.0, 6.0):
         eigenvalues = torch.logspace(0, -falls, 90, dtype=torch.float64)
         moment = (basis * eigenvalues) @ basis.T
-        side, error = largest_eigenvectors(lambda columns, m=moment: m @ columns, 90, float(moment.trace()))
+        side, error = largest_eigenvectors(moment.matmul, 90, float(moment.trace()))
         torch.testing.assert_close(side.moment[:12].flip(0), eigenvalues[:12], rtol=0.05, atol=0.0)
         kept = (side.basis * side.moment[:12]) @ side.basis.T
         kept += side.moment[12] * (torch.eye(90, dtype=torch.float64) - side.basis @ side.basis.T)
@@ -537,7 +539,8 @@ def test_the_spread_is_over_strengths_of_the_filter_of_all_layers_together(
     spot = memory.attend(model, inputs, targets=labels)
     found = spot.effects()
     sources = [(spot[layer]._require_asked(), spot[layer]._group("sample")) for layer in ("0", "2")]
-    every = torch.stack([sum(s.totals_at(g, (strength,))[0] for s, g in sources) for strength in (0.25, 1.0, 4.0)])
+    layers = [torch.stack([s.totals_at(g, (strength,))[0] for s, g in sources]) for strength in (0.25, 1.0, 4.0)]
+    every = torch.stack([each.sum(dim=0) for each in layers])
     torch.testing.assert_close(found.values, every[1], **EXACT)
     assert found.spread is not None
     torch.testing.assert_close(found.spread, (every.amax(dim=0) - every.amin(dim=0)) / 2, **EXACT)

@@ -149,6 +149,18 @@ def asked(memory: dualform.Memory, model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+COMMANDS = (
+    ["verify"],
+    ["attend", "--by", "label"],
+    ["attend", "--by", "label,step:2", "--of", "magnitude", "--top", "3"],
+    ["attend", "--by", "label", "--of", "contribution", "--where", "label < 3", "--at", "5"],
+    ["attend", "--by", "label", "--of", "effect"],
+    ["attend", "--by", "label", "--of", "path", "--test", "0"],
+    ["mask", "--without", "label = 1"],
+)
+"""What the README asks on the command line, with other options of the same questions."""
+
+
 @pytest.mark.skipif(not can_serve(), reason="needs an S3 server: pip install 'dualform[cloud]' 'moto[server]'")
 def test_the_questions_of_the_readme_over_object_storage_and_ray(
     executors: dict[int, RayExecutor],
@@ -168,15 +180,16 @@ def test_the_questions_of_the_readme_over_object_storage_and_ray(
     there = asked(dualform.open(address, executor=executors[2]), task.model)
     assert_same(there, asked(local, task.model))
     monkeypatch.setattr(ray_executor, "shared_executor", lambda: executors[2])
-    pages = []
-    for place, executor in ((address, "ray"), (str(tmp_path / "run"), "local")):
-        arguments = ["attend", place, "--executor", executor, "--by", "label", "--json", "--trust"]
-        monkeypatch.setattr(sys, "argv", ["dualform", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert not stop.value.code
-        pages.append(json.loads(capsys.readouterr().out))
-    assert_close(*pages)
+    for command, *given in COMMANDS:
+        pages = []
+        for place, executor in ((address, "ray"), (str(tmp_path / "run"), "local")):
+            arguments = [command, place, "--executor", executor, "--json", "--trust", *given]
+            monkeypatch.setattr(sys, "argv", ["dualform", *arguments])
+            with pytest.raises(SystemExit) as stop:
+                cli.main()
+            assert not stop.value.code, capsys.readouterr().err
+            pages.append(json.loads(capsys.readouterr().out))
+        assert_close(*pages)
 
 
 def assert_close(one: Any, other: Any) -> None:

@@ -19,7 +19,7 @@ from dualform.experiments.path_study import PathStudy, reproduce_path
 from dualform.experiments.questions_page import QUESTIONS, write_questions
 from dualform.experiments.retraining_config import RetrainingConfig
 
-TINY = PathStudy("digits", tests=4, errors=6, reference=5, width=10)
+TINY = PathStudy("digits", tests=4, errors=6, reference=5, width=10, updates=12)
 RETRAINING = RetrainingConfig(
     name="digits, SGD", data="digits", epochs=1, train=40, tests=4, hidden=(8,), batch=20, subsets=4, seeds=2,
     recordings=1, models=1, splits=1,
@@ -43,6 +43,7 @@ def test_the_study_is_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["errors"]["errors"] == 6
     assert {row["what"] for row in found["cost"]["rows"]} >= {"by label", "per sample"}
     forgetting = found["forgetting"]
+    assert forgetting["updates"] == [12, 12]
     whole = forgetting["start"] + forgetting["gained"] + forgetting["taken"] + forgetting["rest"]
     assert whole == pytest.approx(forgetting["output"], abs=1e-6)
     for what in ("layers", "steps"):

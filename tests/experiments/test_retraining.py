@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from dualform.experiments import retraining
 from dualform.experiments.page import Section, write_page
 from dualform.experiments.retraining import ceiling, correlate, evaluate_effects, mean_and_error, score, scores
 from dualform.experiments.retraining_config import NETWORKS, RetrainingConfig, make_split, read_config
-from dualform.experiments.retraining_page import section, table
+from dualform.experiments.retraining_page import NEW_ROWS, decision, section, table
+from dualform.experiments.retraining_results import Evaluation, load_evaluations, store_evaluation
 from dualform.experiments.stacked_training import (
     initial,
     loss_of,
@@ -127,7 +129,7 @@ def test_a_stack_of_transformers_trains_as_one_does(characters: RetrainingConfig
     assert margins.shape == (2, 4)
 
 
-NETWORK_ROWS = {
+NETWORK_ROWS: dict[str, dict[str, Any]] = {
     "cnn": {"network": "cnn", "hidden": (2, 3, 5)},
     "residual": {"network": "residual", "hidden": (6,), "blocks": 3},
     "lstm": {"network": "lstm", "hidden": (5, 6)},
@@ -220,16 +222,39 @@ def test_ties_share_a_rank() -> None:
 
 
 def test_the_page_has_a_section_that_can_be_replaced(evaluated: Path, tmp_path: Path) -> None:
-    found = {SMALL: scores(SMALL, evaluated)}
+    found = [Evaluation(SMALL, scores(SMALL, evaluated))]
     page = tmp_path / "results.md"
     write_page(page, [Section("single", "One task", ("Other things.",), [])])
     write_page(page, [section(found)])
     first = page.read_text()
     assert "Other things." in first
-    assert f"| effects | {mean_and_error(found[SMALL]['effects'])} |" in first
+    assert f"| effects | {mean_and_error(found[0].scores['effects'])} |" in first
     assert "- small: 120 samples of digits, an MLP with hidden units 24; 6 epochs of SGD" in first
     write_page(page, [section(found)])
     assert page.read_text() == first
+
+
+def test_results_are_kept_with_cells_of_earlier_runs(tmp_path: Path) -> None:
+    ekfac = "kronfluence EK-FAC, best damping"
+    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": [0.5]}, {ekfac: "0.60 ± 0.01", "effects": "0.1"}))
+    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": [0.5, 0.6], "joint": [0.5, 0.6], "layerwise": [0.4, 0.6]}))
+    other = dataclasses.replace(SMALL, name="other", epochs=7)
+    store_evaluation(tmp_path, Evaluation(other, {"effects": [0.5], "joint": [0.5], "layerwise": [0.6]}))
+    found = load_evaluations(tmp_path)
+    assert [one.config for one in found] == [other, SMALL]
+    rows = {row[0]: row[1:] for row in table(found).rows}
+    assert rows["effects"] == ("0.55 ± 0.05", "0.50")
+    assert rows[ekfac] == ("(0.60 ± 0.01)", "-")
+    first, *_ = section(found).text[1:]
+    assert first == f"**Behind a peer:** small, {ekfac} 0.60 to effects' 0.55."
+    assert "**Not compared with any peer:** other." in section(found).text
+    assert "**Splits run with both filters:** other 1 of 2; all of the other rows." in section(found).text
+    grid = decision(found)
+    assert [row[4] for row in grid.rows] == ["+0.050", "-0.100"]
+    new = [Evaluation(dataclasses.replace(SMALL, name=name), {"joint": [0.5], "layerwise": [0.4]}) for name in NEW_ROWS]
+    assert "joint is adopted" in decision(new).note
+    assert "joint is not adopted" in decision([*new, found[0]]).note, "one row loses more than 0.02"
+    assert "joint is not adopted" in decision(new[1:]).note, "a new row is missing"
 
 
 def test_peers_are_shown_at_their_best(evaluated: Path, tmp_path: Path) -> None:
@@ -244,7 +269,7 @@ def test_peers_are_shown_at_their_best(evaluated: Path, tmp_path: Path) -> None:
         save_file(
             {"EK-FAC, damping 1": -ours[None], "EK-FAC, damping 2": ours[None].clone()}, here / "peer-x.safetensors"
         )
-    rows = {row[0]: row[1] for row in table({SMALL: scores(SMALL, folder)}).rows}
+    rows = {row[0]: row[1] for row in table([Evaluation(SMALL, scores(SMALL, folder))]).rows}
     assert rows["kronfluence EK-FAC, best damping"] == rows["effects"]
     assert "traker TRAK, 1 network" not in rows
 

@@ -44,16 +44,26 @@ def test_each_row_comes_from_the_text_that_it_names() -> None:
 @pytest.mark.usefixtures("texts")
 def test_findings_add_up_and_become_tables(tmp_path: Path) -> None:
     found = text_sources.reproduce_text_sources(TINY, tmp_path, seed=0)
-    assert [row["without"] for row in found["masks"]] == [None, *TINY.texts, *(CONTROL + name for name in TINY.texts)]
+    groups = [*TINY.texts, *(CONTROL + name for name in TINY.texts)]
+    assert [row["without"] for row in found["masks"]] == [None, *groups, *groups]
+    assert [row["layer"] for row in found["masks"]] == [None, *[None] * len(groups), *["softmax"] * len(groups)]
     for domain in TINY.texts:
         margin = found["margins"][domain]
         assert sum(margin["parts"].values()) == pytest.approx(margin["sum"])
     everything, *others = found["masks"]
     assert any(abs(row["letters"] - everything["letters"]) > 1e-4 for row in others)
     assert text_sources.reproduce_text_sources(TINY, tmp_path, seed=0) == found
+    text = text_sources_section([found], command="dualform reproduce sources").text
+    assert text[1].startswith("**Read this first.**")
+    calm = [
+        {**row, **dict.fromkeys(TINY.texts, 9.0 if row["without"] in TINY.texts else 2.0)} for row in found["masks"]
+    ]
+    calmer = text_sources_section([{**found, "masks": calm}], command="dualform reproduce sources").text
+    assert "what a text taught" in calmer[1]
+    assert "without letters, softmax alone" in [row[0] for row in summarise_text_sources([found])[1].rows]
     titles = [grid.title for grid in summarise_text_sources([found])]
     assert titles[0].startswith("Where the true byte's logit comes from")
-    assert "4 updates" in " ".join(text_sources_section([found], command="dualform reproduce sources").text)
+    assert "4 updates" in " ".join(text)
 
 
 @pytest.mark.usefixtures("texts")

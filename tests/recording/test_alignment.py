@@ -149,6 +149,8 @@ def test_a_few_rows_are_tried_again_where_a_whole_batch_was_clear(run: Path) -> 
 class Counting(nn.Module):
     """Makes its rows larger with each of its own calls, which it counts in a buffer."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.ones(()))

@@ -15,9 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dualform
-from dualform.errors import CorruptError
+from dualform.errors import CorruptError, QueryError
 from dualform.recording.sharded_modules import own_part
+from dualform.store import kept_state
 from dualform.store.format import INITIAL, MANIFEST, rank_folder
+from dualform.store.kept_state import differing, known_state
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
@@ -188,6 +190,78 @@ def test_a_run_that_not_all_processes_began_is_begun_again(tmp_path: Path) -> No
         report.verify()
 
 
+class Reused(nn.Module):
+    """A network that calls one layer three times, and another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again, self.never = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.first(inputs)
+        for _ in range(3):
+            found = self.again(torch.tanh(found))
+        return found
+
+
+def test_ways_to_train(tmp_path: Path) -> None:
+    """Two optimizers in turn, gradients that are zeroed and skipped, a warm start, and layers that are frozen first."""
+
+    def work(rank: int) -> None:
+        def record(name: str, train: Callable[[nn.Module, Callable[..., Any]], None]) -> None:
+            model = Reused()
+            mesh = init_device_mesh("cpu", (2,))
+            fully_shard(model.again, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            train(model, lambda *optimizers, **options: dualform.record(model, optimizers, tmp_path / name, **options))
+
+        def backward(model: nn.Module, step: int) -> None:
+            model(torch.randn(3, 5, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
+
+        def in_turn(model: nn.Module, recording: Callable[..., Any]) -> None:
+            adam = torch.optim.AdamW(model.get_submodule("first").parameters(), lr=0.01)
+            sgd = torch.optim.SGD(model.get_submodule("again").parameters(), lr=0.01, momentum=0.9)
+            with recording(adam, sgd):
+                for step in range(4):
+                    model.zero_grad()
+                    backward(model, step)
+                    adam.step()
+                    if step % 2:
+                        sgd.step()
+
+        def zeroed(model: nn.Module, recording: Callable[..., Any]) -> None:
+            optimizer = adamw(model)
+            with recording(optimizer):
+                for step in range(4):
+                    optimizer.zero_grad(set_to_none=step == 1)
+                    backward(model, step)
+                    if step != 2:
+                        optimizer.step()
+
+        def warm(model: nn.Module, recording: Callable[..., Any]) -> None:
+            optimizer = adamw(model)
+            take_step(model, optimizer, rank, 0)
+            model.get_submodule("first").requires_grad_(requires_grad=False)
+            with recording(optimizer):
+                take_step(model, optimizer, rank, 1)
+                model.get_submodule("first").requires_grad_(requires_grad=True)
+                take_step(model, optimizer, rank, 2)
+
+        record("in turn", in_turn)
+        record("zeroed", zeroed)
+        record("warm", warm)
+
+    run_together(tmp_path, work)
+    steps = {"in turn": [0, 1, 2, 3], "zeroed": [0, 1, 2], "warm": [1]}
+    for name, expected in steps.items():
+        memory = dualform.open(tmp_path / name)
+        report = memory.verify()
+        assert report.passed, name
+        assert max(layer.error or 0.0 for layer in report.layers) < 1e-5
+        assert sorted(set(memory.patterns("first")["step"].to_pylist())) == expected
+
+
 class OwnRMSNorm(nn.Module):
     """A norm of a project's own, which is recognised by what it computes."""
 
@@ -238,6 +312,60 @@ def test_kinds_and_rows_of_layers_are_found_as_in_one_process(tmp_path: Path) ->
     found = {name: check.outcome for name, check in run.manifest.rows.items()}
     assert found == {**dict.fromkeys(run.layers, "proved"), "places": "not aligned"}
     assert dualform.open(tmp_path / "run").verify().passed
+
+
+class Partly(nn.Module):
+    """A network with a frozen layer, and with a matrix that no layer covers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.frozen, self.head = nn.Linear(5, 5).requires_grad_(requires_grad=False), nn.Linear(5, 3)
+        self.matrix = nn.Parameter(torch.randn(5, 5))
+        self.register_buffer("offset", torch.ones(5) * seed)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.frozen(inputs) @ self.matrix + self.offset))
+        return found
+
+
+@pytest.mark.parametrize("kept", ["values", "checksums"])
+def test_state_that_no_layer_covers_is_kept_by_rows(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kept == "checksums":
+        monkeypatch.setattr(kept_state, "FROZEN_BYTES", 10)
+
+    def work(rank: int) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the matrix, which is not recorded
+            model = Partly(1)
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+            with dualform.record(model, optimizer, tmp_path / "run"):
+                for step in range(2):
+                    take_step(model, optimizer, rank, step)
+            return {
+                name: getattr(one, "full_tensor", lambda one=one: one)().numpy()
+                for name, one in model.state_dict().items()
+            }
+
+    expected = run_together(tmp_path, work)[0]
+    memory = dualform.open(tmp_path / "run")
+    model = Partly(2 if kept == "values" else 1)
+    trained = memory.trained(model)
+    for name, value in trained.state_dict().items():
+        torch.testing.assert_close(value, torch.from_numpy(expected[name]), rtol=0, atol=0)
+    run = Run(tmp_path / "run")
+    known = known_state(run)
+    assert known is not None
+    assert known.unknown == {}
+    assert set(known.checksums) == ({"frozen.weight", "frozen.bias"} if kept == "checksums" else set())
+    assert differing(run, trained) == {}
+    with torch.no_grad():
+        trained.get_parameter("frozen.weight")[4, 4] += 1.0  # a row of the second process
+    assert set(differing(run, trained)) == {"frozen.weight"}
+    if kept == "checksums":
+        with pytest.raises(QueryError, match=r"frozen.weight"):
+            memory.trained(trained)
 
 
 def test_what_cannot_be_recorded_of_rows_is_refused_in_all_processes(tmp_path: Path) -> None:

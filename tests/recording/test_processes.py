@@ -76,7 +76,7 @@ def test_a_wrapper_by_its_name_alone(run: Path) -> None:
             self.module = module
 
     model = mlp()
-    with pytest.raises(RefusedError, match=r"FullyShardedDataParallel is not supported.*several processes"):
+    with pytest.raises(RefusedError, match=r"FullyShardedDataParallel is not supported.*fully_shard"):
         dualform.record(FullyShardedDataParallel(model), sgd(model), run)
     with pytest.raises(RefusedError, match=r"DataParallel is not supported: it trains in several replicas"):
         dualform.estimate(nn.DataParallel(model), None, steps=1)

@@ -23,7 +23,7 @@ PASS_ON = {
     "recording/step_recorder.py": 1,
     "replaying/replay_sink.py": 2,
 }
-"""How many errors of a module only repeat another text, which is listed where it is written: `RefusedError(str(error))`."""
+"""How many errors of a module only repeat a text that is listed where it is written: `RefusedError(str(error))`."""
 
 
 @pytest.fixture(scope="module")

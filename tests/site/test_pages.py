@@ -1,8 +1,8 @@
 """Every block of Python on the pages is run, in the order of its page, or says on the page why it is not.
 
-The blocks of a page share their names, as cells of a notebook do. What a page takes as given (`model`, `loader`, ...) is
-made by code in comments on it, `<!-- given ... -->`, which readers do not see; `<!-- not run: the reason -->` before a block
-leaves it out.
+The blocks of a page share their names, as cells of a notebook do. What a page takes as given (`model`, `loader`, ...)
+is made by code in comments on it, `<!-- given ... -->`, which readers do not see; `<!-- not run: the reason -->` before
+a block leaves it out.
 """
 
 import re
@@ -50,6 +50,9 @@ def test_the_code_of_a_page_runs(
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "page"}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # what a page sets ends with it
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for line, code in code_of(page):
         exec(compile("\n" * line + code, str(page), "exec"), names)  # an error names the line of the page
     assert "FAILED" not in capsys.readouterr().out  # what a verification that did not pass prints

@@ -172,6 +172,7 @@ OPTIONAL = {
     "uncovered_state",
     "rank",
     "processes",
+    "divided",
 }  # entries that runs of earlier versions lack
 
 

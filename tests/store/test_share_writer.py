@@ -189,6 +189,11 @@ def test_too_little_memory_is_refused_before_training(monkeypatch: pytest.Monkey
     with pytest.raises(RefusedError, match=r"Shares of 64 groups take 29.6 kB on cpu, which has 10.0 kB free"):
         dualform.record(model, trainer, MemoryBlobs(), keep=dualform.Shares(by="label")).start()
     dualform.record(model, trainer, MemoryBlobs(), keep=dualform.Shares(by="label", groups=8)).start().close()
+    asked = {"why": dualform.PathQuestion(torch.zeros(2, 5), quantity=dualform.contrast(1, 0))}
+    keep = dualform.Shares(by="label", groups=8, paths=asked)
+    assert (dualform.estimate(model, torch.zeros(2, 5), steps=1, keep=keep).device or 0) > 10_000
+    with pytest.raises(RefusedError, match="Shares of 8 groups take 1"):
+        dualform.record(model, trainer, MemoryBlobs(), keep=keep).start()
 
 
 def test_patterns_of_chosen_layers_are_kept_beside_shares() -> None:

@@ -41,8 +41,8 @@ class PathQuestion:
         dualform.open("runs/mnist").paths["why 9"]
 
     What a group of patterns adds to the quantity is found while the model trains: at the end of every segment of the
-    path the model runs on the inputs, and the shares since the last one are kept beside the shares themselves (two more
-    copies of them). The training stays the same to the bit.
+    path the model runs on the inputs. The shares at the last one, and changes since, are kept beside the shares
+    themselves (two to four more copies of them). The training stays the same to the bit.
 
     Attributes:
         inputs: a tensor; a tuple of the model's arguments; a mapping of its keywords; or an iterable of batches.

@@ -6,6 +6,7 @@ aggregates, `random()`, `now()`. So is what can make much out of little (`repeat
 the database stops. DuckDB's own parser says what a condition consists of.
 """
 
+import atexit
 import functools
 import json
 import threading
@@ -182,4 +183,12 @@ def database() -> Any:
         "threads": "1",
         "lock_configuration": "true",
     }
+    atexit.register(_close)
     return duckdb.connect(":memory:", config=settings)
+
+
+def _close() -> None:
+    """Close the database before Python ends, since DuckDB prints all of its objects that are there afterwards."""
+    if database.cache_info().currsize:
+        database().close()
+        database.cache_clear()

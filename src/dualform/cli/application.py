@@ -8,7 +8,7 @@ import typer
 
 from dualform._version import __version__
 from dualform.cli.data_commands import data
-from dualform.cli.experiment_commands import demo_command, evaluate_command, reproduce_command
+from dualform.cli.experiment_commands import demo_command, evaluate_command, gallery_command, reproduce_command
 from dualform.cli.page_commands import report_command, view_command
 from dualform.cli.question_commands import attend_command, mask_command
 from dualform.cli.run_commands import (
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo_command,
+    "gallery": gallery_command,
     "reproduce": reproduce_command,
     "estimate": estimate_command,
     "info": info_command,

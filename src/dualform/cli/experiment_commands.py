@@ -1,4 +1,4 @@
-"""Commands that train networks of our own: `demo`, `reproduce` and `evaluate`."""
+"""Commands that train networks of our own: `demo`, `gallery`, `reproduce` and `evaluate`."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dualform.cli.options import JsonOption
+from dualform.cli.options import JsonOption, TrustOption, open_view, training_named
+from dualform.errors import QueryError
 
 
 def demo_command(
@@ -26,6 +27,17 @@ def demo_command(
         show_demo(result)
 
 
+def gallery_command(
+    folder: Annotated[Path, typer.Option(help="Where to put the pictures.")] = Path("docs/figures"),
+    seed: Annotated[int, typer.Option(help="Of the demo's network and the order of its training.")] = 0,
+) -> None:
+    """Make README's pictures anew, from a run of the demo; scripts/screenshots.py makes those of the viewer."""
+    from dualform.experiments.gallery import draw_gallery
+
+    for path in draw_gallery(folder, seed=seed):
+        sys.stdout.write(f"{path}\n")
+
+
 def reproduce_command(
     study: Annotated[
         str,
@@ -43,7 +55,9 @@ def reproduce_command(
     tokens: Annotated[str | None, typer.Option(help="For text: chars or words.")] = None,
     model: Annotated[str, typer.Option(help="Of a language model: lstm or transformer.")] = "lstm",
     paper: Annotated[bool, typer.Option("--paper", help="Language models of the paper's size.")] = False,
-    updates: Annotated[int | None, typer.Option(help="Of a language model.", min=1)] = None,
+    updates: Annotated[
+        int | None, typer.Option(help="Of a language model, or of each of the two tasks in path.", min=1)
+    ] = None,
     units: Annotated[int | None, typer.Option(help="LSTM units, or width of the Transformer.", min=1)] = None,
     seeds: Annotated[int, typer.Option(help="How many runs, with seeds 0, 1, ...", min=1)] = 1,
     folder: Annotated[Path, typer.Option(help="Where to put runs, findings and figures.")] = Path("runs/reproduce"),
@@ -70,16 +84,56 @@ def reproduce_command(
 
 
 def evaluate_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see benchmarks/truth.")],
+    what: Annotated[
+        str, typer.Argument(metavar="CONFIG|RUN", help="A TOML file (see benchmarks/truth), or with --retrain a run.")
+    ],
+    retrain: Annotated[
+        int | None, typer.Option(help="Run the training of a RUN again on so many random halves of its samples.")
+    ] = None,
+    train: Annotated[
+        str | None, typer.Option("--train", help="package.module:function, train(recording, keep=None), of the RUN.")
+    ] = None,
+    trust: TrustOption = False,
     folder: Annotated[Path | None, typer.Option(help="Where to keep everything; default runs/truth/NAME.")] = None,
     device: Annotated[str, typer.Option(help="Where to retrain, for example cuda.")] = "cpu",
     json: JsonOption = False,
 ) -> None:
-    """Retrain on random halves of the data, and say how well effects predicted it; goes on where it stopped."""
+    """Retrain on random halves of the data, and say how well effects predicted it.
+
+    Of a recorded RUN, its own training is run again (--retrain 10): slope and rank correlation in minutes. Of a CONFIG,
+    everything is done from the data on, and goes on where it stopped.
+    """
+    if retrain is not None:
+        _calibrate(what, retrain, train=train, trust=trust, json=json)
+    elif Path(what).suffix == ".toml":
+        _evaluate(Path(what), folder=folder, device=device, json=json)
+    else:
+        raise QueryError(f"{what} is no TOML file. Of a recorded run say how often to retrain: --retrain 10.")
+
+
+def _calibrate(run: str, retrainings: int, *, train: str | None, trust: bool, json: bool) -> None:
+    """Compare the effects of a run with retrainings of its own training."""
+    from dualform.attend.answers import EFFECT_NOTE
+    from dualform.experiments.calibration import as_row, calibrate_effects
+    from dualform.opening import retraining_of
+    from dualform.show.terminal_tables import console, print_json
+
+    memory = open_view(run, train=train, trust=trust)
+    found = calibrate_effects(memory, retraining_of(run, training_named(train), trust=trust), retrainings=retrainings)
+    if json:
+        print_json({**as_row(found), "note": EFFECT_NOTE})
+        return
+    screen = console()
+    for line in [*found.lines(), EFFECT_NOTE]:
+        screen.print(line, markup=False, highlight=False)
+
+
+def _evaluate(config: Path, *, folder: Path | None, device: str, json: bool) -> None:
     from dualform.attend.answers import EFFECT_NOTE
     from dualform.experiments import retraining
     from dualform.experiments.retraining_config import read_config
     from dualform.experiments.retraining_page import table
+    from dualform.experiments.retraining_results import Evaluation
     from dualform.show.terminal_tables import console, print_grid, print_json
 
     settings = read_config(config)
@@ -89,7 +143,7 @@ def evaluate_command(
     if json:
         print_json({"config": settings, "scores": scores, "note": EFFECT_NOTE})
         return
-    grid = table({settings: scores})
+    grid = table([Evaluation(settings, scores)])
     screen = console()
     print_grid(screen, f"{grid.title}, mean ± standard error over {settings.splits} splits", grid.columns, grid.rows)
     screen.print(EFFECT_NOTE)

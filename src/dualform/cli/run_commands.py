@@ -1,4 +1,4 @@
-"""Commands about a run as a whole, and about what can be recorded: `info`, `verify`, `cp`, `replay`, `estimate`, `support`."""
+"""Commands about a run as a whole, and about what can be recorded, from `info` to `estimate` and `support`."""
 
 import sys
 from pathlib import Path
@@ -174,8 +174,8 @@ def estimate_command(
         if isinstance(error, DualformError):
             raise
         raise QueryError(
-            f"{model} takes no inputs of shape {sizes} ({type(error).__name__}: {error}). Give --shape of one batch, and "
-            "--tokens where the inputs are numbers of tokens."
+            f"{model} takes no inputs of shape {sizes} ({type(error).__name__}: {error}). Give --shape of one batch, "
+            "and --tokens where the inputs are numbers of tokens."
         ) from error
     if json:
         print_json(found)

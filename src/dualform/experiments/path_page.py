@@ -100,7 +100,8 @@ def _forgetting_lines(findings: Sequence[Row]) -> Grid:
     rows.append(("all layers", cell([f["gained"] for f in forgetting]), cell([f["taken"] for f in forgetting])))
     lost = mean_and_deviation([f["lost_share"] for f in forgetting])
     note = (
-        f"Mean over {findings[0]['study']['tests']} {first} tests of the parts of their margins. Start "
+        f"{_updates_text(forgetting[0])}Mean over {findings[0]['study']['tests']} {first} tests of the parts of their "
+        "margins. Start "
         f"{cell([f['start'] for f in forgetting])}, margin at the end {cell([f['output'] for f in forgetting])}, what "
         f"no pattern explains and the residual {cell([f['rest'] for f in forgetting])}. {second} took from {lost} % of "
         f"the margins. Parts to about {max(f['parts_error'] for f in forgetting):.1%}, residual "
@@ -112,6 +113,16 @@ def _forgetting_lines(findings: Sequence[Row]) -> Grid:
         tuple(rows),
         note,
     )
+
+
+def _updates_text(forgetting: Row) -> str:
+    """Say how many updates each task got, where the findings know."""
+    if "updates" not in forgetting:
+        return ""
+    parts = (
+        f"{count:,} updates on {task}" for count, task in zip(forgetting["updates"], forgetting["tasks"], strict=True)
+    )
+    return f"{', then '.join(parts)}. "
 
 
 def _step_lines(findings: Sequence[Row]) -> Grid:

@@ -35,6 +35,9 @@ from dualform.show.terminal_tables import plain
 ABOUT = "study.json"
 """The file that says which study and seed a folder holds."""
 
+STEP_BINS = 6
+"""Bins of steps of each task, in the continual part with a number of updates of its own."""
+
 LDS_METHODS = ("effects", "path", "direct", "attention", "ceiling")
 """Scores of the retraining evaluation that stand beside path contributions."""
 
@@ -49,6 +52,7 @@ class PathStudy:
         errors: the most test errors that are looked at.
         reference: training inputs whose mean is the reference.
         width: steps of a bin, in the continual part.
+        updates: how many each task gets in the continual part, where they are not as many as in the continual study.
     """
 
     data: str = "mnist"
@@ -56,6 +60,7 @@ class PathStudy:
     errors: int = 100
     reference: int = 32
     width: int = 500
+    updates: int | None = None
 
     @property
     def is_small(self) -> bool:
@@ -75,11 +80,14 @@ class PathStudy:
         )
 
 
-def path_study(data: str) -> PathStudy:
+def path_study(data: str, *, updates: int | None = None) -> PathStudy:
     """Return the study on `mnist` or, small, on `digits`."""
     if data not in ("mnist", "digits"):
         raise DataError(f"The study of path contributions runs on mnist or digits; {data!r} came.")
-    return PathStudy(data, errors=60) if data == "mnist" else PathStudy(data, width=100)
+    study = PathStudy(data, errors=60) if data == "mnist" else PathStudy(data, width=100)
+    if updates is None:
+        return study
+    return dataclasses.replace(study, updates=updates, width=max(1, updates // STEP_BINS))
 
 
 def reproduce_path(study: PathStudy, folder: Path, *, seed: int, device: str = "cpu", keep: bool = True) -> Row:
@@ -332,6 +340,9 @@ def _share(hits: Tensor) -> float:
 def _forgetting_findings(study: PathStudy, run: Path, clock: Clock, *, seed: int, device: str) -> Row:
     """Train on two tasks in sequence, and say how much of the first task's margins the second took away, and when."""
     continual = image_study("continual", study.data)
+    if study.updates is not None:
+        phases = tuple(dataclasses.replace(phase, steps=study.updates) for phase in continual.phases)
+        continual = dataclasses.replace(continual, phases=phases)
     tasks = make_tasks(load_sets(continual.tasks))
     _make_empty(run)
     model = clock("training on two tasks", lambda: _train(tasks, continual, run, seed, device))
@@ -347,6 +358,7 @@ def _forgetting_findings(study: PathStudy, run: Path, clock: Clock, *, seed: int
     assert found.by_step is not None, "bins of steps were asked for"
     return {
         "tasks": [first, second],
+        "updates": [phase.steps for phase in continual.phases],
         "start": float(found.start.mean()),
         "gained": float(gained.mean()),
         "taken": float(taken.mean()),

@@ -59,7 +59,7 @@ class ReproductionOptions:
         tokens: for text, chars or words.
         model: of the language studies.
         paper: the language studies at the paper's size.
-        updates: of the language studies, instead of the planned number.
+        updates: of the language studies, and of each task in the continual part of path, instead of the planned number.
         units: likewise.
     """
 
@@ -241,7 +241,7 @@ def _checkpoints_job(options: ReproductionOptions) -> StudyJob:
 
 def _path_job(options: ReproductionOptions) -> StudyJob:
     data = options.data or "mnist"
-    study = path_study(data)
+    study = path_study(data, updates=options.updates)
     name = f"{PATH}-{data}"
     return StudyJob(
         name=name,

@@ -89,12 +89,12 @@ class CharacterLSTM(nn.Module):
         return logits
 
     def _written_out(self, x: Tensor) -> Tensor:  # (B, L, d) -> (B, L, h)
-        layer = self.lstm
-        from_inputs = functional.linear(x, layer.weight_ih_l0, layer.bias_ih_l0)
+        layer, weights = self.lstm, dict(self.lstm.named_parameters())
+        from_inputs = functional.linear(x, weights["weight_ih_l0"], weights["bias_ih_l0"])
         h = c = x.new_zeros(len(x), layer.hidden_size)
         outputs = []
         for place in range(x.shape[1]):
-            gates = from_inputs[:, place] + functional.linear(h, layer.weight_hh_l0, layer.bias_hh_l0)
+            gates = from_inputs[:, place] + functional.linear(h, weights["weight_hh_l0"], weights["bias_hh_l0"])
             i, f, g, o = gates.chunk(4, dim=1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()

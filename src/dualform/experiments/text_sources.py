@@ -24,6 +24,7 @@ from dualform.experiments.models import transformer
 from dualform.progress import bar
 
 SYMBOLS = 256  # a text is read as the bytes of its UTF-8
+LAST_LAYER = "softmax"
 CONTROL = "random rows, as many as of "
 TESTED_WINDOWS = 128  # of each text's held-out part
 WINDOWS_AT_ONCE = 16
@@ -187,7 +188,7 @@ def margins_by_text(memory: Memory, model: nn.Module, windows: Tensor) -> Row:
     parts: dict[str, float] = {}
     for some in windows.split(WINDOWS_AT_ONCE):
         true = some[:, 1:].flatten()
-        layer = memory.attend(model, some[:, :-1].to(device), layers=["softmax"])["softmax"]
+        layer = memory.attend(model, some[:, :-1].to(device), layers=[LAST_LAYER])[LAST_LAYER]
         totals = layer.totals(by="source", of="contribution")  # (Q, G, V)
         found = dict(zip(map(str, totals.groups), totals.values.unbind(1), strict=True))
         found["start and the rest"] = layer.output().reshape(len(true), -1) - sum(found.values())
@@ -223,14 +224,20 @@ def reproduce_text_sources(
 
 
 def _masks(memory: Memory, model: nn.Module, study: TextSourcesStudy, windows: Mapping[str, Tensor]) -> list[Row]:
-    """Return the bits per byte of every text, for the whole memory and without each group."""
+    """Return the bits per byte of every text, for the whole memory and without each group.
 
-    def measured(left_out: str | None, masked: nn.Module) -> Row:
-        return {"without": left_out, **{name: bits_per_byte(masked, part) for name, part in windows.items()}}
+    Without a group in all layers, and in the last layer alone, where a mask of this size breaks less.
+    """
 
-    rows = [measured(None, model)]
-    for name in study.texts:
-        rows.append(measured(name, memory.without(source=name).apply(model)))
-    for name in study.texts:
-        rows.append(measured(CONTROL + name, memory.without(control=CONTROL + name).apply(model)))
+    def measured(masked: nn.Module, **row: Any) -> Row:
+        return {**row, **{name: bits_per_byte(masked, part) for name, part in windows.items()}}
+
+    rows = [measured(model, without=None, layer=None)]
+    for layer in (None, LAST_LAYER):
+        for name in study.texts:
+            masked = memory.without(source=name).apply(model, layers=layer)
+            rows.append(measured(masked, without=name, layer=layer))
+        for name in study.texts:
+            masked = memory.without(control=CONTROL + name).apply(model, layers=layer)
+            rows.append(measured(masked, without=CONTROL + name, layer=layer))
     return rows

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dualform.experiments.findings import Row
 from dualform.experiments.page import Section, made_by
 from dualform.experiments.study_summary import Grid, costs, mean_and_deviation
+from dualform.experiments.text_sources import CONTROL
 from dualform.recording.estimate import size_text
 
 
@@ -24,12 +25,36 @@ def text_sources_section(findings: Sequence[Row], *, command: str) -> Section:
         f"{study['context']} bytes, AdamW with decay. No pattern is kept, only what each text made of every weight "
         f"(`keep=dualform.Shares(by=...)`). Beside the texts stand groups of the {rows:,} rows that were drawn without "
         "regard to the text, of the same sizes: the control.",
+        _mask_reading(findings),
         "Every share is exact, and a mask is a subtraction; it leaves the rest of the training as it was, and is not a "
         "retraining.",
         made_by(command, len(findings)),
     )
     title = "What a language model owes to each of its texts: `dualform reproduce sources`"
     return Section("sources", title, text, summarise_text_sources(findings))
+
+
+def _mask_reading(findings: Sequence[Row]) -> str:
+    """Say what the masks of this study can tell: whether the control breaks the network as leaving out a text does."""
+    domains = list(findings[0]["study"]["texts"])
+    bits: dict[str, list[float]] = {"all": [], "text": [], "control": []}
+    for found in findings:
+        for entry in found["masks"]:
+            if entry.get("layer"):
+                continue
+            kind = "all" if not entry["without"] else "control" if entry["without"].startswith(CONTROL) else "text"
+            bits[kind] += [entry[domain] for domain in domains]
+    everything, texts, control = (f"{min(bits[kind]):.1f} to {max(bits[kind]):.1f}" for kind in bits)
+    breaks = min(bits["control"]) > (max(bits["all"]) + min(bits["text"])) / 2
+    verdict = (
+        "Both break the network, so the masks say little about texts here. The shares of the logits, above them, do."
+        if breaks
+        else "So a mask takes away what a text taught, and not only weights of that size."
+    )
+    return (
+        f"**Read this first.** Held-out text costs {everything} bits a byte. Without what one text taught it costs "
+        f"{texts}, and without as many random rows {control}. {verdict}"
+    )
 
 
 def _margin_lines(findings: Sequence[Row]) -> Grid:
@@ -58,17 +83,26 @@ def _mask_lines(findings: Sequence[Row]) -> Grid:
     domains = list(findings[0]["study"]["texts"])
     rows = tuple(
         (
-            f"without {entry['without']}" if entry["without"] else "everything",
+            _mask_name(entry),
             *(mean_and_deviation([f["masks"][i][domain] for f in findings], scale=1, digits=2) for domain in domains),
         )
         for i, entry in enumerate(findings[0]["masks"])
     )
+    single = any(entry.get("layer") for entry in findings[0]["masks"])
+    where = "from all layers, or from the one that is named" if single else "from all layers"
     note = (
-        "A mask removes recorded updates from all layers; the model is not retrained. Compare each text with the "
-        "random rows of its size: where leaving those out breaks the network too, a mask of that size says little by "
-        "itself."
+        f"A mask removes recorded updates {where}; the model is not retrained. Compare each text with the random rows "
+        "of its size: where leaving those out breaks the network too, a mask of that size says little by itself."
     )
     return Grid("Bits per held-out byte of each text, after masks", ("memory", *domains), rows, note)
+
+
+def _mask_name(entry: Row) -> str:
+    """Return what a line of masks leaves out; findings of earlier versions have masks of all layers alone."""
+    if not entry["without"]:
+        return "everything"
+    layer = entry.get("layer")
+    return f"without {entry['without']}" + (f", {layer} alone" if layer else "")
 
 
 def _size_lines(findings: Sequence[Row]) -> Grid:

@@ -36,6 +36,7 @@ from dualform.integrations.trackers import as_trackers, track_end, track_step
 from dualform.integrations.training_text import TrainingText
 from dualform.recording.annotations import RESERVED
 from dualform.recording.processes import refuse_wrapped, unwrap_model
+from dualform.recording.sharded_modules import is_sharded_module
 from dualform.recording.user_warnings import warn_user
 from dualform.recording.watch import find_candidates
 
@@ -212,6 +213,11 @@ class TrainerRecording:
             )
         wrapped = _uncompiled(self._trainer.model_wrapped)
         refuse_wrapped(unwrap_model(wrapped))
+        if any(map(is_sharded_module, model.modules())):
+            raise RefusedError(
+                "The trainer divides its model by fully_shard, which its recorder does not support. Train with "
+                "DistributedDataParallel; or record in a loop of your own, by dualform.record in every process."
+            )
         if self._trainer.accelerator.num_processes > 1 and _uncompiled(unwrap_model(wrapped)) is not model:
             raise RefusedError(
                 f"The trainer wraps its model in a {type(wrapped).__name__} to train it in several processes, which is "

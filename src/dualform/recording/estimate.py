@@ -101,7 +101,7 @@ def _add_patterns(
 
 def _add_shares(sizes: dict[str, int], watched: "Sequence[Watched]", shares: "Shares") -> tuple[int, int | None]:
     """Add the bytes of layers' shares on disk; return those that they take in memory, and those that are free there."""
-    from dualform.recording.share_fold import fold_dtype, free_bytes, share_bytes  # see above
+    from dualform.recording.share_fold import fold_dtype, free_bytes, path_bytes, share_bytes  # see above
 
     groups = shares.groups * len(shares.groupings)
     each: dict[str, int] = {}
@@ -122,7 +122,8 @@ def _add_shares(sizes: dict[str, int], watched: "Sequence[Watched]", shares: "Sh
         sizes[layer.name] += last + len(shares.at) * earlier
     place = next((parameter.device for layer in watched for _, parameter in layer.parameters.values()), None)
     device = torch.device(shares.device) if shares.device is not None else place or torch.device("cpu")
-    return share_bytes(uses, each, dict.fromkeys(each, 1), groups=groups).device, free_bytes(device)
+    need = share_bytes(uses, each, dict.fromkeys(each, 1), groups=groups).device + path_bytes(each, shares)
+    return need, free_bytes(device)
 
 
 def row_bytes(d_in: int, d_out: int, dtype: str, what: What, *, integer: bool) -> int:

@@ -218,6 +218,7 @@ class GradientCheck:
         factors: Factors,
         *,
         full: bool,
+        sample: GradientSample | None = None,
     ) -> Resolution:
         """Return what is known of a gradient at the step, compared with its patterns where that is to be done.
 
@@ -230,6 +231,7 @@ class GradientCheck:
             arrivals: the calls that were accumulated since the last step, each with its micro.
             factors: what the gradient's samples show.
             full: whether the step is checked in full.
+            sample: a sample of the gradient as the step sees it, if one was taken; it may spare another reading.
         """
         wanted = full or factors.blind or any(arrival.call.coarse is not None for _, arrival in arrivals)
         refused = factors.objection is not None and not factors.blind
@@ -237,8 +239,13 @@ class GradientCheck:
             return Resolution(factors.of, factors.objection)
         gradient = parameter.grad.detach() if parameter.dim() == 1 else parameter.grad.detach().flatten(1)
         columns = self.columns(name, parameter)
-        with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
-            seen = gradient if columns is None else gradient @ columns
+        if columns is None:
+            seen = gradient
+        elif sample is not None and sample.projected and is_at_hand(gradient):
+            seen = sample.elements.view(len(gradient), -1)
+        else:
+            with one_thread(bytes_read=gradient.nbytes, device=gradient.device):
+                seen = gradient @ columns
         view = self.view(name, parameter, arrivals, seen, lambda: float(norm_of(gradient)))
         explained = explain(view, factors.of, find_factor=factors.blind)
         if not factors.blind:

@@ -160,8 +160,9 @@ def _own_history(
     for event in accumulations:
         before = event.before
         if place is not None:
-            before = event.reduced if before is None else before  # the rows of one process may be zero
-        if before is None or (place is None and before.zero):
+            before = event.reduced if before is None else before
+        # Between two backwards the rows of one process may be zero where those of another are not.
+        if before is None or (before.zero and (place is None or not events)):
             if events and (before is None or not events[-1].after.zero):
                 cleared |= {one.micro for one in events}
                 events = []

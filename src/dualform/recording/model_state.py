@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from dualform.recording.sharded_modules import is_divided, reshard
+from dualform.recording.sharded_modules import is_divided, own_part, reshard
 from dualform.recording.watch import plain_name
 
 StateKind = Literal["trained", "frozen", "buffer", "extra"]
@@ -28,11 +28,13 @@ class StatePart:
         kind: a trained parameter, a frozen one, a buffer, or the extra state that a module defines for itself.
         tensor: the live tensor; None where there is none that can be read.
         reason: why it cannot be read; empty where it can.
+        divided: whether the tensor has only those rows of the part that this process has.
     """
 
     kind: StateKind
     tensor: Tensor | None
     reason: str = ""
+    divided: bool = False
 
 
 class UncoveredState:
@@ -86,19 +88,19 @@ def live_state(model: nn.Module, covered: Iterable[str]) -> dict[str, StatePart]
 
 
 def _part(kind: StateKind, tensor: Tensor) -> StatePart:
+    divided = is_divided(tensor)
     try:
+        tensor = own_part(tensor)
         reason = _unreadable(tensor)
     except Exception as error:  # a tensor of some library's own kind, which may refuse any question
         reason = f"cannot be read ({type(error).__name__}: {error})"
-    return StatePart(kind, None if reason else tensor, reason)
+    return StatePart(kind, None if reason else tensor, reason, divided)
 
 
 def _unreadable(tensor: Tensor) -> str:
     """Say why a tensor has no plain bytes of its own; nothing where it has."""
     if is_lazy(tensor):
         return "is not initialised"
-    if is_divided(tensor):
-        return "is divided among processes, of which each keeps its rows of recorded parameters alone"
     plain = tensor.detach()
     if type(plain) is not Tensor:
         return f"is a {type(plain).__name__}"

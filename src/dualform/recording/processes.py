@@ -19,7 +19,8 @@ from dualform.recording.world import OneProcess, World
 _WRAPPERS = {
     "DataParallel": "it trains in several replicas, each of which sees a part of the patterns",
     "DistributedDataParallel": "it is a part of the model that is recorded",
-    "FullyShardedDataParallel": "it divides the weights among several processes",
+    "FullyShardedDataParallel": "it divides flattened weights, not by rows as fully_shard does",
+    "DeepSpeedEngine": "it divides weights, gradients or the optimizer's state among several processes",
 }
 _WRAPPED = "DistributedDataParallel"
 
@@ -42,8 +43,9 @@ def refuse_wrapped(model: nn.Module) -> None:
         where = f"{kind}{f' ({name!r})' if name else ''}"
         if kind in _WRAPPERS:
             raise RefusedError(
-                f"{where} is not supported: {_WRAPPERS[kind]}. Record a training of the plain module in one process, "
-                "or of a model that is wrapped as a whole by DistributedDataParallel, in all of its processes."
+                f"{where} is not supported: {_WRAPPERS[kind]}. Record a training of the plain module in one process; "
+                "or, in all of its processes, of a model that is wrapped as a whole by DistributedDataParallel, or "
+                "divided by fully_shard."
             )
     refuse_divided(model)
 

@@ -49,6 +49,8 @@ MAX_MOVED_BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
 """Bytes of shares that are moved together, by the device's type: a CPU finds more than these no longer in its cache."""
 MAX_READ_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}
 """Bytes of parameters whose steps are read together, by the device's type; as above."""
+PATH_COPIES = 4
+"""Copies of the shares that a question about the path holds: at its last look and now, and two segments' changes."""
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of patterns that may wait for it."""
 
@@ -167,6 +169,19 @@ def share_bytes(
     return ShareBytes(groups * per_group + whole, readable + resumed, per_group)
 
 
+def path_bytes(sizes: Mapping[str, int], shares: Shares) -> int:
+    """Return the bytes that questions about the path take at the most: copies of shares, and of their changes.
+
+    Args:
+        sizes: parameter -> bytes of one share of it.
+        shares: what is kept, with the questions.
+
+    >>> path_bytes({"w": 100}, Shares(by="label", groups=3))
+    0
+    """
+    return PATH_COPIES * len(shares.paths) * (shares.groups + 2) * sum(sizes.values())
+
+
 def fold_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which shares of a parameter are folded: its own, and at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -279,12 +294,14 @@ class ShareFold:
         device = next(iter(self._devices.values()), torch.device("cpu"))
         groups = self._shares.groups * len(self.groupings)
         need, free = self.bytes(averages, groups=groups), free_bytes(device)
-        if free is not None and need.device > free:
-            fits = max(0, (free - (need.device - groups * need.per_group)) // max(need.per_group, 1))
+        asked = path_bytes(self._share_sizes(), self._shares)
+        if free is not None and need.device + asked > free:
+            each = need.per_group + asked // groups
+            fits = max(0, (free - (need.device - groups * need.per_group)) // max(each, 1))
             raise RefusedError(
-                f"Shares of {groups} groups take {size_text(need.device)} on {device}, which has {size_text(free)} "
-                f"free: room for {fits} groups. Record with Shares(groups=...) that fits, fewer layers, or "
-                f'Shares(device="cpu").'
+                f"Shares of {groups} groups take {size_text(need.device + asked)} on {device}, which has "
+                f"{size_text(free)} free: room for {fits} groups. Record with Shares(groups=...) that fits, fewer "
+                f'layers, or Shares(device="cpu").'
             )
 
     def bytes(self, averages: Mapping[str, int], *, groups: int) -> ShareBytes:
@@ -294,8 +311,11 @@ class ShareFold:
             if not layer.keys_only:
                 for use in layer.uses:
                     uses.setdefault(use.parameter, []).append(name)
-        sizes = {name: torch.Size(shape).numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
-        return share_bytes(uses, sizes, averages, groups=groups)
+        return share_bytes(uses, self._share_sizes(), averages, groups=groups)
+
+    def _share_sizes(self) -> dict[str, int]:
+        """Return the bytes of one share of each parameter."""
+        return {name: torch.Size(shape).numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
 
     # A step -------------------------------------------------------------------------------------------------------
 

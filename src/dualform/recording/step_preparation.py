@@ -25,6 +25,7 @@ from dualform.recording.gradient_history import (
     follow_all,
     follow_views,
 )
+from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.hooks import Arrival
 from dualform.recording.late_steps import LateStep
 from dualform.recording.optimizers import pending_scale
@@ -98,8 +99,8 @@ class StepPreparation:
         scale, skipped = pending_scale(optimizer)
         context = StepContext(self._explainable, step.graph_of, len(step.backwards), scale, skipped)
         step.graph_of = None
-        followed = self._followed(mine, step, skipped=skipped, on_cpu=on_cpu)
-        resolutions = self._explained(owned.name, mine, step, followed, number, skipped=skipped)
+        followed, samples = self._followed(mine, step, skipped=skipped, on_cpu=on_cpu)
+        resolutions = self._explained(owned.name, mine, step, followed, samples, number, skipped=skipped)
         facts = gather_all_facts(owned, look_before_step(owned), resolutions, context)
         calls = self._annotated_calls(step, [*step.done.facts, *facts], number)
         return PreparedStep(number, facts, calls, self._live(owned, mine, scale))
@@ -167,17 +168,18 @@ class StepPreparation:
 
     def _followed(
         self, mine: Mapping[str, nn.Parameter], step: StepInProgress, *, skipped: bool, on_cpu: bool
-    ) -> Sequence[Factors]:
-        """Return what samples show of each gradient, as the step is about to take it."""
+    ) -> tuple[Sequence[Factors], Mapping[str, GradientSample | None]]:
+        """Return what samples show of each gradient, as the step is about to take it, and the samples taken now."""
         if on_cpu and not skipped:
             histories, gradients = list(map(step.histories.get, mine)), [one.grad for one in mine.values()]
             found = follow_views(histories, self._check.views(mine), gradients)
             if found is not None:
-                return found
+                return found, {}
         seen = [self._seen(step.history(name, parameter), name, parameter, skipped) for name, parameter in mine.items()]
+        samples = {name: final for name, (_, final) in zip(mine, seen, strict=True)}
         seen = seen if on_cpu else fetch_histories(seen)
         with one_thread():  # samples are small
-            return follow_all(seen)
+            return follow_all(seen), samples
 
     def _live(
         self, owned: RecordedOptimizer, mine: Mapping[str, nn.Parameter], scale: float
@@ -202,6 +204,7 @@ class StepPreparation:
         mine: Mapping[str, nn.Parameter],
         step: StepInProgress,
         followed: Sequence[Factors],
+        samples: Mapping[str, GradientSample | None],
         number: int,
         *,
         skipped: bool,
@@ -223,7 +226,8 @@ class StepPreparation:
             elif name in self._measured:
                 found.append(self._measure(name, parameter, calls, factors))
             else:
-                found.append(self._check.resolve(name, parameter, calls, factors, full=full))
+                sample = samples.get(name)
+                found.append(self._check.resolve(name, parameter, calls, factors, full=full, sample=sample))
         return found
 
     def _measure(

@@ -620,8 +620,14 @@ def run_again(train: Train, sink: Sink) -> Any:
     return result
 
 
+def run_again_unrecorded(train: Train, recording: Recording) -> Any:
+    """Call a training function as `run_again` does, with a recording that records nothing; return what it returns."""
+    with _keeping_generators(), torch.inference_mode(False):
+        return _call_with_gradients(train, recording)
+
+
 @with_gradients
-def _call_with_gradients(train: Train, opened: OneRecording) -> Any:
+def _call_with_gradients(train: Train, opened: Recording) -> Any:
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return call_without_autocast(kinds, lambda: train(opened))
 

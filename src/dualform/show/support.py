@@ -23,8 +23,12 @@ LOOP_OUTCOMES = (
     ("LBFGS", "keys only; the last evaluation of a step is kept, and a warning says so"),
     ("DistributedDataParallel", "recorded in all processes, into one run: [several processes](distributed.md)"),
     (
-        "FSDP, tensor parallel, pipelines, DataParallel, `join()`, communication hooks that lose more than 16-bit "
-        "rounding does",
+        "`fully_shard` (FSDP2) by rows, with SGD or an optimizer like Adam",
+        "recorded in all processes, each of which keeps its rows of the weights; [shares](distributed.md) gather them",
+    ),
+    (
+        "FSDP's first version, other divisions (HSDP, tensor parallel), DeepSpeed, pipelines, DataParallel, `join()`, "
+        "communication hooks that lose more than 16-bit rounding does",
         "refused by name in every process",
     ),
     ("sparse or nested inputs of a recorded layer", "refused by name"),

@@ -82,8 +82,15 @@ class ShardState:
 class StateKeeper:
     """Publishes the uncovered state of one recording. Its methods are called on the training thread."""
 
-    def __init__(self, parts: Callable[..., StateParts | None] | None) -> None:
+    def __init__(self, parts: Callable[..., StateParts | None] | None, *, divided_only: bool = False) -> None:
+        """Keep the state of a model.
+
+        Args:
+            parts: finds it; None where none is kept.
+            divided_only: whether to keep this process's rows of divided parts alone, as a process after the first does.
+        """
         self._parts = parts
+        self._divided_only = divided_only
         self._samples: dict[str, Tensor] = {}  # of frozen parameters at the start, to see whether they stay frozen
 
     def begin(self, blobs: Blobs) -> tuple[dict[str, StateEntry] | None, dict[str, FileEntry]]:
@@ -102,7 +109,7 @@ class StateKeeper:
     def publish_start(self, blobs: Blobs) -> dict[str, FileEntry]:
         """Publish the changing state as it is before the first step, while it is small; return the new file."""
         parts = self._now(extra=False) or {}
-        values = _storable({name: part for name, part in parts.items() if part.kind != "frozen"})
+        values = _storable({name: one for name, one in parts.items() if one.kind != "frozen" and not one.divided})
         if not values or _total_bytes(values) > SHARD_STATE_BYTES:
             return {}
         return {STARTING: publish_tensors(blobs, STARTING, _copied(values))}
@@ -113,7 +120,7 @@ class StateKeeper:
         if parts is None:
             return None
         changing = {name: part for name, part in parts.items() if part.tensor is not None and self._changed(name, part)}
-        values = _storable(changing)
+        values = _storable({name: part for name, part in changing.items() if not part.divided})
         if _total_bytes(values) > SHARD_STATE_BYTES:
             values = {}
         copies = {name: tensor.detach().clone() for name, tensor in values.items()}
@@ -145,7 +152,10 @@ class StateKeeper:
         return entries, {UNCOVERED: publish_tensors(blobs, UNCOVERED, _copied(values))} if values else {}
 
     def _now(self, *, extra: bool = True) -> StateParts | None:
-        return None if self._parts is None else self._parts(extra=extra)
+        found = None if self._parts is None else self._parts(extra=extra and not self._divided_only)
+        if found is None or not self._divided_only:
+            return found
+        return {name: part for name, part in found.items() if part.divided}
 
     def _changed(self, name: str, part: StatePart) -> bool:
         """Say whether a part may differ from its start; frozen parameters are recognised by a sample of elements."""
@@ -156,8 +166,57 @@ class StateKeeper:
 
 
 def known_state(run: Run) -> KnownState | None:
-    """Return what a run knows of the uncovered state at its end; None for a run that was recorded without it."""
-    entries = run.manifest.uncovered_state
+    """Return what a run knows of the uncovered state at its end; None for a run that was recorded without it.
+
+    Of parts that were divided by rows the values of all processes that recorded its end are put together.
+    """
+    own = _own_known_state(run)
+    divided = _divided_state(run)
+    if own is None or not divided:
+        return own
+    every = [own, *(found for one in run.last_others() if (found := _own_known_state(one)) is not None)]
+    values, checksums, unknown = dict(own.values), dict(own.checksums), dict(own.unknown)
+    for name in divided:
+        for kept in (values, checksums, unknown):
+            kept.pop(name, None)
+        rows = [one.values[name] for one in every if name in one.values]
+        marks = [_mark_of_rows(one, name) for one in every]
+        if len(rows) == len(every):
+            values[name] = torch.cat(rows)
+        elif all(marks) and not run.manifest.no_final and run.manifest.closed:
+            checksums[name] = ",".join(marks)
+        else:
+            reasons = [one.unknown[name] for one in every if name in one.unknown]
+            unknown[name] = reasons[0] if reasons else "is not kept by all processes that had rows of it"
+    return KnownState(values, checksums, unknown)
+
+
+def _divided_state(run: Run) -> set[str]:
+    """Return the uncovered parts of which processes after the first keep rows."""
+    return {name for one in run.last_others() for name in one.published.uncovered_state or ()}
+
+
+def _mark_of_rows(state: KnownState, name: str) -> str:
+    """Return the number of a process's rows and their checksum, as `_fits` reads them; empty where not known."""
+    if name in state.values:
+        return f"{len(state.values[name])}:{digest(state.values[name])}"
+    return state.checksums.get(name, "")
+
+
+def _fits(tensor: Tensor, mark: str) -> bool:
+    """Say whether a tensor has a checksum, or each of its parts by rows the checksum beside their number."""
+    if ":" not in mark:
+        return digest(tensor) == mark
+    parts = [part.split(":") for part in mark.split(",")]
+    counts = [int(count) for count, _ in parts]
+    if sum(counts) != len(tensor):
+        return False
+    return all(digest(rows) == one for rows, (_, one) in zip(tensor.split(counts), parts, strict=True))
+
+
+def _own_known_state(run: Run) -> KnownState | None:
+    """Return what the files of one process know of the uncovered state at the end of the run."""
+    entries = run.published.uncovered_state
     if entries is None:
         return None
     last = run.manifest.shards[-1] if run.manifest.shards else None
@@ -171,6 +230,7 @@ def known_state(run: Run) -> KnownState | None:
         stale = frozenset(last.stale)
     elif last is not None:
         stale = frozenset(entries)  # frozen parameters too may have been changed since the start
+    divided = set(entries) if run.published.rank else _divided_state(run)
     known, checksums, unknown = dict(latest), {}, {}
     for name, entry in entries.items():
         if name in known:
@@ -180,7 +240,7 @@ def known_state(run: Run) -> KnownState | None:
         elif name in values and name not in stale and _is_current(values[name], entry):
             known[name] = values[name]
         elif entry.xxh3 and name not in stale:
-            checksums[name] = entry.xxh3
+            checksums[name] = f"{entry.shape[0]}:{entry.xxh3}" if name in divided else entry.xxh3
         else:
             unknown[name] = "is not kept before the recording is closed"
     return KnownState(known, checksums, unknown)
@@ -201,7 +261,14 @@ def known_states(run: Run) -> list[tuple[int, Mapping[str, Tensor]]]:
         kept = [place for place, (steps, _) in enumerate(found) if steps < run.steps]
         found, stale = [*(found[place] for place in kept), (run.steps, values)], [stale[place] for place in kept]
         stale.append(())
-    changing = {name for _, values in found for name in values}
+    if divided := _divided_state(run):
+        joined = known_state(run)
+        for steps, values in found:
+            for name in divided & values.keys():
+                del values[name]
+                if joined is not None and steps == run.steps and name in joined.values:
+                    values[name] = joined.values[name]
+    changing = {name for _, values in found for name in values} - divided
     start = {name: tensor for name, tensor in _read_tensors(run, FROZEN).items() if name in changing}
     for (_, values), too_large in zip(found, stale, strict=True):
         for name in start.keys() - values.keys() - set(too_large):
@@ -263,7 +330,7 @@ class _Restoring:
         if value is not None and live.tensor.dtype != value.dtype:
             live_value = live.tensor.to(value.dtype)
             return "" if digest(live_value) == mark else "differs from the kept values"
-        return "" if digest(live.tensor) == mark else "differs from the checksum that the run keeps"
+        return "" if _fits(live.tensor, mark) else "differs from the checksum that the run keeps"
 
     @without_gradients
     def _put(self, name: str, value: Tensor) -> str:

@@ -41,6 +41,8 @@ EXACT_DTYPES = ("float32", "float64")
 """The dtypes of parameters that are rebuilt; others are recorded with keys only."""
 MAX_INDEX = 999_999
 """The largest number of a shard: file names have six digits."""
+_OWN_ROWS = (INITIAL, FINAL, FROZEN, UNCOVERED)
+"""The files that may hold rows of what is divided among processes."""
 _OWN_FILES = (INITIAL, FINAL, FROZEN, UNCOVERED, STARTING)
 _ATTACHED = re.compile(r"media/([a-z]+)\.(safetensors|json)")
 
@@ -107,7 +109,7 @@ def _file_problems(manifest: "Manifest") -> Iterator[str]:
             yield f"{name!r} lies at {entry.at!r}; expected a name after its content"
     if manifest.rank:
         for name in manifest.files:
-            if not name.startswith(SHARES) and not (manifest.divided and name in (INITIAL, FINAL)):
+            if not name.startswith(SHARES) and not (manifest.divided and name in _OWN_ROWS):
                 yield f"'files' of process {manifest.rank} lists {name!r}, which process 0 has"
         return
     if INITIAL not in manifest.files:

@@ -48,7 +48,7 @@ PUBLISH_ATTEMPTS = 3  # at an upload whose connection was lost, each with obstor
 MAX_CONNECTIONS = 16  # requests side by side
 MAX_WHOLE_BYTES = 8 << 20  # a blob up to this size is read at once where it is read as a file
 FILE_BUFFER_BYTES = 1 << 20  # of larger blobs that are read as files
-PUT_MARK = "dualform-put"  # metadata that names one put, so that a lost answer to it can be found out
+PUT_MARK = "dualformput"  # metadata that names one put, to find out what a lost answer said; Azure takes no hyphen
 
 T = TypeVar("T")
 

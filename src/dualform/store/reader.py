@@ -149,6 +149,11 @@ class Run(PatternSource):
             rows=rows,
         )
 
+    def last_others(self) -> "list[Run]":
+        """Return the runs of the processes after the first that recorded the last steps."""
+        count = self.published.processes[-1][1] if self.others else 1
+        return [one for one in self.others[: count - 1] if one is not None]
+
     def all_shards(self) -> list[Shard]:
         """Return the shards of all processes."""
         return [*self.shards, *(shard for one in self.others if one is not None for shard in one.shards)]
@@ -326,8 +331,7 @@ class Run(PatternSource):
 
     def _parameter_files(self, name: str) -> list[TensorFile]:
         """Return the file of process 0 with parameters, and those of processes that keep rows of them."""
-        recorded_last = self.published.processes[-1][1] if self.others else 1
-        theirs = self.others[: recorded_last - 1] if name == FINAL else self.others
+        theirs = self.last_others() if name == FINAL else self.others
         others = [one for one in theirs if one is not None and name in one.published.files]
         return [TensorFile(Blob(self.blobs, name)), *(TensorFile(Blob(one.blobs, name)) for one in others)]
 

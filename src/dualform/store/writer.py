@@ -171,7 +171,8 @@ class DiskWriter:
             marker=None if self._training is None else ParameterMarker(),
             rank=self.rank,
         )
-        self._keeper = StateKeeper(None if self.rank else start.state)
+        kept = start.state if start.divided or not self.rank else None
+        self._keeper = StateKeeper(kept, divided_only=self.rank > 0)
         steps = 0
         try:
             self.place.make_ready()
@@ -332,7 +333,8 @@ class DiskWriter:
                 self._shards.check_alone()
                 if self.rank:
                     files = self._shards.manifest.files | self._publish_rows(FINAL, final)
-                    self._shards.publish_manifest(closed=True, files=files)
+                    state, more = self._keeper.finish(self.place, self._shards.manifest.uncovered_state)
+                    self._shards.publish_manifest(closed=True, files=files | more, uncovered_state=state)
                     return
                 entry = publish_tensors(self.blobs, FINAL, final)
                 state, files = self._keeper.finish(self.blobs, self._shards.manifest.uncovered_state)
@@ -520,12 +522,18 @@ class DiskWriter:
         if self.place.size(MANIFEST) is None:
             self.place.remove_unpublished()
             files = self._publish_rows(INITIAL, _start_tensors(start)) if not step and self._begins(start) else {}
-            self._shards.publish_manifest(files=files)
+            self._publish_divided_state(files)
             return step
         pooled = self._shards.continue_from(*join_at(self.place, self._shards.manifest, step))
         self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
         self._columns = dict(self._shards.manifest.columns)
+        self._publish_divided_state(self._shards.manifest.files)
         return step
+
+    def _publish_divided_state(self, files: Mapping[str, FileEntry]) -> None:
+        """Publish the manifest of a process after the first, with its files and what it keeps of divided state."""
+        state, more = self._keeper.begin(self.place)
+        self._shards.publish_manifest(files={**files, **more}, uncovered_state=state)
 
     def _begins(self, start: Start) -> bool:
         """Say whether the first rows of divided parameters, which process 0 has, are those of as many processes."""

@@ -1,5 +1,6 @@
 """Adam and its relatives: weights, masks, horizons, contributions and replays against live training and dense loops."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dualform.errors import QueryError, ResumeError
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.elementwise import ElementwiseKind
 from dualform.identity.families.optimizer_replay import OptimizerReplay, Share
+from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
 from helpers.folds import folded
 from helpers.loops import state
@@ -35,7 +37,7 @@ SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adagrad, filled": (torch.optim.Adagrad, {"lr": 3e-2, "initial_accumulator_value": 0.1}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0, "weight_decay": 0.01}),
 }
-STEPS = 40
+STEPS = 30
 WITHIN = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -51,7 +53,7 @@ def batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    folder: Path,
+    folder: Path | MemoryBlobs,
     optimizer_type: type[torch.optim.Optimizer],
     settings: dict[str, Any],
     *,
@@ -79,12 +81,19 @@ def train(
     return model, checkpoints
 
 
+@functools.cache
+def trained(name: str, dtype: torch.dtype) -> tuple[dualform.Memory, nn.Sequential, dict[int, dict[str, Tensor]]]:
+    """Train with all tricks, once for several tests; return the memory, the model, and its state after each step."""
+    blobs = MemoryBlobs()
+    model, checkpoints = train(blobs, *SETTINGS[name], dtype=dtype)
+    return dualform.open(blobs), model, checkpoints
+
+
 @pytest.mark.mostly_slow(fast=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_weights_outputs_and_horizons(run: Path, name: str, dtype: torch.dtype) -> None:
-    model, checkpoints = train(run, *SETTINGS[name], dtype=dtype)
-    memory = dualform.open(run)
+def test_weights_outputs_and_horizons(name: str, dtype: torch.dtype) -> None:
+    memory, model, checkpoints = trained(name, dtype)
     found = memory.verify(model)
     assert found.passed
     assert all((layer.error or 0) <= WITHIN[dtype] for layer in found.layers)
@@ -98,9 +107,8 @@ def test_weights_outputs_and_horizons(run: Path, name: str, dtype: torch.dtype) 
 
 @pytest.mark.mostly_slow(fast=3)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_shares_add_up_and_contributions_are_what_they_sum_to(run: Path, name: str) -> None:
-    model, _ = train(run, *SETTINGS[name])
-    memory = dualform.open(run)
+def test_shares_add_up_and_contributions_are_what_they_sum_to(name: str) -> None:
+    memory, model, _ = trained(name, torch.float64)
     chosen, rest, whole = (m.shares() for m in (memory.where(label=[1]), memory.without(label=[1]), memory))
     for parameter, share in whole.items():
         torch.testing.assert_close(chosen[parameter] + rest[parameter], share, rtol=1e-9, atol=1e-12)
@@ -286,7 +294,7 @@ def test_small_rates_over_many_steps_in_float32(
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
     optimizer = optimizer_type(model.parameters(), **settings)
     with dualform.record(model, optimizer, run):
-        for step in range(1500):
+        for step in range(600):
             inputs, labels = batch(step % 50, torch.float32)
             optimizer.zero_grad()
             functional.cross_entropy(model(inputs), labels).backward()

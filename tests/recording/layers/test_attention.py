@@ -91,7 +91,7 @@ def inputs(case: Case, dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, dtype: torch.dtype, steps: int = 30) -> None:
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, dtype: torch.dtype, steps: int = 16) -> None:
     for step in range(steps):
         torch.manual_seed(step)
         optimizer.zero_grad()

@@ -48,6 +48,9 @@ def test_patches_times_kernel_are_the_output(name: str) -> None:
     torch.testing.assert_close(kind.keys(conv, inputs[0]), patches[:1], rtol=0, atol=0)
 
 
+STEPS = 24  # of which checks see all of the first 20, and some of the others
+
+
 @pytest.mark.mostly_slow(fast=4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -61,7 +64,7 @@ def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.
     steps = OPTIMIZERS[optimizer](model)
     middle: dict[str, Tensor] = {}
     with dualform.record(model, steps, run, strict=True) as recorder:
-        for step in range(60):
+        for step in range(STEPS):
             batch = torch.randn(4, 4, *size, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
             labels = batch.flatten(1)[:, :3].argmax(1)
             recorder.annotate(label=labels, half=step % 2)
@@ -69,13 +72,13 @@ def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.
             functional.cross_entropy(model(batch.to(dtype)), labels).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             steps.step()
-            if step == 29:
+            if step == STEPS // 2 - 1:
                 middle = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     memory = dualform.open(run)
     found = memory.verify(model)
     assert found.passed
     assert all((layer.error or 0) <= (1e-5 if dtype == torch.float32 else 1e-12) for layer in found.layers)
-    assert memory.at(step=30).verify(middle).passed
+    assert memory.at(step=STEPS // 2).verify(middle).passed
     layer = memory.attend(model, inputs)["0"]
     kind = find_kind(model[0])
     assert kind is not None
@@ -91,7 +94,7 @@ def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.
         masked.get_parameter("0.weight"), memory.where(half=0).weights()["0.weight"], rtol=0, atol=0
     )
     rows = memory.patterns("0").to_pydict()
-    assert len(rows["row"]) == 60 * live[..., 0].numel()
+    assert len(rows["row"]) == STEPS * live[..., 0].numel()
     assert max(rows["row"]) == 3
     assert max(rows["position"]) == live[0, ..., 0].numel() - 1
 

@@ -66,13 +66,17 @@ def test_a_call_gives_the_same_values_first_and_later() -> None:
     assert torch.equal(values[0], values[1])
 
 
-@pytest.mark.parametrize("what", ["gates", "hidden", "cell"])
+@pytest.mark.parametrize("what", ["gates", "hidden", "cell", "states"])
 def test_a_workspace_that_was_written_to_is_not_read(what: str) -> None:
     LSTM().errors(*called(SHAPES[0])[:3])
     weights, ran, outer, memory = called(SHAPES[0], seed=1)
     layout = LSTM.layouts[(*ran.keys.shape, weights.units)]
     assert layout is not None
-    memory[getattr(layout, what).begin :] *= 1.01
+    place = getattr(layout, what)
+    if place is None:
+        pytest.skip("this torch keeps no cell states that can be read")
+    stop = layout.hidden.begin if layout.hidden.begin > place.begin and what == "states" else len(memory)
+    memory[place.begin : stop] *= 1.01
     assert torch.equal(LSTM().errors(weights, ran, outer), LSTM().computed_errors(weights, ran, outer))
 
 
@@ -150,8 +154,8 @@ def test_places_are_found_by_their_numbers_alone() -> None:
     memory = torch.zeros(4 * 1024)
     wanted = torch.randn(3, 2, 10)
     memory[1024:].as_strided((3, 2, 10), (26, 13, 1), 1024).copy_(wanted)
-    layout = find_layout(memory, wanted, wanted, wanted)
+    layout = find_layout(memory, wanted, wanted, wanted, wanted)
     assert layout is not None
     assert (layout.cell.begin, layout.cell.row) == (1024, 13)
-    assert find_layout(memory, wanted, wanted, wanted + 1) is None
+    assert find_layout(memory, wanted, wanted, wanted + 1, wanted) is None
     assert not is_near(torch.zeros(3), torch.zeros(3))

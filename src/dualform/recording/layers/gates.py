@@ -140,7 +140,10 @@ class LSTM(Cell):
         t = len(ran.keys) // 2
         gates = self._gates(weights, ran.keys[t : t + 1])[0]
         before = found.values[t].flatten(1) @ weights.hidden
-        return found.values.flatten(2) if is_near(found.gates[t], gates) and is_near(found.hidden[t], before) else None
+        i, f, g, _ = found.gates[t].unbind(1)
+        after = torch.addcmul(i * g, f, found.states[t])
+        pairs = (found.gates[t], gates), (found.hidden[t], before), (found.states[t + 1], after)
+        return found.values.flatten(2) if all(is_near(*pair) for pair in pairs) else None
 
     def _gates(self, weights: Weights, keys: Tensor) -> Tensor:
         """Compute the gates, (T, B, 4, H)."""
@@ -156,13 +159,14 @@ class LSTM(Cell):
         assert outer.cell is not None, "an LSTM has a last cell state"
         gates = self._gates(weights, ran.keys)
         i, f, g, o = gates.unbind(2)
-        bent = torch.tanh(cell_states(i, f, g, ran.cell)[1:])
+        states = cell_states(i, f, g, ran.cell)
+        bent = torch.tanh(states[1:])
         hidden = torch.cat([values @ weights.hidden, outer.hidden[None]])  # (T + 1, B, H)
         into_cell = tanh_slope((outer.outputs + hidden[1:]) * o, bent, bent)
         cell = [outer.cell]
         for t in reversed(range(len(f))):
             cell.append((cell[-1] + into_cell[t]) * f[t])
-        return find_layout(memory, gates.flatten(2), hidden, torch.stack(cell[::-1]))
+        return find_layout(memory, gates.flatten(2), hidden, torch.stack(cell[::-1]), states)
 
     def computed_errors(self, weights: Weights, ran: Ran, outer: Outer) -> Tensor:
         """Compute the gates again, and go back through the cell states and hidden states."""

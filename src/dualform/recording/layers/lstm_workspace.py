@@ -1,9 +1,9 @@
 """The workspace of oneDNN's LSTM: the gates and the errors of a call, which the training itself has computed.
 
-On a CPU torch runs an LSTM in float32 by oneDNN. Its forward keeps the gates in a workspace, and its backward writes
-the errors that go from each time step to the one before into the same memory. With both, the errors at the gates are a
-few elementwise products. Without them the gates have to be computed again and the errors followed back step by step
-(`dualform.recording.layers.gates`), which takes nearly as long as training.
+On a CPU torch runs an LSTM in float32 by oneDNN. Its forward keeps the gates and cell states in a workspace, and its
+backward writes the errors that go from each time step to the one before into the same memory. With all of them, the
+errors at the gates are a few elementwise products. Without them the gates have to be computed again and the errors
+followed back step by step (`dualform.recording.layers.gates`), which takes nearly as long as training.
 
 The layout of the workspace is documented nowhere, so nothing here relies on it unseen. The first call of each shape is
 computed in full, and the layout is found by looking for the computed numbers in the workspace. Every later call is
@@ -86,25 +86,29 @@ class Layout:
         gates: of the gates (T, B, 4H), behind their nonlinearities.
         hidden: of the errors at the hidden states before each step and at the end, (T + 1, B, H).
         cell: the same of the cell states.
+        states: of the cell states after every step but the last, (T - 1, B, H); None where they have to be computed.
     """
 
     gates: Place
     hidden: Place
     cell: Place
+    states: Place | None = None
 
 
-def find_layout(memory: Tensor, gates: Tensor, hidden: Tensor, cell: Tensor) -> Layout | None:
-    """Return where a workspace holds arrays that were computed; None where it does not hold them all.
+def find_layout(memory: Tensor, gates: Tensor, hidden: Tensor, cell: Tensor, states: Tensor) -> Layout | None:
+    """Return where a workspace holds arrays that were computed; None where it does not hold all but the last.
 
     Args:
         memory: the workspace after the backward.
         gates: (T, B, 4H), behind their nonlinearities.
         hidden: (T + 1, B, H), the errors at the hidden states before each step and at the end.
         cell: (T + 1, B, H), the same at the cell states.
+        states: (T + 1, B, H), the cell states before each step and at the end.
     """
-    places = [_find(memory, wanted) for wanted in (gates, hidden, cell)]
-    found = [place for place in places if place is not None]
-    return Layout(*found) if len(found) == len(places) else None
+    of_gates, of_hidden, of_cell = (_find(memory, wanted) for wanted in (gates, hidden, cell))
+    if of_gates is None or of_hidden is None or of_cell is None:
+        return None
+    return Layout(of_gates, of_hidden, of_cell, _find(memory, states[1:-1]) if len(states) > 2 else None)
 
 
 def _find(memory: Tensor, wanted: Tensor) -> Place | None:
@@ -136,11 +140,13 @@ class FoundErrors:
         gates: (T, B, 4, H), behind their nonlinearities.
         hidden: (T + 1, B, H), the errors at the hidden states before each step and at the end.
         values: (T, B, 4, H), the errors at the gates.
+        states: (T + 1, B, H), the cell states before each step and at the end.
     """
 
     gates: Tensor
     hidden: Tensor
     values: Tensor
+    states: Tensor
 
 
 def errors_in(memory: Tensor, layout: Layout, outputs: Tensor, first: Tensor) -> FoundErrors | None:
@@ -160,7 +166,8 @@ def errors_in(memory: Tensor, layout: Layout, outputs: Tensor, first: Tensor) ->
         return None
     gates = joined.unflatten(2, (4, units))
     i, f, g, o = gates.unbind(2)
-    cells = cell_states(i, f, g, first)
+    between = steps - 1, rows, units
+    cells = cell_states(i, f, g, first, None if layout.states is None else layout.states.view(memory, between))
     bent = torch.tanh(cells[1:])
     now = outputs + hidden[1:]
     values = new_rows(gates.shape, first)
@@ -171,13 +178,25 @@ def errors_in(memory: Tensor, layout: Layout, outputs: Tensor, first: Tensor) ->
     sigmoid_slope(torch.mul(inside, g, out=product), i, into_i)
     sigmoid_slope(torch.mul(inside, cells[:-1], out=product), f, into_f)
     tanh_slope(torch.mul(inside, i, out=product), g, into_g)
-    return FoundErrors(gates, hidden, values)
+    return FoundErrors(gates, hidden, values, cells)
 
 
-def cell_states(i: Tensor, f: Tensor, g: Tensor, first: Tensor) -> Tensor:
-    """Return the cell states before each step and after the last, (T + 1, B, H), from gates (T, B, H) each."""
+def cell_states(i: Tensor, f: Tensor, g: Tensor, first: Tensor, between: Tensor | None = None) -> Tensor:
+    """Return the cell states before each step and after the last, (T + 1, B, H).
+
+    Args:
+        i: (T, B, H), a gate, as are the others.
+        f: the gate that keeps the state before.
+        g: the gate that is added.
+        first: (B, H), the state before the first step.
+        between: (T - 1, B, H), the states after all steps but the last; nothing where they have to be computed.
+    """
     cells = new_rows((len(i) + 1, *first.shape), first)
     cells[0] = first
+    if between is not None:
+        cells[1:-1].copy_(between)
+        torch.mul(i[-1], g[-1], out=cells[-1]).addcmul_(f[-1], cells[-2])
+        return cells
     states, forgetting = cells.unbind(0), f.unbind(0)
     torch.mul(i, g, out=cells[1:])
     for t, state in enumerate(states[1:]):
