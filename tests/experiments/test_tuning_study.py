@@ -29,7 +29,7 @@ def test_unrolled_effects_foretell_the_same_run(tmp_path: Path, monkeypatch: pyt
     assert scores["unrolled effects"] > 0.9
     assert scores["unrolled effects"] > scores["unrolled, samples shuffled"] + 0.3
     assert found["cases"][0]["change"]["0.1 slope"] == pytest.approx(1.0, abs=0.3)
-    assert reproduce_tuning(TINY, tmp_path / "study", seed=0) == found
+    assert reproduce_tuning(TINY, tmp_path / "study", seed=0)["cases"] == found["cases"]
     table, change, cost = summarise_tuning([found])
     assert table.columns[1:3] == ("unrolled effects", "effects")
     assert change.rows[0][0] == "digits: 10% out"
