@@ -16,7 +16,7 @@ from dualform.attend.answers import Effects
 from dualform.attend.spotlight import Spotlight
 from dualform.effects import unrolled as unrolled_steps
 from dualform.effects.unrolled import Adjoint
-from dualform.engine.walk_back import GroupUpdate, TakenStep
+from dualform.engine.walk_back import GroupUpdate, RetracedStep
 from dualform.errors import QueryError, SelectionError
 from dualform.recording.keep import Patterns, Steps
 from dualform.replaying.restartable import Restartable
@@ -336,7 +336,7 @@ def test_columns_with_several_values_in_a_sample_are_refused() -> None:
 def test_changes_beside_the_optimizer_are_seen() -> None:
     """The recording itself refuses them; a state that is changed between the last step and the next is one as well."""
     parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    step = TakenStep(
+    step = RetracedStep(
         number=4,
         names=["w"],
         parameters=[parameter],

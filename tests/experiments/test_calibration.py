@@ -14,7 +14,7 @@ import dualform
 from dualform import cli
 from dualform.attend.answers import Effects
 from dualform.errors import QueryError, ReplayError
-from dualform.experiments.calibration import calibrate_effects, compare, score_of, slope_of
+from dualform.experiments.calibration import calibrate_effects, compare_with_retrainings, score_of, slope_of
 from dualform.opening import retraining_of
 
 SAMPLES, TESTS = 40, 12
@@ -131,7 +131,7 @@ def test_slope_and_score_of_known_predictions() -> None:
     values = torch.randn(5, 30, generator=generator, dtype=torch.float64)
     members = (torch.rand(12, 30, generator=generator) < 0.5).double()
     effects = Effects(("0",), "margin", ("sample",), tuple(range(30)), values, {})
-    found = compare(effects, members, 3 + 0.25 * members @ values.T)
+    found = compare_with_retrainings(effects, members, 3 + 0.25 * members @ values.T)
     assert list(found.slope) == pytest.approx([0.25, 0.0], abs=1e-6)
     assert found.lds[0] == pytest.approx(1.0)
     assert found.cautions == (
@@ -139,8 +139,8 @@ def test_slope_and_score_of_known_predictions() -> None:
         "trust their order, not their size",
     )
     noise = torch.randn(12, 5, generator=generator, dtype=torch.float64)
-    assert "hardly predicted" in compare(effects, members, noise).cautions[0]
-    assert compare(effects, members, members @ values.T + 0.1 * noise).cautions == ()
+    assert "hardly predicted" in compare_with_retrainings(effects, members, noise).cautions[0]
+    assert compare_with_retrainings(effects, members, members @ values.T + 0.1 * noise).cautions == ()
 
 
 @pytest.mark.parametrize(

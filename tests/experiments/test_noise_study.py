@@ -62,7 +62,7 @@ def test_average_precision_of_a_perfect_and_of_a_reversed_ranking() -> None:
 @pytest.mark.skipif(not ekfac_is_installed(), reason="kronfluence is not installed")
 def test_ekfac_has_the_sign_of_effects() -> None:
     data = plant_wrong_labels(TINY, seed=0)
-    model = noise_study.train_plainly(TINY, data.inputs, data.labels, seed=0)
+    model = noise_study.train_unrecorded(TINY, data.inputs, data.labels, seed=0)
     train = (data.inputs, data.labels)
     (found,) = find_ekfac_effects(model, train, train, "loss", dampings=(None,)).values()
     assert float((found.diagonal() < 0).double().mean()) > 0.95  # training on a sample lowers its own loss

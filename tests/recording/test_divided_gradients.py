@@ -6,7 +6,7 @@ import torch
 
 from dualform.recording.divided_gradients import (
     HALF_REDUCED,
-    JoinedRows,
+    ReducedRows,
     RowHistory,
     RowSeries,
     RowSums,
@@ -35,7 +35,7 @@ def series_of(reductions: list[int], *, clip: float = 1.0, factor: float = 1 / S
         if micro in reductions:
             reduced, own = reduced + factor * own, np.zeros(COUNT)
     noisy = torch.from_numpy(clip * reduced + noise * generator.normal(size=COUNT))
-    rows = JoinedRows(np.array(before), np.array(gone), GradientSample(noisy, norm=noisy.norm()))
+    rows = ReducedRows(np.array(before), np.array(gone), GradientSample(noisy, norm=noisy.norm()))
     lengths = np.linalg.norm(samples, axis=1)
     return RowSeries(list(range(micros)), np.array(samples), lengths, np.array(unchanged), rows, 3)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.attend.answers import GroupTotals, LookedUpColumns, Ranking
 from dualform.attend.groups import Grouping, Table
-from dualform.attend.questions import Per, Plan, Top, Totals, side_by_side
+from dualform.attend.questions import Per, Plan, Top, Totals, answer_side_by_side
 from dualform.attend.sums import LayerSums, apply_uses
 from dualform.binning import By
 from dualform.effects.layer_effects import LayerEffects
@@ -115,7 +115,7 @@ class LayerPlans:
         plans: list[Plan[Any]] = [self.sums.plan_starts()]
         if self.table.count(self.name):
             plans.append(self.contribution_totals(None))
-        starts, *totals = yield from side_by_side(plans)
+        starts, *totals = yield from answer_side_by_side(plans)
         total = apply_uses(starts, self.queries)
         for one in totals:
             total = total + one[:, 0]

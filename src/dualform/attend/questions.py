@@ -48,7 +48,7 @@ Question = Totals | Top
 
 def answer_all(source: PatternSource, executor: Executor, plans: Sequence[Plan[Any]]) -> list[Any]:
     """Carry out plans side by side: the jobs that they need at the same time are run together."""
-    whole = side_by_side(plans)
+    whole = answer_side_by_side(plans)
     results: list[Any] | None = None
     while True:
         try:
@@ -59,7 +59,7 @@ def answer_all(source: PatternSource, executor: Executor, plans: Sequence[Plan[A
         results = executor.run(source, jobs)
 
 
-def side_by_side(plans: Sequence[Plan[Any]]) -> Plan[list[Any]]:
+def answer_side_by_side(plans: Sequence[Plan[Any]]) -> Plan[list[Any]]:
     """Return the plan of several plans: the jobs that they need at the same time come together."""
     answers: dict[int, Any] = {}
     running: dict[int, tuple[Plan[Any], list[Job]]] = {}

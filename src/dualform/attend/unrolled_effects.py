@@ -15,7 +15,7 @@ from dualform.binning import Bins, By, bin_edges, grouping_columns, label_order
 from dualform.effects.output_gradients import quantity_of_batch
 from dualform.effects.unrolled import Adjoint, pull_back
 from dualform.engine.model_layers import move
-from dualform.engine.walk_back import TakenStep
+from dualform.engine.walk_back import RetracedStep
 from dualform.errors import QueryError, SelectionError
 from dualform.modes import evaluation_copy
 from dualform.recording.watch import plain_name
@@ -107,7 +107,7 @@ class _Walk:
         assert self._adjoint is not None, "a walk has at least one step"
         return max(self._adjoint.gradient_error, self._adjoint.step_error)
 
-    def visit(self, step: TakenStep) -> None:
+    def visit(self, step: RetracedStep) -> None:
         """Go back over one step."""
         if self._adjoint is None:
             self._adjoint = self._begin(step)
@@ -120,7 +120,7 @@ class _Walk:
         for row, label in enumerate(_labels(step, self._parts, found.shape[1])):
             self.totals[label] = self.totals.get(label, 0.0) + found[:, row]
 
-    def _begin(self, step: TakenStep) -> Adjoint:
+    def _begin(self, step: RetracedStep) -> Adjoint:
         """Return the gradients of the quantities at the end of the training, by the parameters that were trained."""
         model = evaluation_copy(self._asked.model)
         mine = {plain_name(name): parameter for name, parameter in model.named_parameters()}
@@ -200,13 +200,13 @@ def _state_bytes(state: Mapping[str, Any]) -> int:
     return sum(entry.nbytes for entry in state.values() if isinstance(entry, Tensor))
 
 
-def _labels(step: TakenStep, parts: Sequence[str | Bins], rows: int) -> list[Any]:
+def _labels(step: RetracedStep, parts: Sequence[str | Bins], rows: int) -> list[Any]:
     """Return the group of each row of a step's batch."""
     columns = [_values(step, part, rows) for part in parts]
     return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
 
-def _values(step: TakenStep, part: str | Bins, rows: int) -> list[Any]:
+def _values(step: RetracedStep, part: str | Bins, rows: int) -> list[Any]:
     """Return the value of one column in each row of a step's batch."""
     name = part.column if isinstance(part, Bins) else part
     if name == STEP:

@@ -114,14 +114,14 @@ def evaluate_command(
 def _calibrate(run: str, retrainings: int, *, train: str | None, trust: bool, json: bool) -> None:
     """Compare the effects of a run with retrainings of its own training."""
     from dualform.attend.answers import EFFECT_NOTE
-    from dualform.experiments.calibration import as_row, calibrate_effects
+    from dualform.experiments.calibration import calibrate_effects, calibration_row
     from dualform.opening import retraining_of
     from dualform.show.terminal_tables import console, print_json
 
     memory = open_view(run, train=train, trust=trust)
     found = calibrate_effects(memory, retraining_of(run, training_named(train), trust=trust), retrainings=retrainings)
     if json:
-        print_json({**as_row(found), "note": EFFECT_NOTE})
+        print_json({**calibration_row(found), "note": EFFECT_NOTE})
         return
     screen = console()
     for line in [*found.lines(), EFFECT_NOTE]:

@@ -156,7 +156,7 @@ def estimate_command(
     import torch
 
     from dualform.experiments.cost_page import cost_page
-    from dualform.show.costs import cost_table, costs
+    from dualform.show.costs import cost_table, keeping_costs
     from dualform.show.model_loading import make_model
     from dualform.show.terminal_tables import print_json
 
@@ -169,7 +169,7 @@ def estimate_command(
     inputs = torch.zeros(sizes, dtype=torch.float32 if tokens is None else torch.int64)
     network = make_model(model)
     try:
-        found = costs(network, inputs, steps=steps, groups=groups)
+        found = keeping_costs(network, inputs, steps=steps, groups=groups)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, DualformError):
             raise

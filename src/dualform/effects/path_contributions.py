@@ -23,7 +23,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from dualform.effects.path_probe import PathProbe, State
-from dualform.effects.path_samples import between
+from dualform.effects.path_samples import interpolate
 from dualform.effects.path_shares import PathFollowing, PathShares, takes_decay
 from dualform.effects.path_walk import PathParts, PathSettings, PathWalk
 from dualform.engine.jobs import Fold
@@ -92,7 +92,7 @@ def _tensor_between(known: Sequence[tuple[int, Tensor]], steps: int) -> Tensor:
     if not after or not before:
         return (after[0] if after else before[-1])[1]
     (early, first), (late, last) = before[-1], after[0]
-    return between({"": first}, {"": last}, (steps - early) / (late - early))[""]
+    return interpolate({"": first}, {"": last}, (steps - early) / (late - early))[""]
 
 
 def path_fold(

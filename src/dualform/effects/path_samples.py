@@ -78,7 +78,7 @@ def nodes_of(points: int) -> list[tuple[float, float]]:
     return [(float(node), float(weight)) for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True)]
 
 
-def between(start: State, end: State, at: float) -> dict[str, Tensor]:
+def interpolate(start: State, end: State, at: float) -> dict[str, Tensor]:
     """Return tensors at a point between two ends; whole numbers are those of the later end."""
     return {
         name: torch.lerp(tensor, end[name], at) if tensor.is_floating_point() else end[name]
@@ -142,7 +142,7 @@ def _mean_rows(
     states = state_at(segment.start), state_at(segment.end)
     found = []
     for at, weight in nodes_of(segment.points):
-        probe.put(between(*weights, at), between(*states, at))
+        probe.put(interpolate(*weights, at), interpolate(*states, at))
         found += [
             UnitRows(rows.layer, rows.keys, rows.values * weight, rows.units)
             for batch in probe.rows()

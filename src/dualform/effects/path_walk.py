@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.effects.path_probe import PathProbe, State
-from dualform.effects.path_samples import Segment, between, nodes_of
+from dualform.effects.path_samples import Segment, interpolate, nodes_of
 
 MOST_POINTS = 8
 SHRINK_ABOVE = 0.75
@@ -275,7 +275,7 @@ class PathWalk:
         """Return the parts of one chord, (U, G + 3, L)."""
         total: Tensor | None = None
         for at, weight in nodes_of(self._points):
-            self._probe.put(between(start.weights, end.weights, at), between(start.state, end.state, at))
+            self._probe.put(interpolate(start.weights, end.weights, at), interpolate(start.state, end.state, at))
             found = self._probe.products(changes) * weight
             total = found if total is None else total + found
         assert total is not None, "there is at least one point"

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Optimizer
 
-from dualform.engine.walk_back import GroupUpdate, ParameterState, TakenStep
+from dualform.engine.walk_back import GroupUpdate, ParameterState, RetracedStep
 from dualform.errors import QueryError
 from dualform.torch_modes import with_gradients
 
@@ -77,7 +77,7 @@ class Adjoint:
         return cls(list(gradients), [{} for _ in gradients])
 
     @with_gradients
-    def step_back(self, step: TakenStep) -> Tensor:
+    def step_back(self, step: RetracedStep) -> Tensor:
         """Go back over one step, and return the derivative of each quantity by the weight of each sample, (M, B)."""
         self._require_same_buffers(step)
         with _second_derivatives():
@@ -95,7 +95,7 @@ class Adjoint:
             self.parameters[place] = self.parameters[place] + more
         return found[-1]
 
-    def _batch_gradients(self, step: TakenStep) -> tuple[Tensor, dict[int, Tensor], list[int]]:
+    def _batch_gradients(self, step: RetracedStep) -> tuple[Tensor, dict[int, Tensor], list[int]]:
         """Return the samples' weights, and the gradients of the weighted loss with a graph, by place."""
         losses = step.losses()
         if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.is_floating_point():
@@ -121,7 +121,7 @@ class Adjoint:
             gradients = _clipped(gradients, step.max_norm)
         return weights, gradients, taken
 
-    def _require_same_gradients(self, step: TakenStep, gradients: Mapping[int, Tensor]) -> None:
+    def _require_same_gradients(self, step: RetracedStep, gradients: Mapping[int, Tensor]) -> None:
         """Raise unless the gradients of the losses are those that the optimizer took."""
         taken = {place: step.gradients[place] for place in gradients}
         norms = {place: float(one.double().norm()) for place, one in taken.items() if one is not None}
@@ -150,7 +150,7 @@ class Adjoint:
             "clip_grad_norm_ holds the gradient to is given as Restartable(max_norm=...)."
         )
 
-    def _through_update(self, step: TakenStep) -> list[Tensor]:
+    def _through_update(self, step: RetracedStep) -> list[Tensor]:
         """Pull the adjoint back through the optimizer; return what it makes of the gradients, (M, ...) for each."""
         by_gradient = [torch.zeros_like(one) for one in self.parameters]
         for update in step.updates:
@@ -159,7 +159,7 @@ class Adjoint:
         return by_gradient
 
     def _through_group(
-        self, step: TakenStep, update: GroupUpdate, places: Sequence[int], by_gradient: list[Tensor]
+        self, step: RetracedStep, update: GroupUpdate, places: Sequence[int], by_gradient: list[Tensor]
     ) -> None:
         """Pull the adjoint of some parameters back through their optimizer's step."""
         parameters = [_leaf(step.parameters[place]) for place in places]
@@ -184,7 +184,7 @@ class Adjoint:
 
     def _require_same_step(
         self,
-        step: TakenStep,
+        step: RetracedStep,
         places: Sequence[int],
         moved: Sequence[Tensor],
         left: Sequence[Mapping[str, Tensor]],
@@ -209,7 +209,7 @@ class Adjoint:
                         "state nothing but the optimizer changes."
                     )
 
-    def _require_same_buffers(self, step: TakenStep) -> None:
+    def _require_same_buffers(self, step: RetracedStep) -> None:
         """Raise where a buffer changes while the model trains: it carries something on that is not differentiated."""
         for name, buffer in step.buffers.items():
             if name in self._buffers and not torch.equal(self._buffers[name], buffer):
@@ -328,7 +328,7 @@ def _clipped(gradients: Mapping[int, Tensor], max_norm: float) -> dict[int, Tens
     return {place: one * factor for place, one in gradients.items()}
 
 
-def _by_freshness(update: GroupUpdate, step: TakenStep) -> Iterator[list[int]]:
+def _by_freshness(update: GroupUpdate, step: RetracedStep) -> Iterator[list[int]]:
     """Yield the group's parameters that took a gradient: those without any state before the step, then the others."""
     require_differentiable(update.optimizer)
     taken = [place for place in update.places if step.gradients[place] is not None]
@@ -349,7 +349,7 @@ def require_differentiable(optimizer: type[Optimizer]) -> None:
         )
 
 
-def _taken(step: TakenStep, place: int) -> Tensor:
+def _taken(step: RetracedStep, place: int) -> Tensor:
     found = step.gradients[place]
     assert found is not None, "only parameters that took a gradient are asked for it"
     return found
@@ -395,7 +395,7 @@ def _second_derivatives() -> Iterator[None]:
         yield
 
 
-def _named_errors(step: TakenStep, call: Any) -> list[Tensor]:
+def _named_errors(step: RetracedStep, call: Any) -> list[Tensor]:
     """Call, and say by name where an operation of the model has no second derivative."""
     try:
         found: list[Tensor] = call()

@@ -31,7 +31,7 @@ class GroupUpdate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TakenStep:
+class RetracedStep:
     """One step of a training, put back to what it was just before the step.
 
     Attributes:
@@ -64,5 +64,5 @@ class TakenStep:
     max_norm: float | None
 
 
-VisitStep = Callable[[TakenStep], None]
+VisitStep = Callable[[RetracedStep], None]
 """Looks at a step while the training is put back to it."""

@@ -111,10 +111,10 @@ def calibrate_effects(
     members = torch.zeros(retrainings, len(place), dtype=torch.float64)
     for row, half in zip(members, halves, strict=True):
         row[[place[sample] for sample in half.tolist()]] = 1.0
-    return compare(effects, members, torch.stack(margins).double())
+    return compare_with_retrainings(effects, members, torch.stack(margins).double())
 
 
-def compare(effects: Effects, members: Tensor, actual: Tensor) -> Calibration:
+def compare_with_retrainings(effects: Effects, members: Tensor, actual: Tensor) -> Calibration:
     """Compare effects with what retraining gave.
 
     Args:
@@ -187,7 +187,7 @@ def _samples(memory: Memory) -> Tensor:
     return torch.tensor(sorted(found))
 
 
-def as_row(found: Calibration) -> Mapping[str, Any]:
+def calibration_row(found: Calibration) -> Mapping[str, Any]:
     """Return a calibration as plain values, for JSON."""
     return {
         "retrainings": found.retrainings,

@@ -203,7 +203,7 @@ def contributions_by(memory: Memory, model: nn.Module, inputs: Tensor, by: str) 
     return dict(zip(totals.groups, mine.T, strict=True))
 
 
-def agreement(first: Contributions, second: Contributions) -> float:
+def correlation_of(first: Contributions, second: Contributions) -> float:
     """Return the correlation of two memories' contributions over the groups that both have, the mean over inputs."""
     shared = [group for group in first if group in second]
     pairs = zip(*(torch.stack([one[group] for group in shared], dim=1) for one in (first, second)), strict=True)
@@ -276,7 +276,7 @@ def reproduce_checkpoints(
         recorded = recorded or found_here
         findings["variants"][name] = {
             **shares_of(memory.explanation),
-            "agreement": {by: agreement(recorded[by], found_here[by]) for by in recorded},
+            "agreement": {by: correlation_of(recorded[by], found_here[by]) for by in recorded},
         }
         if name == SAME:
             verification = clock("verify", partial(memory.verify, model))

@@ -278,7 +278,7 @@ def confident_learning(study: NoiseStudy, data: NoisyData, *, seed: int) -> Tens
     probabilities = torch.zeros(study.train, CLASSES)
     for number in range(FOLDS):
         seen = fold != number
-        model = train_plainly(study, data.inputs[seen], data.labels[seen], seed=seed + 100 + number)
+        model = train_unrecorded(study, data.inputs[seen], data.labels[seen], seed=seed + 100 + number)
         with torch.no_grad():
             probabilities[~seen] = model(data.inputs[~seen]).softmax(dim=1)
     labels = data.labels[:, None]
@@ -305,7 +305,7 @@ def mean_accuracy(study: NoiseStudy, data: NoisyData, kept: Tensor, *, seed: int
     """Return the share of test inputs that networks get right which are trained on the kept samples (N,) alone."""
     rights = []
     for number in range(study.retrainings):
-        model = train_plainly(study, data.inputs[kept], data.labels[kept], seed=1000 * (seed + 1) + number)
+        model = train_unrecorded(study, data.inputs[kept], data.labels[kept], seed=1000 * (seed + 1) + number)
         with torch.no_grad():
             rights.append(float((model(data.test).argmax(dim=1) == data.test_labels).double().mean()))
     return mean(rights)
@@ -364,7 +364,7 @@ def _batches(study: NoiseStudy, count: int, seed: int) -> list[Tensor]:
     ]
 
 
-def train_plainly(study: NoiseStudy, inputs: Tensor, labels: Tensor, *, seed: int) -> nn.Module:
+def train_unrecorded(study: NoiseStudy, inputs: Tensor, labels: Tensor, *, seed: int) -> nn.Module:
     """Train a network without recording it."""
     torch.manual_seed(seed)
     model = _network(study, inputs.shape[1])

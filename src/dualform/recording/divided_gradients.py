@@ -44,7 +44,7 @@ class RowHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedRows:
+class ReducedRows:
     """A divided gradient as all processes together have it.
 
     Attributes:
@@ -88,7 +88,7 @@ class RowSums:
                 marks[:] = one.final.true_size**2, 1
         return found
 
-    def joined(self, total: Float64Array, name: str, like: GradientSample | None) -> JoinedRows:
+    def joined(self, total: Float64Array, name: str, like: GradientSample | None) -> ReducedRows:
         """Return a gradient as the sums over all processes show it.
 
         Args:
@@ -98,10 +98,10 @@ class RowSums:
         """
         before, gone, final, marks = self._of(total, name)
         if like is None or not marks[1]:
-            return JoinedRows(before, gone, None)
+            return ReducedRows(before, gone, None)
         dtype = like.elements.dtype
         norm = torch.tensor(math.sqrt(marks[0]), dtype=torch.float64)
-        return JoinedRows(before, gone, GradientSample(torch.from_numpy(final).to(dtype), like.projected, norm))
+        return ReducedRows(before, gone, GradientSample(torch.from_numpy(final).to(dtype), like.projected, norm))
 
     def _of(self, numbers: Float64Array, name: str) -> tuple[Float64Array, Float64Array, Float64Array, Float64Array]:
         count, moments, end = self._counts[name], self._moments, self._ends[name]
@@ -128,7 +128,7 @@ class RowSeries:
     samples: Float64Array
     lengths: Float64Array
     unchanged: Float64Array
-    rows: JoinedRows
+    rows: ReducedRows
     width: int
 
 

@@ -51,7 +51,7 @@ UNSEEN = (
 )
 
 
-class Explanation(NamedTuple):
+class ExplainedGradient(NamedTuple):
     """What a check found.
 
     Attributes:
@@ -338,7 +338,7 @@ def _joined(rows: Sequence[Tensor | None]) -> Tensor:
     return given[0] if len(given) == 1 else torch.cat(given)
 
 
-def explain(view: GradientView, factors: Mapping[int, float], *, find_factor: bool) -> Explanation:
+def explain(view: GradientView, factors: Mapping[int, float], *, find_factor: bool) -> ExplainedGradient:
     """Compare a parameter's gradient with the sum of its patterns.
 
     Args:
@@ -371,28 +371,28 @@ def explain(view: GradientView, factors: Mapping[int, float], *, find_factor: bo
     return compare_sum(view, summed)._replace(factor=found)
 
 
-def compare_sum(view: GradientView, predicted: PredictedSum) -> Explanation:
+def compare_sum(view: GradientView, predicted: PredictedSum) -> ExplainedGradient:
     """Compare a parameter's gradient with the sum of what all of its patterns predict."""
     now = as_float64(view.seen)
     difference = length(now - predicted.columns)
     residual = difference if predicted.coarse else None
     if not math.isfinite(difference):
-        return Explanation(NOT_FINITE, residual)
+        return ExplainedGradient(NOT_FINITE, residual)
     # ‖G‖ is never more than the patterns' sum |e| ‖x‖
     if difference <= rounding(length(now), view.width, view.dtype):
-        return Explanation(None, residual)
+        return ExplainedGradient(None, residual)
     size = predicted.size()
     if difference <= rounding(max(size, view.norm()), view.width, view.dtype, terms=predicted.patterns):
-        return Explanation(None, residual)
+        return ExplainedGradient(None, residual)
     if not size:
-        return Explanation(UNSEEN, residual)
+        return ExplainedGradient(UNSEEN, residual)
     text = (
         f"the recorded patterns do not explain its gradient (residual {difference / size:.1e}): it is also used "
         "where it is not seen, such as a regulariser in the loss or a functional call; or a hook or an edit by "
         "hand changes gradients; or the GPU computed it in TF32 (set torch.backends.cudnn.allow_tf32 and "
         "torch.backends.cuda.matmul.allow_tf32 to False)"
     )
-    return Explanation(text, residual)
+    return ExplainedGradient(text, residual)
 
 
 def rounding(size: float, width: int, dtype: torch.dtype, *, terms: int = 0) -> float:

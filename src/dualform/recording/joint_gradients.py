@@ -20,7 +20,7 @@ import torch
 from dualform.errors import RefusedError
 from dualform.recording.agreement import gather_numbers, sum_numbers
 from dualform.recording.divided_gradients import (
-    JoinedRows,
+    ReducedRows,
     RowHistory,
     RowSeries,
     RowSums,
@@ -228,7 +228,7 @@ def _follow_all(
     own: Mapping[str, _OwnHistory],
     sums: _Sums,
     total: Float64Array,
-    joined: Mapping[str, JoinedRows],
+    joined: Mapping[str, ReducedRows],
     world: World,
     coarse: bool,
 ) -> list[Factors]:

@@ -21,7 +21,7 @@ from dualform.engine.answer_cache import AnswerCache
 from dualform.engine.description import RunDescription
 from dualform.engine.share_source import ShareSource
 from dualform.engine.source import Cost, DerivedSums, Factors, PatternPart, PatternSource, Rows, RunFiles, Which
-from dualform.engine.walk_back import TakenStep, VisitStep
+from dualform.engine.walk_back import RetracedStep, VisitStep
 from dualform.errors import QueryError, ReplayError
 from dualform.identity.families import Facts
 from dualform.identity.parameter_use import takes_ids
@@ -454,7 +454,7 @@ class ReplayedPatterns(PatternSource):
 
         with _keeping_generators(), torch.inference_mode(False), bar("walking back", total=steps) as advance:
 
-            def look(step: TakenStep) -> None:
+            def look(step: RetracedStep) -> None:
                 visit(step)
                 advance(1)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dualform.engine.walk_back import GroupUpdate, ParameterState, TakenStep, VisitStep
+from dualform.engine.walk_back import GroupUpdate, ParameterState, RetracedStep, VisitStep
 from dualform.errors import QueryError
 from dualform.recording.unwrap import unwrap_all
 from dualform.recording.watch import plain_name
@@ -100,7 +100,7 @@ class StateWatch:
         loss: SampleLosses,
         now: tuple[list[Tensor], list[ParameterState]],
         after: tuple[list[Tensor], list[ParameterState]],
-    ) -> TakenStep:
+    ) -> RetracedStep:
         """Return the step that the training is put back to."""
         model: nn.Module = self._state["model"]
         held = self._held()
@@ -113,7 +113,7 @@ class StateWatch:
             places = [place[parameter] for parameter in optimizer.param_groups[at]["params"]]
             updates.append(GroupUpdate(type(optimizer), settings, places))
         gradients = self._taken.pop(number)
-        return TakenStep(
+        return RetracedStep(
             number=number,
             names=[names.get(parameter, f"parameter {at}") for at, parameter in enumerate(held)],
             parameters=held,
@@ -160,7 +160,7 @@ def walk_training_back(train: Restartable, replay: ReplayWatched, visit: VisitSt
 
 
 @with_gradients
-def _visit_in_plain_modes(visit: VisitStep, step: TakenStep) -> None:
+def _visit_in_plain_modes(visit: VisitStep, step: RetracedStep) -> None:
     """Show a step under the modes of torch that the training itself began with."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     call_without_autocast(kinds, lambda: visit(step))

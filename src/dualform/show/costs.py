@@ -17,7 +17,7 @@ STEP_BYTES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class KeepingCost:
     """What one way of keeping a training takes on disk.
 
     Attributes:
@@ -31,12 +31,13 @@ class Cost:
     bytes: int
 
 
-def costs(model: nn.Module, inputs: Any, *, steps: int, groups: int = 10) -> list[Cost]:
+def keeping_costs(model: nn.Module, inputs: Any, *, steps: int, groups: int = 10) -> list[KeepingCost]:
     """Return what each way of keeping takes, if every step sees a batch like this one.
 
     Annotations come on top of each: about a byte for each value.
 
-    >>> for cost in costs(nn.Linear(784, 10), torch.zeros(64, 784), steps=1000, groups=4):
+    >>> import torch
+    >>> for cost in keeping_costs(nn.Linear(784, 10), torch.zeros(64, 784), steps=1000, groups=4):
     ...     print(cost.keep, cost.bytes)
     Patterns() 203264000
     Patterns(dtype="float16") 102144000
@@ -60,10 +61,10 @@ def costs(model: nn.Module, inputs: Any, *, steps: int, groups: int = 10) -> lis
         (f"Shares(by=...) of {groups} groups", "masks, weights and totals by group", lambda: patterns(keep=shares)),
         ("Steps()", "everything, by running the training again", lambda: ends + steps * STEP_BYTES * len(trained)),
     )
-    return [Cost(keep, answers, size()) for keep, answers, size in found]
+    return [KeepingCost(keep, answers, size()) for keep, answers, size in found]
 
 
-def cost_table(found: Sequence[Cost]) -> str:
+def cost_table(found: Sequence[KeepingCost]) -> str:
     """Return costs as a table in text."""
     widths = [max(len(getattr(cost, name)) for cost in found) for name in ("keep", "answers")]
     rows = [f"{cost.keep:<{widths[0]}}  {cost.answers:<{widths[1]}}  {size_text(cost.bytes):>9}" for cost in found]

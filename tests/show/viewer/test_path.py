@@ -19,8 +19,8 @@ from dualform.show.panels.path_account import (
     PathAccount,
     PathUnits,
     account_tests,
+    bins_of_steps,
     reference_inputs,
-    step_bins,
     usual_units,
 )
 from dualform.show.report.write import write_report
@@ -113,7 +113,7 @@ def test_tests_with_contrasts_of_their_own_share_one_path(small: SimpleNamespace
             quantity=dualform.contrast(account.said, account.instead),
         )
         against = reference_inputs(small.session, None, SHARED_REFERENCES)
-        wanted = spotlight.path_contributions(by="source", against=against, over=step_bins(small.session))
+        wanted = spotlight.path_contributions(by="source", against=against, over=bins_of_steps(small.session))
         bars = {bar.group: bar.value for bar in account.bars if bar.kind == "group"}
         values = dict(zip(wanted.groups, wanted.values[0].tolist(), strict=True))
         assert bars == pytest.approx({group: values[group] for group in bars}, rel=0.05, abs=1e-3)

@@ -168,7 +168,7 @@ def offer_path(
         start: find the account where it is not kept, which may take as long as the training did.
     """
     against = reference_inputs(session, subject, references)
-    question: dict[str, Any] = {"by": list(by), "against": against, "over": step_bins(session)}
+    question: dict[str, Any] = {"by": list(by), "against": against, "over": bins_of_steps(session)}
     found = session.path_spotlight(subject, *_quantity(units)).kept_path_contributions(**question)
     if found is None and start:
         began = time.monotonic()
@@ -196,7 +196,7 @@ def account_tests(session: Session, tests: Sequence[int], by: GroupingColumns) -
     against = reference_inputs(session, None, SHARED_REFERENCES)
     try:
         spotlight = session.path_spotlight(whole, PairedContrast(classes), targets, own_model=True)
-        found = spotlight.path_contributions(list(by), against=against, over=step_bins(session))
+        found = spotlight.path_contributions(list(by), against=against, over=bins_of_steps(session))
     except (Cancelled, OSError):
         raise
     except DualformError as error:  # a memory that keeps less, or an optimizer whose path is refused
@@ -220,7 +220,7 @@ def reference_inputs(session: Session, subject: Subject | None, count: int) -> T
     return session.tests[chosen]
 
 
-def step_bins(session: Session) -> Bins:
+def bins_of_steps(session: Session) -> Bins:
     """Return the bins of steps that an output's coming about is shown by."""
     return Bins("step", max(1, -(-session.memory.step // MAX_PATH_BINS)))
 

@@ -16,7 +16,7 @@ from dualform.show.panels.timeline import Timeline, attention_timeline
 from dualform.show.panels.top_patterns import TopPatterns, top_patterns
 from dualform.show.predictions import MASK_NOTE
 from dualform.show.report.cards import card_list, picture
-from dualform.show.report.svg import Bar, Line, bars, figures, lines, strip, waterfall
+from dualform.show.report.svg import Bar, Line, bars, figures, lines, strip, waterfall_svg
 from dualform.show.session import Mask, Session
 from dualform.show.templating import render
 
@@ -149,7 +149,7 @@ def section_html(
 def _waterfall(found: PathAccount) -> "Markup":
     """Return the parts of an output as a chart and as a table."""
     rows = [Bar(part.name, part.value, aside=part.kind not in ("group", "others")) for part in found.bars]
-    chart = waterfall(rows, Bar("this input", found.output), title=f"parts of {found.question}")
+    chart = waterfall_svg(rows, Bar("this input", found.output), title=f"parts of {found.question}")
     cells = [[part.name, figures(part.value)] for part in found.bars]
     table = render("table.html", head=["part", "adds"], rows=[*cells, ["this input", figures(found.output)]])
     exact = (

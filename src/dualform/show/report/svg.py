@@ -84,7 +84,7 @@ def bars(rows: Sequence[Bar], *, title: str, width: int = 220) -> "Markup":
     )
 
 
-def waterfall(rows: Sequence[Bar], total: Bar, *, title: str, width: int = 520) -> "Markup":
+def waterfall_svg(rows: Sequence[Bar], total: Bar, *, title: str, width: int = 520) -> "Markup":
     """Draw bars of which each begins where the one above it ended, and below them their sum."""
     label, number, row_height = 130, 60, 20
     reached = [0.0]
