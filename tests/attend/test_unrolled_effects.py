@@ -1,7 +1,7 @@
 """Unrolled effects are the derivative of the trained model by each sample's weight, as other trainings measure it."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -241,6 +241,24 @@ def test_many_weights_are_asked_one_input_after_the_other(plain: Spotlight, monk
     together = plain.effects(method="unrolled")
     monkeypatch.setattr(unrolled_steps, "TOGETHER_ELEMENTS", 0)
     torch.testing.assert_close(plain.effects(method="unrolled").values, together.values)
+
+
+def test_a_derivative_that_one_step_makes_says_so(plain: Spotlight, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Mapping[int, float]] = []
+
+    def warn_always(sizes: Mapping[int, float]) -> list[str]:
+        seen.append(sizes)
+        return ["step 0 alone"]
+
+    monkeypatch.setattr(unrolled_effects, "step_cautions", warn_always)
+    whole = plain.effects(method="unrolled")
+    assert whole.cautions == ("step 0 alone",)
+    assert "caution: step 0 alone" in repr(whole)
+    by_step = plain.effects(dualform.bins("step", width=1), method="unrolled")
+    assert list(seen[0]) == sorted(seen[0], reverse=True), "the training is walked back"
+    assert set(seen[0]) == {int(group) for group in by_step.groups}
+    for place, step in enumerate(by_step.groups):  # rows of a step may cancel each other
+        assert float(by_step.values[:, place].abs().sum()) <= seen[0][int(step)] * (1 + 1e-6)
 
 
 def test_groups_are_sums_of_samples(plain: Spotlight) -> None:

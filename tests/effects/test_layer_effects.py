@@ -16,7 +16,7 @@ from torch.nn import functional
 import dualform
 from dualform.attend.memory import Memory
 from dualform.effects import layer_effects, moments
-from dualform.effects.cautions import regime_cautions, size_cautions
+from dualform.effects.cautions import regime_cautions, size_cautions, step_cautions
 from dualform.effects.filter import Side, factorise, make_filter, remaining, whole_side
 from dualform.effects.layer_effects import Filtering
 from dualform.effects.losses import Losses
@@ -586,3 +586,8 @@ def test_limits_of_what_was_compared() -> None:
     assert "changed the weights by 1.0% of their size" in regime_cautions(500, 0.01)[0]
     assert size_cautions(["a", "b"], np.array([0, 0, 1, 1])) == []
     assert "group 'a' holds 75% of the patterns" in size_cautions(["a", "b"], np.array([0, 0, 0, 1]))[0]
+    even = dict.fromkeys(range(1, 50), 1.0)
+    assert step_cautions({0: 10.0, **even}) == [], "17 %, about what a first step has where all is well"
+    assert "step 0 alone makes 67% of the derivative" in step_cautions({0: 100.0, **even})[0]
+    assert step_cautions({0: 2.0, 1: 1.0}) == [], "few steps: each makes much of it"
+    assert step_cautions({0: 0.0}) == []

@@ -12,6 +12,7 @@ from dualform.attend.answers import Effects
 from dualform.attend.groups import Table
 from dualform.attend.path import SAMPLE, Asked
 from dualform.binning import Bins, By, bin_edges, grouping_columns, label_order
+from dualform.effects.cautions import step_cautions
 from dualform.effects.output_gradients import quantity_of_batch
 from dualform.effects.unrolled import Adjoint, pull_back
 from dualform.engine.model_layers import move
@@ -52,6 +53,7 @@ def find_unrolled_effects(table: Table, asked: Asked, by: By | None) -> Effects:
     count = _count_inputs(asked, axis)
     totals: dict[Any, Tensor] = {}
     error = 0.0
+    sizes: dict[int, float] = {}
     together = count
     first = 0
     while first < count:
@@ -59,6 +61,8 @@ def find_unrolled_effects(table: Table, asked: Asked, by: By | None) -> Effects:
         table.run.walk_back(walk.visit, steps=table.horizon)
         for label, sums in walk.totals.items():
             totals.setdefault(label, torch.zeros(count, dtype=torch.float64))[walk.inputs] = sums
+        for number, size in walk.sizes.items():
+            sizes[number] = sizes.get(number, 0.0) + size
         error = max(error, walk.error)
         first, together = walk.inputs.stop, walk.together
     labels = tuple(sorted(totals, key=label_order))
@@ -71,6 +75,7 @@ def find_unrolled_effects(table: Table, asked: Asked, by: By | None) -> Effects:
         outside={},
         method="unrolled",
         error=error,
+        cautions=tuple(step_cautions(sizes)),
     )
 
 
@@ -81,6 +86,7 @@ class _Walk:
         inputs: the inputs of this walk.
         together: how many inputs a walk can take.
         totals: label -> the sum of the derivatives of these inputs by the weights of its rows, float64.
+        sizes: step -> the sum of the absolute derivatives by the weights of its rows.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class _Walk:
         self.inputs = slice(first, first + together)
         self.together = together
         self.totals: dict[Any, Tensor] = {}
+        self.sizes: dict[int, float] = {}
         self._asked = asked
         self._batches = batches
         self._parts = parts
@@ -117,6 +124,7 @@ class _Walk:
                 f"The derivative by the weights of step {step.number} is not finite: small changes of this training "
                 "grow without bound on the way to its end. Ask effects() without method."
             )
+        self.sizes[step.number] = float(found.abs().sum())
         for row, label in enumerate(_labels(step, self._parts, found.shape[1])):
             self.totals[label] = self.totals.get(label, 0.0) + found[:, row]
 
