@@ -55,7 +55,7 @@ where effects are compared with them. These are small networks and small
 data; nothing here says how effects do on large ones."""
 DECISION = """\
 Which filter effects have was decided by a rule that was written down and committed before these retrainings were made
-(commit 721ac2e, [PREREGISTRATION.md](../benchmarks/truth/PREREGISTRATION.md)): *joint*, where an absence is repaired by
+(commit 721ac2e, `benchmarks/truth/PREREGISTRATION.md`): *joint*, where an absence is repaired by
 all layers together, is adopted if the mean of the differences is above 0 over the new rows and over all, and no row
 loses 0.02. Both filters are scored on the same recordings and retrainings."""
 

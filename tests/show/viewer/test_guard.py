@@ -172,7 +172,15 @@ def test_the_viewers_own_page_may_say_where_it_is_from(running):
 
 
 def test_an_oversized_question_is_refused(running):
-    assert status(running, "/api/prediction?prompt=" + "x" * 40_000)[0] == 414
+    # The server closes the connection without reading all of the question, so that its system may reset it, and ours
+    # may then drop an answer that has come already: ask again.
+    for attempt in range(5):
+        try:
+            found = status(running, "/api/prediction?prompt=" + "x" * 40_000)[0]
+            break
+        except ConnectionError:
+            assert attempt < 4, "no answer came through"
+    assert found == 414
     assert status(running, "/api/prediction?prompt=" + "x" * 5000)[0] == 400
 
 
