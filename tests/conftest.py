@@ -2,9 +2,11 @@
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +106,16 @@ def no_compiled_code() -> Iterator[None]:
 def run(tmp_path: Path) -> Path:
     """A run folder that does not exist yet."""
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """One browser for all tests of a process: a second one of playwright cannot be started beside it."""
+    executable = shutil.which("chromium") or shutil.which("chromium-browser")
+    if executable is None:
+        pytest.skip("needs Chromium: on Debian `apt-get install chromium`; scripts/test does it when it runs as root")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -112,23 +110,10 @@ def test_every_public_name_is_documented_with_an_example() -> None:
         assert name == "__version__" or f"::: dualform.{name}\n" in reference, f"{name} is on no page of the API"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A browser."""
-    executable = shutil.which("chromium") or shutil.which("chromium-browser")
-    if executable is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
 @pytest.mark.browser
 @pytest.mark.parametrize("scripts", [True, False], ids=["javascript", "no javascript"])
-def test_a_phone_can_read_it(site: Path, browser: Any, scripts: bool) -> None:
-    page = browser.new_page(viewport=PHONE, java_script_enabled=scripts)
+def test_a_phone_can_read_it(site: Path, chromium: Any, scripts: bool) -> None:
+    page = chromium.new_page(viewport=PHONE, java_script_enabled=scripts)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     for name in ("index", "start", "keep", "refusals", "recipes/mislabelled", "api/asking", "support", "performance"):

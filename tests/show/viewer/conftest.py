@@ -1,11 +1,9 @@
-"""A small run of digits, a server on it, and a browser, shared by the tests of the viewer."""
+"""A small run of digits and a server on it, shared by the tests of the viewer."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +13,6 @@ from dualform.experiments.datasets import load
 from dualform.experiments.image_training import ClassifierRecipe, Phase, make_tasks, train_classifier
 from helpers.served import Running
 from helpers.small_models import record_letters
-
-CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
-NO_CHROMIUM = "needs Chromium: on Debian `apt-get install chromium`; scripts/test does it when it runs as root"
 
 
 @pytest.fixture(scope="session")
@@ -41,18 +36,6 @@ def running(digits: SimpleNamespace) -> Iterator[Running]:
 def client(running: Running) -> Iterator[httpx.Client]:
     with running.client() as found:
         yield found
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip(NO_CHROMIUM)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="session")

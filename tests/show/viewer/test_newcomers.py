@@ -205,7 +205,7 @@ def test_the_tour_has_four_steps_and_does_not_come_back(
             page.keyboard.press("Tab")  # past the button that goes back
         page.keyboard.press("Enter")
     assert len(set(titles)) == 4
-    assert page.query_selector("dialog.tour") is None
+    page.wait_for_selector("dialog.tour", state="detached")
     assert page.query_selector(".touring") is None
     assert page.evaluate("localStorage.getItem('dualform-tour')") == "seen"
     page.keyboard.press("?")
