@@ -53,7 +53,11 @@ class ScaledFunction(Elementwise):
         place = (parameter.device, parameter.dtype)
         if place not in self._copies:
             self._copies[place] = neutral_copy(self._module, self._neutral).to(*place)
-        return super().keys(module, self._copies[place].train(module.training).forward(inputs))
+        made = self._copies[place].train(module.training)
+        # What the program may change meanwhile, such as a temperature; lists and the like stay the copy's own.
+        changing = {name: value for name, value in vars(module).items() if name in vars(made) and name[0] != "_"}
+        vars(made).update((name, it) for name, it in changing.items() if not isinstance(it, list | dict | set))
+        return super().keys(module, made.forward(inputs))
 
 
 def neutral_copy(module: nn.Module, values: Mapping[str, float]) -> nn.Module:
