@@ -16,6 +16,11 @@ from golden.recipes import ANSWERS, FOLDER, RECIPES, STEPS, ask, make_model, rec
 GOLDEN: dict[str, Any] = json.loads(ANSWERS.read_text())
 WITHIN = 2e-5  # of an answer's largest element, whatever torch's version and the processor's order of summation
 WITHIN_COARSE = 5e-2  # where the optimizer rounds its update to bfloat16 (Muon)
+KEY_BIAS = ("attention-adam", 5e-2, 2e-4)
+"""A run with key biases, and its bounds for single contributions and for everything else.
+
+A key bias has a gradient that is rounding alone. Adam makes updates of it, which differ from processor to processor.
+"""
 
 
 @pytest.fixture(params=RECIPES)
@@ -45,7 +50,7 @@ def test_answers_are_those_of_old(name: str, path: Path) -> None:
     assert {layer for layer, error in found["errors"].items() if error is None} == {
         layer for layer, error in expected["errors"].items() if error is None
     }
-    _compare(name, found, expected, WITHIN_COARSE if "muon" in name else WITHIN)
+    _compare(name, found, expected)
 
 
 def test_layers_are_described_as_a_recording_of_today_describes_them(name: str, path: Path, tmp_path: Path) -> None:
@@ -82,15 +87,23 @@ def test_a_role_that_is_none_is_refused(tmp_path: Path) -> None:
         dualform.open(path.parent)
 
 
-def _compare(what: str, found: Any, expected: Any, within: float) -> None:
+def _within(what: str) -> float:
+    """Return how far an answer may be from that of old, relative to its largest element."""
+    run, contributions, others = KEY_BIAS
+    if what.startswith(run):
+        return contributions if what.endswith(", contributions") else others
+    return WITHIN_COARSE if "-muon" in what else WITHIN
+
+
+def _compare(what: str, found: Any, expected: Any) -> None:
     """Compare answers, which may be nested, but for the errors of `verify`, which are rounding."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), what
         for part in expected.keys() - {"errors"}:
-            _compare(f"{what}, {part}", found[part], expected[part], within)
+            _compare(f"{what}, {part}", found[part], expected[part])
     elif not isinstance(expected, list):
         assert found == expected, what
     elif "patterns of top" not in what:  # ties are in any order, so that their scores are compared instead
         old, new = (np.array([np.nan if x is None else x for x in each], dtype=float) for each in (expected, found))
         size = np.nanmax(np.abs(old), initial=1e-6)
-        np.testing.assert_allclose(new, old, rtol=0, atol=within * size, err_msg=what)
+        np.testing.assert_allclose(new, old, rtol=0, atol=_within(what) * size, err_msg=what)

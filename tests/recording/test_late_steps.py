@@ -292,14 +292,16 @@ FOLDED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def fold_shares(optimizer: str, *, edit: int | None = None, **options: Any) -> dict[str, Tensor]:
+def fold_shares(
+    optimizer: str, *, edit: int | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> dict[str, Tensor]:
     """Train with two backwards a step and clipped gradients that are cleared in place; return what shares are kept."""
-    model, _ = network()
+    model = network()[0].to(dtype)
     made = FOLDED[optimizer](list(model.parameters()))
     blobs = MemoryBlobs()
     with dualform.record(model, made, blobs, keep=dualform.Shares(by="label", at=[3]), **options) as recorder:
         for step, batch in enumerate(batches(6)):
-            for part in batch.split(4):
+            for part in batch.to(dtype).split(4):
                 recorder.annotate(label=[0, 1, 1, 0] if step < 2 else [2, 0, 0, 1])
                 model(part).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -320,11 +322,12 @@ def fold_shares(optimizer: str, *, edit: int | None = None, **options: Any) -> d
 
 @pytest.mark.parametrize("optimizer", FOLDED)
 def test_shares_of_late_steps_are_the_same(optimizer: str, request: pytest.FixtureRequest) -> None:
-    now = fold_shares(optimizer)
+    # In float64: of a weight before a BatchNorm, Adam makes more of float32's rounding than these bounds allow.
+    now = fold_shares(optimizer, dtype=torch.float64)
     request.getfixturevalue("pretend_gpu")
-    late = fold_shares(optimizer)
+    late = fold_shares(optimizer, dtype=torch.float64)
     for name, tensor in now.items():
-        torch.testing.assert_close(late[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(late[name], tensor, rtol=1e-7, atol=1e-9, msg=name)
 
 
 @pytest.mark.usefixtures("pretend_gpu")
