@@ -34,6 +34,23 @@ from dualform.store.tensors import publish_tensors, write_parts
 from dualform.threads import Background
 
 
+@dataclasses.dataclass(slots=True)
+class OpenShard:
+    """What the steps taken so far make of the next shard.
+
+    Attributes:
+        steps: the steps, consecutive, without their patterns.
+        tensors: name -> the parts of a tensor of the shard, as they are stored.
+        key_range: layer -> the least and the greatest element of its keys.
+        bases: layer with a pool -> how many keys its pool held before.
+    """
+
+    steps: list[TakenStep] = dataclasses.field(default_factory=list)
+    tensors: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)
+    key_range: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    bases: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
 class ShardWriter:
     """Writes the shards of one recording, and the manifest that lists them.
 
@@ -50,6 +67,7 @@ class ShardWriter:
         self._earlier_rows: dict[str, RowsEntry] = {}  # of the patterns that a resumed run holds already
         self._publishing: Background | None = None
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
+        self._open = OpenShard()
 
     def continue_from(self, manifest: Manifest, tag: Tag) -> PooledLayers:
         """Write behind the shards of a run whose manifest has a tag; return which of its layers have pools."""
@@ -65,15 +83,33 @@ class ShardWriter:
         self.publish_manifest(files={**self.manifest.files, **publish_files(self._blobs, files)})
         remove_replaced(self._blobs, self.manifest)
 
-    def write(self, records: list[TakenStep], parameters: Mapping[str, Tensor], state: ShardState | None) -> None:
-        """Write steps as a shard and begin to publish it, once the shard before is published.
+    def take(self, step: TakenStep) -> None:
+        """Take a step into the shard that is open: encode its patterns, and look up which keys came before.
+
+        So that is done as the steps come, and a shard that ends has only to be written.
+        """
+        for call in step.calls:
+            if self.manifest.layers[call.layer].store != "steps":
+                self._take_call(step.step, call)
+        step.release()
+        self._open.steps.append(step)
+
+    def write(self, parameters: Mapping[str, Tensor], state: ShardState | None) -> None:
+        """Write the steps taken so far as a shard, and begin to publish it once the shard before is published.
+
+        Does nothing where no step was taken.
 
         Args:
-            records: consecutive steps.
-            parameters: the parameters after the last of them; nothing where they are not known.
-            state: the uncovered state after the last of them, where it is known.
+            parameters: the parameters after the last step; nothing where they are not known.
+            state: the uncovered state after the last step, where it is known.
         """
-        self._publishing = Background(self._write_shard(records, parameters, state))
+        ended, self._open = self._open, OpenShard()
+        if ended.steps:
+            self._publishing = Background(self._write_shard(ended, parameters, state))
+
+    def drop(self) -> None:
+        """Let go of the steps taken so far: nothing more will be written."""
+        self._open = OpenShard()
 
     def settle(self) -> None:
         """Wait until the shard that is being published is published."""
@@ -82,19 +118,17 @@ class ShardWriter:
             publishing.result()
 
     def _write_shard(
-        self, records: list[TakenStep], parameters: Mapping[str, Tensor], state: ShardState | None
+        self, ended: OpenShard, parameters: Mapping[str, Tensor], state: ShardState | None
     ) -> Callable[[], None]:
         """Write the patterns of a shard, and return what publishes it once the shard before is on the disk."""
-        names = shard_files(self._next)
+        names, records, key_range = shard_files(self._next), ended.steps, ended.key_range
         calls, annotations = call_tables(records)
-        tensors, key_range, pools = self._tensors(records)
-        write = functools.partial(write_parts, tensors=tensors)
+        pools = {layer: (base, self._pools[layer].size - base) for layer, base in ended.bases.items()}
+        write = functools.partial(write_parts, tensors=ended.tensors)
         staged = self._blobs.stage(names["patterns"], write)
         try:
             tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
-            for record in records:
-                record.release()
-            tensors.clear()
+            ended.tensors.clear()
             self.settle()
         except BaseException:
             staged.discard()
@@ -130,35 +164,25 @@ class ShardWriter:
 
         return finish
 
-    def _tensors(
-        self, records: list[TakenStep]
-    ) -> tuple[dict[str, list[Tensor]], dict[str, tuple[float, float]], dict[str, tuple[int, int]]]:
-        """Return the parts of a shard's tensors, the range of each layer's keys, and what each pool got."""
-        tensors: dict[str, list[Tensor]] = {}
-        key_range: dict[str, tuple[float, float]] = {}
-        bases: dict[str, int] = {}
-        for record in records:
-            for call in record.calls:
-                if self.manifest.layers[call.layer].store == "steps":
-                    continue
-                if len(ends := _ends(call.keys)):
-                    least, greatest = key_range.get(call.layer, ends)
-                    key_range[call.layer] = (min(ends[0], least), max(ends[1], greatest))
-                keys = call.keys
-                if call.pooled:
-                    pool = self._pools.setdefault(call.layer, Pool())
-                    bases.setdefault(call.layer, pool.size)
-                    key_ids, new, digests = pool.place(keys.rows)
-                    tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(key_ids)
-                    tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
-                    keys = keys if len(new) == len(keys.rows) else TakenRows(keys.rows[new])
-                stored: torch.dtype = getattr(torch, self.manifest.layers[call.layer].dtype)
-                key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
-                self._add(tensors, record.step, call, "keys", keys, key_dtype)
-                if call.values is not None:
-                    self._add(tensors, record.step, call, "values", call.values, value_dtype)
-        pools = {layer: (base, self._pools[layer].size - base) for layer, base in bases.items()}
-        return tensors, key_range, pools
+    def _take_call(self, step: int, call: TakenCall) -> None:
+        """Add the patterns of a call to the shard that is open."""
+        shard = self._open
+        if len(ends := _ends(call.keys)):
+            least, greatest = shard.key_range.get(call.layer, ends)
+            shard.key_range[call.layer] = (min(ends[0], least), max(ends[1], greatest))
+        keys = call.keys
+        if call.pooled:
+            pool = self._pools.setdefault(call.layer, Pool())
+            shard.bases.setdefault(call.layer, pool.size)
+            key_ids, new, digests = pool.place(keys.rows)
+            shard.tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(key_ids)
+            shard.tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
+            keys = keys if len(new) == len(keys.rows) else TakenRows(keys.rows[new])
+        stored: torch.dtype = getattr(torch, self.manifest.layers[call.layer].dtype)
+        key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
+        self._add(shard.tensors, step, call, "keys", keys, key_dtype)
+        if call.values is not None:
+            self._add(shard.tensors, step, call, "values", call.values, value_dtype)
 
     def _add(
         self,

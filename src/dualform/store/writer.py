@@ -140,7 +140,6 @@ class DiskWriter:
         self._accumulated = AccumulatedCalls({}, PooledLayers())
         self._copier = HostCopier()
         self._moments: list[_Seal | None] = []  # of a step that was made and is to come: what ends a shard there
-        self._taken: list[TakenStep] = []
         self._shards = ShardWriter(blobs, Manifest({}, {}, (), {}))
         self._keeper = StateKeeper(None)
         self._divided: frozenset[str] = frozenset()  # parameters of which each process keeps its own rows
@@ -616,28 +615,22 @@ class DiskWriter:
                 if isinstance(item, TakenStep):
                     item.wait()
                     item.compact()
-                    self._taken.append(item)
+                    self._shards.take(item)
                 elif isinstance(item, _Attachment):
                     self._shards.attach(item.files)
                 else:
                     item.copy.wait()
-                    self._publish_taken(item.parameters, item.state)
+                    self._shards.write(item.parameters, item.state)
                     if item.wait:
                         self._shards.settle()
             if not self._queue.failed:
-                self._publish_taken({}, None)  # an interrupt may have come before the last seal
+                self._shards.write({}, None)  # an interrupt may have come before the last seal
             self._shards.settle()
         except Exception as error:  # handed to the training thread, which raises it
-            self._taken = []
+            self._shards.drop()
             self._queue.fail(error)
             with contextlib.suppress(Exception):
                 self._shards.settle()
-
-    def _publish_taken(self, parameters: Snapshot, state: ShardState | None) -> None:
-        """Begin to publish the steps that were taken so far as a shard."""
-        if self._taken:
-            self._shards.write(self._taken, parameters, state)
-            self._taken = []
 
 
 def _start_tensors(start: Start) -> dict[str, Tensor]:
