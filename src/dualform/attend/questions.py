@@ -62,22 +62,26 @@ def answer_all(source: PatternSource, executor: Executor, plans: Sequence[Plan[A
 def answer_side_by_side(plans: Sequence[Plan[Any]]) -> Plan[list[Any]]:
     """Return the plan of several plans: the jobs that they need at the same time come together."""
     answers: dict[int, Any] = {}
-    running: dict[int, tuple[Plan[Any], list[Job]]] = {}
-
-    def advance(number: int, plan: Plan[Any], results: list[Any] | None) -> None:
-        try:
-            jobs = next(plan) if results is None else plan.send(results)
-        except StopIteration as end:
-            running.pop(number, None)
-            answers[number] = end.value
-        else:
-            running[number] = (plan, jobs)
-
-    for number, plan in enumerate(plans):
-        advance(number, plan, None)
-    while running:
-        waiting = list(running.items())
-        found = iter((yield [job for _, (_, jobs) in waiting for job in jobs]))
-        for number, (plan, jobs) in waiting:
-            advance(number, plan, [next(found) for _ in jobs])
+    waiting = {
+        number: jobs for number in range(len(plans)) if (jobs := _advance(plans, number, None, answers)) is not None
+    }
+    while waiting:
+        found = iter((yield [job for jobs in waiting.values() for job in jobs]))
+        results = {number: [next(found) for _ in jobs] for number, jobs in waiting.items()}
+        waiting = {
+            number: jobs
+            for number, mine in results.items()
+            if (jobs := _advance(plans, number, mine, answers)) is not None
+        }
     return [answers[number] for number in range(len(plans))]
+
+
+def _advance(
+    plans: Sequence[Plan[Any]], number: int, results: list[Any] | None, answers: dict[int, Any]
+) -> list[Job] | None:
+    """Go on with one of several plans; return the jobs that it needs next, or None with its answer in `answers`."""
+    try:
+        return next(plans[number]) if results is None else plans[number].send(results)
+    except StopIteration as end:
+        answers[number] = end.value
+        return None
