@@ -30,7 +30,7 @@ class LaterComparison:
     """A comparison of parameters with what was noted, whose outcome is still on its way from a GPU.
 
     Attributes:
-        differs: whether any element differs, (); None where `changed` has to be asked.
+        differs: how many elements differ, () float64; None where `changed` has to be asked.
         changed: returns the parameters that differ by more than rounding; waits for the GPU.
     """
 
@@ -91,7 +91,7 @@ class _Group:
             both = zip(owners, now.split(lengths), noted.split(lengths), strict=True)
             return [self.names[i] for i, here, there in both if _is_changed(here, there)]
 
-        return LaterComparison((now != noted).any(), changed_names)
+        return LaterComparison((now != noted).sum(dtype=torch.float64), changed_names)
 
     def _find_views(self) -> bool:
         """Look for parameters whose memory is another one by now, and say whether there are any."""

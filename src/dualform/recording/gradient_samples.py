@@ -168,7 +168,9 @@ def _take_elsewhere(gradient: Tensor, columns: Tensor | None, look: Look) -> Gra
     """
     kept = gradient if look == "at the step" else None
     if columns is None:
-        return GradientSample(gradient.clone().view(-1), False, None, kept)
+        # At the step all samples are packed into one tensor before anything can change the gradient.
+        elements = gradient.reshape(-1) if kept is not None else gradient.clone().view(-1)
+        return GradientSample(elements, False, None, kept)
     whole = gradient if gradient.dim() == 2 else gradient.flatten(1)
     norm = norm_of(gradient) if look == "now" else None
     return GradientSample(torch.mm(whole, columns).view(-1), True, norm, kept)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dualform.recording.baseline import LaterComparison
@@ -25,10 +24,10 @@ from dualform.recording.step_in_progress import Backward
 
 
 class JoinedSamples:
-    """The samples of gradients that were all accumulated once, as three tensors: most steps leave them as they were.
+    """The samples of gradients that were all accumulated once, which most steps leave as they were.
 
     Attributes:
-        tensors: all elements after the backward, all elements at the step, and the norms of the gradients.
+        parts: the elements of each after the backward, those at the step, and the norms of the gradients.
     """
 
     def __init__(self, seen: Sequence[Seen]) -> None:
@@ -38,11 +37,7 @@ class JoinedSamples:
         afters = [history.accumulations[0].after for history, _ in seen]
         self._counts = [len(final.elements) for final in finals]
         norms = [final.norm for final in finals if final.norm is not None]
-        self.tensors = [
-            torch.cat([sample.elements for sample in afters]),
-            torch.cat([sample.elements for sample in finals]),
-            torch.stack(norms),
-        ]
+        self.parts = [[sample.elements for sample in afters], [sample.elements for sample in finals], norms]
 
     def follow(
         self, before: Tensor, now: Tensor, norms: Tensor, *, samples: bool
@@ -50,9 +45,9 @@ class JoinedSamples:
         """Return what happened to each gradient, and where `samples` are wanted, its sample at the step.
 
         Args:
-            before: `tensors` in the CPU's memory, as are the others.
-            now: see `tensors`.
-            norms: see `tensors`.
+            before: the first of `parts` as one tensor in the CPU's memory, as are the others.
+            now: the second of `parts`.
+            norms: the third of `parts`.
             samples: whether the samples at the step are wanted.
         """
         same = np.array_equal(before.numpy(), now.numpy())
@@ -129,7 +124,8 @@ class LateStep:
         columns = [part.columns for view in views.values() for part in view.parts]
         differs = [one.differs for one in comparisons if one.differs is not None]
         self._joined = JoinedSamples(seen) if are_usual(seen) else None
-        samples = tensors_of(seen) if self._joined is None else self._joined.tensors
+        samples: Sequence[Tensor | Sequence[Tensor]]
+        samples = tensors_of(seen) if self._joined is None else self._joined.parts
         self._numbers = NumbersUnderWay([*samples, *norms_of(list(measured.values())), *columns, *differs])
 
     def read(self) -> LateNumbers:

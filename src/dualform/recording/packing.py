@@ -12,24 +12,39 @@ class PackedLayout:
     So each one lies where its elements may.
     """
 
-    __slots__ = ("_groups", "_shapes")
+    __slots__ = ("_groups", "_members", "_shapes")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Lay tensors out."""
+    def __init__(self, parts: Sequence[Tensor | Sequence[Tensor]]) -> None:
+        """Lay tensors out.
+
+        Args:
+            parts: tensors; or several of one dtype, which are unpacked as one, with one axis.
+        """
         groups: dict[torch.dtype, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            groups.setdefault(tensor.dtype, []).append(i)
+        self._shapes: list[torch.Size] = []
+        self._members: list[range] = []  # which tensors each part is made of
+        count = 0
+        for i, part in enumerate(parts):
+            several = [part] if isinstance(part, Tensor) else part
+            self._shapes.append(
+                part.shape if isinstance(part, Tensor) else torch.Size([sum(tensor.numel() for tensor in part)])
+            )
+            self._members.append(range(count, count := count + len(several)))
+            if several:
+                groups.setdefault(several[0].dtype, []).append(i)
         self._groups = sorted(groups.items(), key=lambda group: -group[0].itemsize)
-        self._shapes = [tensor.shape for tensor in tensors]
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return all elements of the tensors; their bytes where types differ."""
-        parts = [torch.cat([tensors[i].reshape(-1) for i in places]) for _, places in self._groups]
+        """Return all elements of the tensors, part after part; their bytes where types differ."""
+        parts = [
+            torch.cat([tensors[i].reshape(-1) for place in places for i in self._members[place]])
+            for _, places in self._groups
+        ]
         return parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts])
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         """Return the tensors that were packed."""
-        found: list[Tensor] = [packed] * len(self._shapes)
+        found: list[Tensor] = [packed[:0]] * len(self._shapes)
         start = 0
         for dtype, places in self._groups:
             counts = [self._shapes[i].numel() for i in places]
@@ -61,9 +76,14 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 class NumbersUnderWay:
     """Small tensors on their way from a GPU to the CPU's memory. Nobody waits before the numbers are asked for."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Start to copy tensors, all on one device."""
-        self._layout = PackedLayout(tensors)
+    def __init__(self, parts: Sequence[Tensor | Sequence[Tensor]]) -> None:
+        """Start to copy tensors, all on one device.
+
+        Args:
+            parts: tensors; or several of one dtype, of which one tensor comes with the elements of all.
+        """
+        tensors = [tensor for part in parts for tensor in ([part] if isinstance(part, Tensor) else part)]
+        self._layout = PackedLayout(parts)
         self._here = self._layout.pack(tensors) if tensors else torch.empty(0)
         self._arrived: torch.cuda.Event | None = None
         if self._here.is_cuda:
