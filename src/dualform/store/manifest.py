@@ -8,7 +8,6 @@ they are read.
 """
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from dualform.printable import cut
 from dualform.recording.model_state import StateKind
 from dualform.store import version1
 from dualform.store.blobs import Blob, Blobs, Checksum, FileEntry, Tag
-from dualform.store.documents import parse_json
+from dualform.store.documents import indented, parse_json
 from dualform.store.format import MANIFEST
 from dualform.store.manifest_check import problems
 from dualform.store.places import as_blobs
@@ -168,7 +167,7 @@ class Manifest:
         several = bool(self.rank or self.processes)
         version = VERSION if self.divided else WHOLE_VERSION if several else PLAIN_VERSION
         head = {"format": FORMAT, "version": version, "steps": self.steps}
-        body = dataclasses.asdict(self)
+        body = msgspec.to_builtins(self, enc_hook=_plain)
         if not several:
             del body["rank"], body["processes"]
         if not self.divided:
@@ -185,7 +184,7 @@ class Manifest:
         if self.checkpoints is None:
             del body["checkpoints"]
         for layer in body["layers"].values():
-            layer["uses"] = [{name: x for name, x in use.items() if x not in (None, ())} for use in layer["uses"]]
+            layer["uses"] = [{name: x for name, x in use.items() if x not in (None, (), [])} for use in layer["uses"]]
         return sealed(head | body)
 
     @classmethod
@@ -239,10 +238,17 @@ class Manifest:
         return blobs.replace(MANIFEST, self.to_json().encode(), was=was)
 
 
+def _plain(value: object) -> str | int | float:
+    """Return a text or number of a derived class (a version of torch, a number of numpy) as Python's own."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} cannot be written to a manifest")
+
+
 def sealed(document: Mapping[str, Any]) -> str:
     """Return a document as a manifest's text: JSON whose last entry, `xxh3`, is the checksum of the text before it."""
-    body = json.dumps({name: entry for name, entry in document.items() if name != "xxh3"}, indent=1)
-    body = body.removesuffix("\n}")
+    body = indented({name: entry for name, entry in document.items() if name != "xxh3"}).removesuffix("\n}")
     return f'{body},\n "xxh3": "{xxhash.xxh3_64_hexdigest(body.encode())}"\n}}\n'
 
 

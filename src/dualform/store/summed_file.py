@@ -16,7 +16,7 @@ import xxhash
 
 BLOCK_BYTES = 4 << 20
 """Bytes that are written at once. Larger blocks gain nothing (of 1, 2, 4 and 8 MB on a disk that takes 2 GB/s)."""
-SUMMED_BYTES = 1 << 20
+SUMMED_BYTES = 1 << 18
 """Bytes that are copied and summed at once, while they are in the processor's cache."""
 MAX_SPARE_BLOCKS = 2
 """Blocks that are kept for the next file: a shard is written while another one waits for the disk."""
