@@ -290,19 +290,19 @@ def test_contributions_add_up(tmp_path: Path, layer: str, optimizer: str) -> Non
     trained = fit(tmp_path / "run", layer, OPTIMIZERS[optimizer], torch.float64)
     memory, model = trained.memory, trained.model
     spotlight = memory.attend(model, trained.inputs(99)[:1])
+    halves, whole = [memory.where(half=half).shares() for half in (0, 1)], memory.shares()
+    start_alone = memory.where("step < 0")
     for name in spotlight:
         one = spotlight[name]
         output = one.output()
         totals = one.totals(by="half", of="contribution").values
-        start = memory.where("step < 0").attend(queries={name: one.queries})[name].output()
+        start = start_alone.attend(queries={name: one.queries})[name].output()
         shared = {p for n, e in memory.layers.items() if n != name for p in e.parameters.values()}
         if not shared & set(memory.layers[name].parameters.values()):
             torch.testing.assert_close(
                 start.reshape(len(one), -1) + totals.sum(1), output.reshape(len(one), -1), rtol=1e-9, atol=1e-11
             )
         torch.testing.assert_close(one.contributions().sum(1), totals.sum(1), rtol=1e-8, atol=1e-11)
-        halves = [memory.where(half=half).shares() for half in (0, 1)]
-        whole = memory.shares()
         for parameter in memory.layers[name].parameters.values():
             torch.testing.assert_close(halves[0][parameter] + halves[1][parameter], whole[parameter])
 
