@@ -69,6 +69,7 @@ def train_jointly(
     wrap: dict[str, Any] | Literal["rows"] | None = None,
     hook: Any = None,
     steps: int = STEPS,
+    scale: float = 1.0,
 ) -> dict[str, Tensor]:
     """Train in one process, or in one of several, inside of what `recording` returns; return the trained parameters."""
     plain = model
@@ -91,7 +92,7 @@ def train_jointly(
                     waiting = False
                 with model.no_sync() if waiting else contextlib.nullcontext():  # type: ignore[operator]
                     output = model(inputs)
-                    (F.cross_entropy(output.flatten(0, -2), targets.flatten()) / micros).backward()
+                    (F.cross_entropy(output.flatten(0, -2), targets.flatten()) * scale / micros).backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             optimizer.step()

@@ -72,14 +72,14 @@ def exchange(world: World, find: Callable[[], T]) -> list[T]:
         told = world.gather((mine, found))
     except RuntimeError as error:
         raise failure or ReplayError(_GONE) from error
-    failures = [(rank, *problem) for rank, (problem, _) in enumerate(told) if problem is not None]
+    failures = {rank: problem for rank, (problem, _) in enumerate(told) if problem is not None}
     if not failures:
         return [one for _, (one,) in told]
-    # All of them have to take it for the same: rows are tried again only where that may help every process.
-    rank, unsure, text = next((one for one in failures if not one[1]), failures[0])
-    if failure is not None and isinstance(failure, UnsureRowsError) == unsure:
+    if failure is not None and len(set(failures.values())) == 1:
         raise failure
-    raise (UnsureRowsError if unsure else ReplayError)(f"Process {rank}: {text}") from failure
+    # All of them have to take it for the same: rows are tried again only where that may help every process.
+    kind = UnsureRowsError if all(unsure for unsure, _ in failures.values()) else ReplayError
+    raise kind(" ".join(f"Process {rank}: {text}" for rank, (_, text) in failures.items())) from failure
 
 
 def _text(error: Exception) -> str:

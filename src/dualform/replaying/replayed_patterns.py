@@ -455,16 +455,16 @@ class ReplayedPatterns(PatternSource):
 
     def walk_back(self, visit: VisitStep, *, steps: int) -> None:
         """Show each of so many steps, the last one first, with the training put back to just before it."""
+        if self.description.processes > 1:
+            raise QueryError(
+                f"Unrolled effects differentiate a training in one process; {self.name} was recorded by "
+                f'{self.description.processes}. Ask for effects without method="unrolled".'
+            )
         train = self.require_train()
         if not isinstance(train, Restartable):
             raise QueryError(
                 "Unrolled effects go backwards through the training, which a function cannot: give it in pieces, as a "
                 "dualform.Restartable with loss=..., to record_training and dualform.open(path, train=...)."
-            )
-        if self.description.processes > 1:
-            raise QueryError(
-                f"Unrolled effects differentiate a training in one process; {self.name} was recorded by "
-                f'{self.description.processes}. Ask for effects without method="unrolled".'
             )
         if self._on_difference != "stop":
             raise QueryError(
