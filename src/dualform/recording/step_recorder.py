@@ -166,7 +166,8 @@ class StepRecorder:
         settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
         shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
         takes_all_rows = sink.takes_all_rows if isinstance(sink, AllRowsSink) else lambda parameter: False
-        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if several else None
+        joint = several and known is None  # a replay knows from the recording all that processes tell each other
+        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if joint else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, divided=own_rows, clock=self.clock)
@@ -409,6 +410,8 @@ class StepRecorder:
             self._settle()
             if id(optimizer) in step.done.ids:
                 self._end_step()
+            for rows in self._own_rows.values():
+                rows.follow()
             self._look_for_joined(owned)
             self._follow_moved()
             if self._may_be_late(optimizer):

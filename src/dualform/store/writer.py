@@ -153,11 +153,6 @@ class DiskWriter:
         Of several processes the first has to open its writer before the others, which join the run where it begins.
         """
         self.rank = start.rank
-        if start.processes > 1 and self._training is not None:
-            raise RefusedError(
-                "keep=Steps() is not supported for a training in several processes: a replay runs in one process. "
-                "Keep patterns, or shares."
-            )
         if self.rank:
             self.place = self.blobs.within(rank_folder(self.rank))
         self._divided = frozenset(start.divided)
@@ -257,8 +252,7 @@ class DiskWriter:
         self._check_whole()
         try:
             self._queue.wait_for_room(self._accumulated.nbytes())  # before memory is taken for the copies
-            # Facts and samples are the same in every process; process 0 logs them.
-            taken = self._accumulated.join(replace(facts, facts=(), samples={}) if self.rank else facts)
+            taken = self._accumulated.join(self._own_facts(facts) if self.rank else facts)
             if not self._checked:
                 self._check_space(taken)
             size = taken.nbytes
@@ -273,6 +267,15 @@ class DiskWriter:
                 self._put_seal(moments[0])
         elif self._is_full():
             self._put_seal(self._look(facts.snapshot))
+
+    def _own_facts(self, facts: StepFacts) -> StepFacts:
+        """Return a step without what is the same in every process, which process 0 logs: settings, factors, samples.
+
+        Where the training is to be run again, every process logs the marks of its own parameters and calls.
+        """
+        if self._training is None:
+            return replace(facts, facts=(), samples={})
+        return replace(facts, facts=[one._replace(settings={}, factors=()) for one in facts.facts])
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards; what was queued stays queued."""
