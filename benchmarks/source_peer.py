@@ -46,6 +46,21 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """What is asked of a checkpoint's network, once for all numbers of segments.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        own: the pairs of all samples with their own targets.
+        drawn: the same with targets drawn from what the network says.
+    """
+
+    checkpoint: Checkpoint
+    own: Pairs
+    drawn: Pairs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Curvature:
     """A layer's curvature in one segment, U diag(λ) Uᵀ with U = U_G ⊗ U_A.
 
@@ -108,25 +123,31 @@ class Scored:
     factor_bytes: int
 
 
+def gather(task: Task, checkpoint: Checkpoint) -> Gathered:
+    """Return the pairs of all samples at a checkpoint."""
+    own = find_pairs(checkpoint.model, task.losses, task.samples)
+    return Gathered(checkpoint, own, find_pairs(checkpoint.model, task.losses, task.samples, seed=task.seed))
+
+
 def score_samples(
-    task: Task, checkpoints: Sequence[Checkpoint], *, segments: int, dampings: Sequence[float | None] = ()
+    task: Task, gathered: Sequence[Gathered], *, segments: int, dampings: Sequence[float | None] = ()
 ) -> Scored:
     """Return the scores of all samples, by the plain form and by those for Adam.
 
     Args:
         task: what is trained and asked.
-        checkpoints: in their order; the last is the trained network.
+        gathered: of the checkpoints in their order; the last is the trained network.
         segments: how many segments the checkpoints are cut into.
         dampings: of the form for Adam, each a share of the mean eigenvalue, or None for the diagonal alone; needs
             second moments.
     """
     spent, began = dict.fromkeys(("", *map(_label, dampings)), 0.0), process_time()
-    queries = find_queries(task, checkpoints[-1].model)
-    cut = torch.arange(len(checkpoints)).tensor_split(segments)
-    parts = [[checkpoints[i] for i in part.tolist()] for part in cut]
+    queries = find_queries(task, gathered[-1].checkpoint.model)
+    cut = torch.arange(len(gathered)).tensor_split(segments)
+    parts = [[gathered[i] for i in part.tolist()] for part in cut]
     curvatures = [find_curvatures(task, part) for part in parts]
-    times = [task.rate * sum(checkpoint.steps for checkpoint in part) for part in parts]
-    preconditioners = [find_preconditioners(part) for part in parts] if dampings else []
+    times = [task.rate * sum(each.checkpoint.steps for each in part) for part in parts]
+    preconditioners = [find_preconditioners([each.checkpoint for each in part]) for part in parts] if dampings else []
     turned: dict[str, dict[str, list[Tensor]]] = {label: {} for label in spent}
     for name, query in queries.items():
         with _timed(spent, ""):
@@ -138,14 +159,15 @@ def score_samples(
                 turned[_label(damping)][name] = pulled
     scores = {label: torch.zeros(len(task.tests[0]), len(task.samples[0])) for label in turned}
     for at, part in enumerate(parts):
-        for checkpoint in part:
-            for rows, pairs in _gradients(checkpoint.model, task.losses, task.samples):
-                for name, (inputs, errors) in pairs.items():
-                    gradients = torch.einsum("bto,bti->boi", errors, inputs).flatten(1)
-                    for label, layers in turned.items():
+        for name in queries:
+            asked = {label: layers[name][at].flatten(1).float() for label, layers in turned.items()}
+            for each in part:
+                inputs, errors = each.own[name]
+                for rows in torch.arange(len(inputs)).split(BATCH):
+                    gradients = torch.einsum("bto,bti->boi", errors[rows], inputs[rows]).flatten(1).float()
+                    for label, query in asked.items():
                         with _timed(spent, label):
-                            turned_queries = layers[name][at].flatten(1).to(gradients)
-                            scores[label][:, rows] -= (turned_queries @ gradients.T).float() / len(part)
+                            scores[label][:, rows] -= query @ gradients.T / len(part)
     shared = process_time() - began - sum(spent.values())
     sizes = [4 * part.numel() for each in curvatures for one in each.values() for part in one.parts()]
     return Scored(scores, {label: shared + seconds for label, seconds in spent.items()}, sum(sizes))
@@ -210,43 +232,40 @@ def pull_back_adam(
 
 def find_queries(task: Task, model: nn.Module) -> dict[str, Tensor]:
     """Return the gradient of what is asked of each test input, by layer, (M, d_out, d_in)."""
-    found: dict[str, list[Tensor]] = {}
-    for _, pairs in _gradients(model, task.quantity, task.tests):
-        for name, (inputs, errors) in pairs.items():
-            found.setdefault(name, []).append(torch.einsum("bto,bti->boi", errors, inputs))
-    return {name: torch.cat(each) for name, each in found.items()}
+    pairs = find_pairs(model, task.quantity, task.tests)
+    return {name: torch.einsum("bto,bti->boi", errors, inputs) for name, (inputs, errors) in pairs.items()}
 
 
-def find_curvatures(task: Task, checkpoints: Sequence[Checkpoint]) -> dict[str, Curvature]:
+def find_curvatures(task: Task, gathered: Sequence[Gathered]) -> dict[str, Curvature]:
     """Return each layer's EK-FAC curvature of the mean loss, over some checkpoints together.
 
     Targets are drawn from what the model says. A sample's loss is a mean over its terms, whose gradients are then
     independent; so the curvature is the number of terms times the second moment of a sample's gradient.
     """
-    moments: dict[str, tuple[Tensor, Tensor]] = {}
-    for checkpoint in checkpoints:
-        for _, pairs in _gradients(checkpoint.model, task.losses, task.samples, seed=task.seed):
-            for name, (inputs, errors) in pairs.items():
-                each = [torch.einsum("bti,btj->ij", rows.double(), rows.double()) for rows in (inputs, errors)]
-                before = moments.get(name, (0.0, 0.0))
-                moments[name] = (before[0] + each[0], before[1] + each[1])
-    keys, values = ({name: torch.linalg.eigh(pair[i])[1] for name, pair in moments.items()} for i in (0, 1))
-    terms, count = task.samples[1][0].numel(), len(task.samples[0]) * len(checkpoints)
-    eigenvalues: dict[str, Tensor] = {}
-    for checkpoint in checkpoints:
-        for _, pairs in _gradients(checkpoint.model, task.losses, task.samples, seed=task.seed):
-            for name, (inputs, errors) in pairs.items():
-                turned = errors.double() @ values[name], inputs.double() @ keys[name]
-                squares = _sum_of_squares(*turned) * (terms / count)
-                eigenvalues[name] = eigenvalues[name] + squares if name in eigenvalues else squares
-    return {name: Curvature(values[name], keys[name], eigenvalues[name]) for name in moments}
+    found = {}
+    for name in gathered[0].drawn:
+        pairs = [each.drawn[name] for each in gathered]
+        keys, values = (torch.linalg.eigh(sum(_moment(pair[i]) for pair in pairs))[1] for i in (0, 1))
+        each = [_sum_of_squares(errors.double() @ values, inputs.double() @ keys) for inputs, errors in pairs]
+        terms, count = task.samples[1][0].numel(), len(task.samples[0]) * len(gathered)
+        found[name] = Curvature(values, keys, torch.stack(each).sum(dim=0) * (terms / count))
+    return found
+
+
+def _moment(rows: Tensor) -> Tensor:
+    """Return the sum of the outer products of rows (B, T, d), (d, d)."""
+    flat = rows.flatten(0, 1).double()
+    return flat.T @ flat
 
 
 def _sum_of_squares(errors: Tensor, inputs: Tensor) -> Tensor:
     """Return the sum over samples of the squared entries of their gradients, (d_out, d_in)."""
     if errors.shape[1] == 1:
         return errors[:, 0].square().T @ inputs[:, 0].square()
-    return torch.einsum("bto,bti->boi", errors, inputs).square().sum(dim=0)
+    whole = errors.new_zeros(errors.shape[2], inputs.shape[2])
+    for rows in torch.arange(len(errors)).split(BATCH):
+        whole += torch.einsum("bto,bti->boi", errors[rows], inputs[rows]).square().sum(dim=0)
+    return whole
 
 
 def find_preconditioners(checkpoints: Sequence[Checkpoint], *, eps: float = 1e-8) -> dict[str, Tensor]:
@@ -268,21 +287,22 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
             yield name, module
 
 
-def _gradients(
+def find_pairs(
     model: nn.Module,
     measure: Callable[[Tensor, Tensor], Tensor],
     data: tuple[Tensor, Tensor],
     *,
     seed: int | None = None,
-) -> Iterator[tuple[Tensor, Pairs]]:
-    """Return each batch's rows and the layers' inputs and gradients of the sum of what is measured.
+) -> Pairs:
+    """Return the layers' inputs and the gradients of what is measured of each input of the data.
 
     With a seed, the targets are drawn from what the model says.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for rows in torch.arange(len(data[0])).split(BATCH):
-        pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        handles = [module.register_forward_hook(_catch(pairs, name)) for name, module in _layers(model)]
+        calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        handles = [module.register_forward_hook(_catch(calls, name)) for name, module in _layers(model)]
         try:
             outputs, targets = model(data[0][rows]), data[1][rows]
             if generator is not None:
@@ -293,10 +313,12 @@ def _gradients(
             for handle in handles:
                 handle.remove()
             model.zero_grad()
-        yield rows, {name: _joined(each) for name, each in pairs.items()}
+        for name, each in calls.items():
+            found.setdefault(name, []).append(_joined(each, axis=1))
+    return {name: _joined(each, axis=0) for name, each in found.items()}
 
 
-def _catch(pairs: dict[str, list[tuple[Tensor, Tensor]]], name: str) -> Callable[..., None]:
+def _catch(calls: dict[str, list[tuple[Tensor, Tensor]]], name: str) -> Callable[..., None]:
     """Return a hook that keeps a layer's inputs, as rows, with the gradients at its outputs, call by call."""
 
     def forward(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
@@ -304,7 +326,7 @@ def _catch(pairs: dict[str, list[tuple[Tensor, Tensor]]], name: str) -> Callable
 
         def backward(gradient: Tensor) -> None:
             errors = gradient.flatten(2).transpose(1, 2) if isinstance(module, nn.Conv2d) else gradient
-            pairs.setdefault(name, []).append((inputs, errors.reshape(len(errors), -1, errors.shape[-1])))
+            calls.setdefault(name, []).append((inputs, errors.reshape(len(errors), -1, errors.shape[-1])))
 
         output.register_hook(backward)
 
@@ -321,6 +343,6 @@ def _input_rows(module: nn.Module, given: Tensor) -> Tensor:
     return rows if module.bias is None else torch.cat([rows, torch.ones_like(rows[..., :1])], dim=-1)
 
 
-def _joined(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    inputs, errors = zip(*calls, strict=True)
-    return torch.cat(inputs, dim=1), torch.cat(errors, dim=1)
+def _joined(pairs: Sequence[tuple[Tensor, Tensor]], *, axis: int) -> tuple[Tensor, Tensor]:
+    inputs, errors = zip(*pairs, strict=True)
+    return torch.cat(inputs, dim=axis), torch.cat(errors, dim=axis)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
-from benchmarks.source_peer import Checkpoint, Task, score_samples
+from benchmarks.source_peer import Checkpoint, Task, gather, score_samples
 from dualform.effects.output_gradients import measure_quantity
 from dualform.experiments.retraining import CHECKPOINTS, checkpoint_steps, mean_of
 from dualform.experiments.retraining_config import RetrainingConfig, Split
@@ -202,12 +202,15 @@ def source(config: RetrainingConfig, split: Split, here: Path) -> dict[str, Said
         checkpoints = [checkpoints_of(config, here, c, i + 1)[i] for c in range(CHECKPOINTS)]
         kept = sum(size_of(each.model.state_dict()) for each in checkpoints)
         moments = sum(size_of(each.second_moments) for each in checkpoints)
+        start = process_time()
+        gathered = [gather(task, each) for each in checkpoints]
+        gathering = process_time() - start
         for segments in SEGMENTS:
-            scored = score_samples(task, checkpoints, segments=segments, dampings=dampings)
+            scored = score_samples(task, gathered, segments=segments, dampings=dampings)
             for variant, scores in scored.scores.items():
                 label = f"SOURCE, {segments} segment{'s' if segments > 1 else ''}{variant and f', Adam, {variant}'}"
                 size = kept + scored.factor_bytes + (moments if variant else 0)
-                found.setdefault(label, []).append((scores, Cost(scored.seconds[variant], size)))
+                found.setdefault(label, []).append((scores, Cost(gathering + scored.seconds[variant], size)))
     return {label: _joined(each) for label, each in found.items()}
 
 

@@ -8,10 +8,11 @@ from benchmarks.source_peer import (
     Checkpoint,
     Curvature,
     Task,
-    _gradients,
     find_curvatures,
+    find_pairs,
     find_preconditioners,
     find_queries,
+    gather,
     pull_back,
     pull_back_adam,
     score_samples,
@@ -97,7 +98,7 @@ def test_scores_are_near_the_unrolled_derivative_of_a_trained_layer() -> None:
         sample_losses, lambda out, to: measure_quantity(out, to, "margin"), (inputs, targets), (test, wanted), rate
     )
     for segments in (1, 5):
-        scored = score_samples(task, checkpoints, segments=segments)
+        scored = score_samples(task, [gather(task, each) for each in checkpoints], segments=segments)
         said = scored.scores[""].double() / 40
         assert float(correlate(said.T, exact.T).mean()) > 0.85
         assert 0.7 < float((said * exact).sum() / said.square().sum()) < 1.4, "the size is right too"
@@ -112,7 +113,7 @@ def test_the_curvature_of_passages_is_that_of_their_terms() -> None:
     found = []
     for inputs, wanted in ((passages, targets), (passages.flatten(0, 1), targets.flatten())):
         task = Task(sample_losses, sample_losses, (inputs, wanted), (inputs[:1], wanted[:1]), 0.1)
-        found.append(float(find_curvatures(task, [Checkpoint(model, 1, {})])[""].eigenvalues.sum()))
+        found.append(float(find_curvatures(task, [gather(task, Checkpoint(model, 1, {}))])[""].eigenvalues.sum()))
     assert found[0] == pytest.approx(found[1], rel=0.1)
 
 
@@ -130,8 +131,7 @@ def test_layers_inputs_and_errors_make_the_gradients(name: str) -> None:
     expected = {
         key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None
     }
-    ((rows, pairs),) = _gradients(model, sample_losses, (inputs, targets))
-    assert rows.tolist() == list(range(7))
+    pairs = find_pairs(model, sample_losses, (inputs, targets))
     assert len(pairs) == {"cnn": 4, "lstm": 3}[name]
     for layer, (keys, errors) in pairs.items():
         whole = torch.einsum("bto,bti->oi", errors, keys)
