@@ -90,6 +90,18 @@ def find_world(model: nn.Module, layers: Sequence[Watched]) -> World:
     return ProcessGroup(group)
 
 
+def refuse_some_of_all(world: World) -> None:
+    """Refuse to keep steps where only some of the processes of torch.distributed train together.
+
+    A replay needs all processes that trained, and has those of torch.distributed.
+    """
+    if world.size > 1 and (here := torch.distributed.get_world_size()) != world.size:
+        raise RefusedError(
+            f"keep=Steps() is for trainings of all processes of torch.distributed: {world.size} of {here} train "
+            f"together here. Start {world.size} processes alone, or keep patterns or shares."
+        )
+
+
 def rounds_reduced(model: nn.Module) -> bool:
     """Say whether a communication hook of `DistributedDataParallel` may round the gradients that are reduced."""
     return bool(getattr(model, "_comm_hooks", ()))

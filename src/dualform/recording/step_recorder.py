@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import AnnotationError, DualformError, RefusedError, StoreError
 from dualform.identity.parameter_use import takes_ids
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.accumulation import Accumulations
 from dualform.recording.agreement import join_samples
 from dualform.recording.alignment import Alignment
@@ -50,6 +51,7 @@ from dualform.recording.sinks import (
     LateWatchingSink,
     ParameterFacts,
     PreparedStep,
+    RepeatingSink,
     SelectiveSink,
     Sink,
     Start,
@@ -78,6 +80,12 @@ CAPTURED = (
 def is_capturing() -> bool:
     """Say whether what is computed now on the current GPU is captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
+
+
+def _unfoldings(sink: RepeatingSink, layers: Sequence[Watched]) -> dict[str, Unfolding]:
+    """Return how keys are taken from inputs, of the layers whose inputs the sink takes."""
+    found = {layer.name: layer.kind.unfolding(layer.module) for layer in layers}
+    return {name: one for name, one in found.items() if one is not None and sink.takes_inputs(name)}
 
 
 def _wants_values(sink: SelectiveSink, schedule: CheckSchedule, layer: str) -> bool:
@@ -166,7 +174,8 @@ class StepRecorder:
         settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
         shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
         takes_all_rows = sink.takes_all_rows if isinstance(sink, AllRowsSink) else lambda parameter: False
-        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if several else None
+        joint = several and known is None  # a replay knows from the recording all that processes tell each other
+        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if joint else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, divided=own_rows, clock=self.clock)
@@ -193,6 +202,8 @@ class StepRecorder:
         try:
             self.steps = open_together(self._world, self._sink, start)
             opened = True
+            if isinstance(self._sink, RepeatingSink):
+                self._hooks.unfoldings = _unfoldings(self._sink, self._layers)
             self._attach_hooks()
             self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink, self._made.hand_on)
             leave_in_forks(self)
@@ -409,6 +420,8 @@ class StepRecorder:
             self._settle()
             if id(optimizer) in step.done.ids:
                 self._end_step()
+            for rows in self._own_rows.values():
+                rows.follow()
             self._look_for_joined(owned)
             self._follow_moved()
             if self._may_be_late(optimizer):

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 import dualform
 from dualform.experiments.datasets import load, standardised
-from dualform.recording.layers import conv as conv_kinds
+from dualform.identity import unfolding as unfoldings
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.layers import find_kind
-from dualform.recording.layers.conv import patches_on_cpu, unfolded_patches
 from helpers.loops import WITHIN
 from helpers.pairs import pairwise
 
@@ -146,11 +146,14 @@ def test_a_network_on_digits_learns_and_is_covered(run: Path) -> None:
     assert set(top["label"].to_pylist()) <= set(range(10))
 
 
-@pytest.mark.parametrize("most", [0, conv_kinds.MAX_PLACES])
+@pytest.mark.parametrize("most", [0, unfoldings.MAX_PLACES])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_patches_are_the_same_in_every_way(option: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_kinds, "MAX_PLACES", most)
+    monkeypatch.setattr(unfoldings, "MAX_PLACES", most)
     kind, settings, size = OPTIONS[option]
-    conv, padded = kind(4, 8, **settings), torch.randn(3, 4, *(length + 4 for length in size))
+    conv = kind(4, 8, **settings)
+    unfolding = Unfolding(conv.kernel_size, conv.stride, conv.dilation)
+    padded = torch.randn(3, 4, *(length + 4 for length in size))
     for inputs in (padded, padded[:0], padded.bfloat16(), padded.movedim(1, -1).contiguous().movedim(-1, 1)):
-        assert torch.equal(patches_on_cpu(conv, inputs), unfolded_patches(conv, inputs))
+        plain = unfolding.patches(inputs)
+        assert torch.equal(unfolding.rows(inputs), plain.reshape(-1, plain.shape[-1]))
