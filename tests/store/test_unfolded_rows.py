@@ -1,6 +1,7 @@
 """Inputs that are stored in place of a convolution's keys: every key, range, answer and file is as with stored keys."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.identity import unfolding as unfoldings
-from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
-from dualform.store.stored_rows import FileRows
 from dualform.store.unfolded_rows import UnfoldedRows
 from dualform.store.writer import DiskWriter
 
@@ -97,7 +96,7 @@ def train(
 
 
 @pytest.fixture
-def keys_stored(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def keys_stored() -> Iterator[pytest.MonkeyPatch]:
     """Let runs be recorded with keys in their files, as they were before."""
     context = pytest.MonkeyPatch()
     context.setattr(DiskWriter, "_unfolding", lambda *_: None)
