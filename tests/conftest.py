@@ -24,17 +24,19 @@ settings.load_profile("ci" if os.environ.get("CI") else "suite")
 PUBLISHING = {"test_faults.py", "test_folder.py", "test_format.py", "test_kill.py", "test_writer.py"}
 
 
-# Files that take longest, five seconds of a processor and more, roughly in that order. They come first: a file is run by
-# one process, and the others would wait for one that begins last. (Without --no-loadscope-reorder xdist begins with the
-# most tests.)
-LONG = tuple(
-    f"test_{name}.py"
-    for name in """
-    exactness_matrix notebooks shares_matrix browser transformers onesided elementwise joint_preparation clients cli
-    text_session ray_executor images connections rows blobs doubts tricks interrupts path_trainings forgeries distinct
-    optimizers site kills recurrent pages replay_executor hooks toys object_blobs memory divided path_samples exactness
-    joint_replay imports spotlight conv golden_studies
-    """.split()
+# Files that take longest, five seconds of a processor and more, roughly in that order. They come first: a file is run
+# by one process, and the others would wait for one that begins last. (Without --no-loadscope-reorder xdist begins with
+# the most tests.)
+LONG = (
+    *("test_exactness_matrix.py", "test_notebooks.py", "test_shares_matrix.py", "test_browser.py"),
+    *("test_transformers.py", "test_onesided.py", "test_elementwise.py", "test_joint_preparation.py"),
+    *("test_clients.py", "test_cli.py", "test_text_session.py", "test_ray_executor.py", "test_images.py"),
+    *("test_connections.py", "test_rows.py", "test_blobs.py", "test_doubts.py", "test_tricks.py"),
+    *("test_interrupts.py", "test_path_trainings.py", "test_forgeries.py", "test_distinct.py"),
+    *("test_optimizers.py", "test_site.py", "test_kills.py", "test_recurrent.py", "test_pages.py"),
+    *("test_replay_executor.py", "test_hooks.py", "test_toys.py", "test_object_blobs.py", "test_memory.py"),
+    *("test_divided.py", "test_path_samples.py", "test_exactness.py", "test_joint_replay.py"),
+    *("test_imports.py", "test_spotlight.py", "test_conv.py", "test_golden_studies.py"),
 )
 
 
