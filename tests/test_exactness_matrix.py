@@ -262,7 +262,7 @@ CASES = pairwise(LAYERS, OPTIMIZERS, (torch.float32, torch.float64))
 
 
 @pytest.mark.mostly_slow(fast=len(LAYERS))
-@pytest.mark.parametrize(("layer", "optimizer", "dtype"), CASES)
+@pytest.mark.parametrize(("layer", "optimizer", "dtype"), CASES, ids=str)
 def test_is_exact(run: Path, layer: str, optimizer: str, dtype: torch.dtype) -> None:
     trained = fit(run, layer, OPTIMIZERS[optimizer], dtype)
     found = trained.memory.verify(trained.model)

@@ -84,7 +84,7 @@ def compared(name: str, differences: Tensor) -> Tensor:
 
 
 @pytest.mark.mostly_slow(fast=10)
-@pytest.mark.parametrize(("layer", "optimizer", "dtype"), CASES)
+@pytest.mark.parametrize(("layer", "optimizer", "dtype"), CASES, ids=str)
 def test_live_shares_are_those_of_the_patterns(layer: str, optimizer: str, dtype: torch.dtype) -> None:
     blobs = MemoryBlobs()
     model = fit(blobs, layer, OPTIMIZERS[optimizer], dtype, [dualform.Shares(by="label"), dualform.Patterns()])

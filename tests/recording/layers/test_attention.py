@@ -100,7 +100,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, dtype: t
 
 
 @pytest.mark.mostly_slow(fast=11)
-@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(CASES, OPTIMIZERS, WITHIN))
+@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(CASES, OPTIMIZERS, WITHIN), ids=str)
 def test_rebuilds_every_projection(tmp_path: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     torch.manual_seed(1)

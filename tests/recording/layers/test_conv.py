@@ -54,7 +54,7 @@ STEPS = 24  # of which checks see all of the first 20, and some of the others
 
 
 @pytest.mark.mostly_slow(fast=4)
-@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(OPTIONS, OPTIMIZERS, WITHIN))
+@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(OPTIONS, OPTIMIZERS, WITHIN), ids=str)
 def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
     make, options, size = OPTIONS[name]
     torch.manual_seed(0)

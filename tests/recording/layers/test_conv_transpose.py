@@ -74,7 +74,7 @@ def train(layer: nn.Module, size: tuple[int, ...], run: Path, name: str, dtype: 
 
 @pytest.mark.mostly_slow(fast=4)
 @pytest.mark.parametrize(
-    ("name", "optimizer", "dtype"), pairwise(OPTIONS, ["SGD", "AdamW"], [torch.float32, torch.float64])
+    ("name", "optimizer", "dtype"), pairwise(OPTIONS, ["SGD", "AdamW"], [torch.float32, torch.float64]), ids=str
 )
 def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
     make, options, size = OPTIONS[name]

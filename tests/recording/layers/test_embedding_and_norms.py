@@ -80,7 +80,7 @@ def check(memory: dualform.Memory, model: nn.Module, layer: str, inputs: Tensor,
 
 
 @pytest.mark.mostly_slow(fast=7)
-@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(NORMS, OPTIMIZERS, WITHIN))
+@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(NORMS, OPTIMIZERS, WITHIN), ids=str)
 def test_normalisations(run: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
     make, shape = NORMS[name]
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_normalisations(run: Path, name: str, optimizer: str, dtype: torch.dtype
     check(memory, model, "0", batch(999), dtype)
 
 
-@pytest.mark.parametrize(("optimizer", "dtype", "padding"), pairwise(OPTIMIZERS, WITHIN, [None, 2]))
+@pytest.mark.parametrize(("optimizer", "dtype", "padding"), pairwise(OPTIMIZERS, WITHIN, [None, 2]), ids=str)
 def test_embeddings(run: Path, optimizer: str, dtype: torch.dtype, padding: int | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 5, padding_idx=padding), nn.Tanh(), nn.Linear(5, 3)).to(dtype)

@@ -48,7 +48,7 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("case", "optimizer", "dtype"), pairwise(CASES, ["SGD", "AdamW"], [torch.float32, torch.float64])
+    ("case", "optimizer", "dtype"), pairwise(CASES, ["SGD", "AdamW"], [torch.float32, torch.float64]), ids=str
 )
 def test_bags_are_recorded(run: Path, case: str, optimizer: str, dtype: torch.dtype) -> None:
     options, offsets, weights = CASES[case]

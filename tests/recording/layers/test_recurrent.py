@@ -123,7 +123,7 @@ def make(kernel: str, case: Case, dtype: torch.dtype) -> Net:
 
 
 @pytest.mark.mostly_slow(fast=13)
-@pytest.mark.parametrize(("name", "kernel", "dtype"), pairwise(CASES, KERNELS, WITHIN))
+@pytest.mark.parametrize(("name", "kernel", "dtype"), pairwise(CASES, KERNELS, WITHIN), ids=str)
 def test_rebuilds_every_parameter(tmp_path: Path, name: str, kernel: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     plain = make(kernel, case, dtype)
@@ -176,7 +176,7 @@ class Loop(nn.Module):
 
 
 @pytest.mark.mostly_slow(fast=5)
-@pytest.mark.parametrize(("cell", "rows", "dtype"), pairwise(CELLS, [(B,), ()], WITHIN))
+@pytest.mark.parametrize(("cell", "rows", "dtype"), pairwise(CELLS, [(B,), ()], WITHIN), ids=str)
 def test_rebuilds_cells(tmp_path: Path, cell: str, rows: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     model = Loop(CELLS[cell]()).to(dtype)
