@@ -405,7 +405,7 @@ def test_what_cannot_be_recorded_of_rows_is_refused_in_all_processes(tmp_path: P
             return {
                 "edit": attempt("edit", edit_rows),
                 "decay": attempt("decay", decay),
-                    "not reduced": attempt("apart", keep_apart, before=True),
+                "not reduced": attempt("apart", keep_apart, before=True),
             }
 
     first, second = run_together(tmp_path, work)
