@@ -123,13 +123,3 @@ def is_first_process() -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return True
     return torch.distributed.get_rank() == 0
-
-
-def refuse_join(model: nn.Module) -> None:
-    """Refuse a step inside of `model.join()`: a process without batches takes no steps, and the others would wait."""
-    config = getattr(model, "_join_config", None)
-    if config is not None and getattr(config, "enable", False):
-        raise RefusedError(
-            "This step is inside of DistributedDataParallel.join(), where processes may run out of batches; that is "
-            "not supported. Give every process the same number of batches (torch.utils.data.DistributedSampler does)."
-        )
