@@ -248,7 +248,7 @@ def traker(config: RetrainingConfig, split: Split, here: Path) -> dict[str, Said
 
     models = networks(config, here, CHECKPOINTS - 1, config.models)
     found = {}
-    for features in FEATURES:
+    for features in (number for number in FEATURES if number < config.train):  # as many as samples fit anything
         projector = Projector(
             grad_dim=sum(parameter.numel() for parameter in models[0].parameters()),
             proj_dim=features,
