@@ -35,7 +35,7 @@ from dualform.experiments.stacked_training import SECOND_MOMENT, initial, loss_o
 DAMPINGS = (1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, None)  # None: kronfluence's own choice
 FEATURES = (8, 16, 32, 64, 128, 256, 512)  # that TRAK projects gradients to
 SEGMENTS = (1, 3, 5)  # that SOURCE cuts a training into
-SOURCE_DAMPINGS = (None, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)  # of SOURCE's form for Adam; None: the diagonal alone
+SOURCE_DAMPINGS = (None, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)  # of its form for Adam; None: the diagonal alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,7 +248,7 @@ def traker(config: RetrainingConfig, split: Split, here: Path) -> dict[str, Said
 
     models = networks(config, here, CHECKPOINTS - 1, config.models)
     found = {}
-    for features in FEATURES:
+    for features in (number for number in FEATURES if number < config.train):  # as many as samples fit anything
         projector = Projector(
             grad_dim=sum(parameter.numel() for parameter in models[0].parameters()),
             proj_dim=features,

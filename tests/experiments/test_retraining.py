@@ -317,7 +317,8 @@ def test_costs_stand_beside_scores() -> None:
     other = Evaluation(dataclasses.replace(SMALL, name="other", epochs=7), scored, costs={"effects": Cost(30, 10**7)})
     rows = {row[0]: row[1:] for row in table([one, other]).rows}
     assert rows["effects"] == ("0.50", "0.50", "0.5 to 30", "1.0 MB to 10.0 MB")
-    assert rows["kronfluence EK-FAC, best damping"] == ("0.45", "0.45", "20 to 20", "2.0 kB to 2.0 kB"), "of that shown"
+    assert rows["kronfluence EK-FAC, best damping"] == ("0.45", "0.45", "20", "2.0 kB"), "of that shown"
+    assert "500 to 500 times the bytes, and 0.025 to 0.025 times the seconds" in " ".join(section([one, other]).text)
     each = {row[0]: row[1:] for row in cost_table([one, other]).rows}
     assert each["effects"] == ("0.5 s, 1.0 MB", "30 s, 10.0 MB")
     assert each["kronfluence EK-FAC, best damping"] == ("20 s, 2.0 kB", "-")

@@ -15,11 +15,12 @@ from dualform.recording.estimate import size_text
 
 OTHER = "layerwise" if FILTERING == "joint" else "joint"
 """The filter that effects do not have."""
+EKFAC = "kronfluence EK-FAC, best damping"
 METHOD_ROWS = {
     "effects": "effects",
     "effects, mean of several recordings": "effects, mean of *",
     f"effects, {OTHER} filter": OTHER,
-    "kronfluence EK-FAC, best damping": "EK-FAC*",
+    EKFAC: "EK-FAC*",
     "kronfluence EK-FAC, mean of as many networks": "mean of * networks: EK-FAC*",
     "SOURCE, by its formula": "SOURCE*",
     "SOURCE, mean of as many networks": "mean of * networks: SOURCE*",
@@ -46,20 +47,19 @@ COMMAND = (
     "does not hold yet."
 )
 TEXT = """\
-For random halves of the training samples, networks are trained again on each half alone. A method is scored by the
-rank correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say
-on average over their seeds (the linear datamodeling score; 1 is perfect). Effects come from one recorded training
-each; the row below it averages them over several (`dualform.open_ensemble`). EK-FAC sees the networks of the same
-trainings, one at a time, and SOURCE and TracInCP five checkpoints of each; their means are over as many networks as
-effects' are. Of the settings of a peer that were tried (of EK-FAC the dampings, of SOURCE the segments and, under
-AdamW, its preconditioned form with dampings, of TRAK the numbers of features, of TracInCP two test losses), the best by
-this very score is shown; effects have nothing to choose. Where a peer is behind here, it may be ahead where it was
-made for. The ceiling is what a perfect prediction could reach, given that each half was retrained with so many seeds
-only; against a single retraining of each half every score is lower, as the last row but one says. Means ± standard
-errors over splits; a number without an error is of one split, and a dash stands for what was not asked. A number in
-parentheses was not asked again: it is that of an earlier run of the same recipe, over all of its splits; where fewer
-splits of a peer were run, effects are compared with it on those. These are small networks and small data; nothing
-here says how effects do on large ones."""
+For random halves of the training samples, networks are trained again on each half alone. A method is scored by the rank
+correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say on
+average over their seeds (the linear datamodeling score; 1 is perfect). Effects come from one recorded training each;
+the row below it averages them over several (`dualform.open_ensemble`). EK-FAC sees the networks of the same trainings,
+one at a time, and SOURCE and TracInCP five checkpoints of each; their means are over as many networks as effects' are.
+Of the settings of a peer that were tried (of EK-FAC the dampings, of SOURCE the segments and, under AdamW, its
+preconditioned form with dampings, of TRAK the numbers of features, of TracInCP two test losses), the best by this very
+score is shown; effects have nothing to choose. The ceiling is what a perfect prediction could reach, given that each
+half was retrained with so many seeds only; against a single retraining of each half every score is lower, as the last
+row but one says. Means ± standard errors over splits; a number without an error is of one split, and a dash stands for
+what was not asked. A number in parentheses was not asked again: it is that of an earlier run of the same recipe, over
+all of its splits; where fewer splits of a peer were run, effects are compared with it on those. These are small
+networks and small data; nothing here says how effects do on large ones."""
 HOW_PEERS_RUN = """\
 SOURCE is Bae et al. 2024, "Training Data Attribution via Approximate Unrolled Differentiation", written from its
 formulas (`benchmarks/source_peer.py`): bergson, which has it, asks for checkpoints of Hugging Face's causal language
@@ -109,8 +109,13 @@ def _cost(found: Evaluation, pattern: str) -> Cost | None:
 
 
 def _cost_text(cost: Cost) -> str:
-    seconds = f"{cost.seconds:.1f} s" if cost.seconds < 10 else f"{cost.seconds:,.0f} s"
+    seconds = f"{_digits(cost.seconds)} s"
     return f"{seconds}, {size_text(cost.size)}" if cost.size else seconds
+
+
+def _digits(number: float) -> str:
+    """Return a number with two digits, or all before the point."""
+    return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
 
 
 def _cost_range(found: Sequence[Evaluation], pattern: str) -> tuple[str, str]:
@@ -118,9 +123,14 @@ def _cost_range(found: Sequence[Evaluation], pattern: str) -> tuple[str, str]:
     costs = [cost for each in found if (cost := _cost(each, pattern)) is not None]
     if not costs:
         return "", ""
-    seconds, sizes = sorted(cost.seconds for cost in costs), sorted(cost.size for cost in costs)
-    texts = [f"{each:.1f}" if each < 10 else f"{each:,.0f}" for each in (seconds[0], seconds[-1])]
-    return " to ".join(texts), f"{size_text(sizes[0])} to {size_text(sizes[-1])}"
+    seconds, sizes = [_digits(cost.seconds) for cost in _ends(costs, "seconds")], _ends(costs, "size")
+    return " to ".join(seconds), " to ".join(size_text(cost.size) for cost in sizes)
+
+
+def _ends(costs: Sequence[Cost], by: str) -> list[Cost]:
+    """Return the least and the largest cost, or the only one."""
+    ordered = sorted(costs, key=lambda cost: getattr(cost, by))
+    return ordered if len(ordered) == 1 else [ordered[0], ordered[-1]]
 
 
 def _ordered(found: Sequence[Evaluation]) -> list[Evaluation]:
@@ -196,6 +206,15 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
     unasked = [e.config.name for e in _ordered(found) if all(_cell(e, row, METHOD_ROWS[row]) == "-" for row in PEERS)]
     short = [f"{e.config.name} {e.splits} of {e.config.splits}" for e in _ordered(found) if e.splits < e.config.splits]
     lines = [behind]
+    pairs = [(_cost(each, "effects"), _cost(each, METHOD_ROWS[EKFAC])) for each in _ordered(found)]
+    both = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    if both:
+        sizes, seconds = ([getattr(a, of) / getattr(b, of) for a, b in both] for of in ("size", "seconds"))
+        lines.append(
+            f"**What effects cost beside EK-FAC, where both were measured:** {_digits(min(sizes))} to "
+            f"{_digits(max(sizes))} times the bytes, and {_digits(min(seconds))} to {_digits(max(seconds))} times the "
+            "seconds, once the training is recorded."
+        )
     if unasked:
         lines.append(f"**Not compared with any peer:** {', '.join(unasked)}.")
     if short:
