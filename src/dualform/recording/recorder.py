@@ -332,5 +332,12 @@ class Recorder:
 def _describe(layer: Watched) -> LayerStart:
     uses = tuple(layer.parameters)
     return LayerStart(
-        layer.kind.name, layer.d_in, layer.d_out, uses, layer.keys_only, layer.kind.optional, layer.shares_only
+        layer.kind.name,
+        layer.d_in,
+        layer.d_out,
+        uses,
+        layer.keys_only,
+        layer.kind.optional,
+        layer.shares_only,
+        layer.kind.unfolding(layer.module),
     )

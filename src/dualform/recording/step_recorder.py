@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import AnnotationError, DualformError, RefusedError, StoreError
 from dualform.identity.parameter_use import takes_ids
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.accumulation import Accumulations
 from dualform.recording.agreement import join_samples
 from dualform.recording.alignment import Alignment
@@ -59,6 +60,7 @@ from dualform.recording.sinks import (
     LateWatchingSink,
     ParameterFacts,
     PreparedStep,
+    RepeatingSink,
     SelectiveSink,
     Sink,
     Start,
@@ -87,6 +89,12 @@ CAPTURED = (
 def is_capturing() -> bool:
     """Say whether what is computed now on the current GPU is captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
+
+
+def _unfoldings(sink: RepeatingSink, layers: Sequence[Watched]) -> dict[str, Unfolding]:
+    """Return how keys are taken from inputs, of the layers whose inputs the sink takes."""
+    found = {layer.name: layer.kind.unfolding(layer.module) for layer in layers}
+    return {name: one for name, one in found.items() if one is not None and sink.takes_inputs(name)}
 
 
 def _wants_values(sink: SelectiveSink, schedule: CheckSchedule, layer: str) -> bool:
@@ -206,6 +214,8 @@ class StepRecorder:
         try:
             self.steps = open_together(self._world, self._sink, start)
             opened = True
+            if isinstance(self._sink, RepeatingSink):
+                self._hooks.unfoldings = _unfoldings(self._sink, self._layers)
             self._attach_hooks()
             self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink, self._made.hand_on)
             leave_in_forks(self)

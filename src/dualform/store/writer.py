@@ -25,6 +25,7 @@ from dualform._version import __version__
 from dualform.engine.description import LayerEntry, ParameterEntry, Stored, TrainingEntry
 from dualform.engine.proofs import ParameterMarker
 from dualform.errors import CorruptError, RefusedError, ResumeError, RunExistsError, StoreError
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.annotations import Binding
 from dualform.recording.estimate import size_text
 from dualform.recording.keep import Keep, Patterns, Steps, keeps_patterns
@@ -39,7 +40,8 @@ from dualform.store.kept_state import ShardState, StateKeeper
 from dualform.store.manifest import Manifest, SharesEntry
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
-from dualform.store.resume import count_updates, find_step, join_at, resume_at
+from dualform.store.resume import as_stored, count_updates, find_step, join_at, resume_at
+from dualform.store.row_encoding import keeps_inputs
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
 from dualform.store.taken_steps import AccumulatedCalls, PooledLayers, TakenRows, TakenStep
@@ -162,6 +164,7 @@ class DiskWriter:
             self._dtypes(),
             PooledLayers(),
             unstored=[name for name, layer in layers.items() if layer.store == "steps"],
+            inputs=self._with_inputs(),
             marker=None if self._training is None else ParameterMarker(),
             rank=self.rank,
         )
@@ -225,6 +228,10 @@ class DiskWriter:
     def wants_values(self, layer: str) -> bool:
         """Say whether the values of a layer are stored, or looked at before they are."""
         return self._accumulated.stores(layer)
+
+    def takes_inputs(self, layer: str) -> bool:
+        """Say whether the inputs of a layer are stored in place of its keys."""
+        return self._shards.manifest.layers[layer].unfolding is not None
 
     def needs_whole_steps(self) -> bool:
         """Say whether the run keeps steps, to be made again."""
@@ -441,6 +448,7 @@ class DiskWriter:
                     store=self._store(name, layer),
                     dtype=self._stored_dtype(name, layer) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
+                    unfolding=self._unfolding(name, layer),
                 )
                 for name, layer in start.layers.items()
             },
@@ -464,6 +472,14 @@ class DiskWriter:
             divided=bool(start.divided),
             processes=((0, start.processes),) if start.processes > 1 and not start.rank else (),
         )
+
+    def _unfolding(self, name: str, layer: LayerStart) -> Unfolding | None:
+        """Return how keys are taken from inputs, if these are stored in their place.
+
+        A run that keeps steps is compared with replays by the checksums of its keys.
+        """
+        dtype = self._stored_dtype(name, layer)
+        return layer.unfolding if self._training is None and (dtype is None or keeps_inputs(dtype)) else None
 
     def _stored_dtype(self, name: str, layer: LayerStart) -> str | None:
         """Return the dtype in which a layer's patterns are stored; None for the one that is trained."""
@@ -513,21 +529,26 @@ class DiskWriter:
             )
         step = None if self._resume is True else int(self._resume)
         pooled = self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, inputs=self._with_inputs(), rank=self.rank)
         self._columns = dict(self._shards.manifest.columns)
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
 
     def _join(self, start: Start) -> int:
         """Join the run that process 0 has just begun or continued, and return the number of its first step to come."""
-        step = Manifest.read(self.blobs).steps
+        first = Manifest.read(self.blobs)
+        step = first.steps
         if self.place.size(MANIFEST) is None:
+            self._shards.manifest = as_stored(first, self._shards.manifest)
+            self._accumulated = AccumulatedCalls(
+                self._dtypes(), PooledLayers(), inputs=self._with_inputs(), rank=self.rank
+            )
             self.place.remove_unpublished()
             files = self._publish_rows(INITIAL, _start_tensors(start)) if not step and self._begins(start) else {}
             self._publish_divided_state(files)
             return step
         pooled = self._shards.continue_from(*join_at(self.place, self._shards.manifest, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
+        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, inputs=self._with_inputs(), rank=self.rank)
         self._columns = dict(self._shards.manifest.columns)
         self._publish_divided_state(self._shards.manifest.files)
         return step
@@ -557,6 +578,10 @@ class DiskWriter:
         """Return the dtype that each layer is stored in."""
         return {name: getattr(torch, layer.dtype) for name, layer in self._shards.manifest.layers.items()}
 
+    def _with_inputs(self) -> list[str]:
+        """Return the layers whose inputs are stored in place of their keys."""
+        return [name for name in self._shards.manifest.layers if self.takes_inputs(name)]
+
     def _check_space(self, record: TakenStep) -> None:
         self._checked = True
         need = self._shard_bytes if self._planned is None else self._planned * self._stored_bytes(record)
@@ -576,7 +601,8 @@ class DiskWriter:
             if taken.encoded or dtype is None or not taken.rows.is_floating_point():
                 return taken.nbytes
             itemsize: int = getattr(torch, dtype).itemsize
-            return itemsize * taken.rows.numel() + 4 * len(taken.rows)  # and a scale for each row
+            scales = len(taken.rows) if taken.rows.dim() > 1 else 0  # one for each row; inputs have none
+            return itemsize * taken.rows.numel() + 4 * scales
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
