@@ -195,21 +195,26 @@ def refuse_to_join(world: World, sink: Sink, *, recording: bool, detaches: bool)
         recording: whether the recording has begun.
         detaches: whether a failure ends the recording and not the training.
     """
-    problem = ""
     if not isinstance(world, UnevenWorld):
-        problem = "the model was recorded without its DistributedDataParallel. Hand the wrapped model to record()"
-    elif not recording:
-        problem = "it is not recording. Open Join inside of `with dualform.record(...) as recorder:`"
-    elif detaches:
-        problem = 'it has on_failure="detach", and a process without batches would wait for it. Leave that out'
-    elif isinstance(sink, AllRowsSink) or (isinstance(sink, WholeStepSink) and sink.needs_whole_steps()):
-        problem = (
-            "it keeps shares or steps, and a process without batches has no steps of its own to fold or to prove. Keep "
-            "patterns, or give every process the same number of batches"
+        raise RefusedError(
+            "Join([model, recorder]) needs a recorder of the DistributedDataParallel model itself. Hand the wrapped "
+            "model to record()."
         )
-    if problem:
-        raise RefusedError(f"The recorder cannot take part in Join([model, recorder]): {problem}.")
-    assert isinstance(world, UnevenWorld)
+    if not recording:
+        raise RefusedError(
+            "Join([model, recorder]) has a recorder that does not record. Open Join inside of `with "
+            "dualform.record(...) as recorder:`."
+        )
+    if detaches:
+        raise RefusedError(
+            'Join([model, recorder]) has a recorder with on_failure="detach": a process without batches would wait for '
+            "a recording that has ended. Leave on_failure out."
+        )
+    if isinstance(sink, AllRowsSink) or (isinstance(sink, WholeStepSink) and sink.needs_whole_steps()):
+        raise RefusedError(
+            "Join([model, recorder]) has a recorder that keeps shares or steps: a process without batches has no steps "
+            "of its own to fold or to prove. Keep patterns, or give every process the same number of batches."
+        )
     return world
 
 
