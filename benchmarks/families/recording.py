@@ -27,8 +27,9 @@ LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128,
         "cpu": "after the first 20 steps recording adds 1.6 ms of processor time to the training thread's 13 (one "
         "thread, by function): copies of keys and values 0.46, reading samples of gradients and parameters before the "
         "step 0.45, hooks of the backward 0.22, of the forward 0.17, after the step 0.20. A full check adds 1.5: in "
-        "each of the first 20 steps, then in one of sixteen; a trial of rows, after 1, 3, 7, ... steps, takes 6. The "
-        "writer's threads take 1.4 beside it on two cores: 0.6 to copy, sum and write, 0.45 to look keys up among "
+        "each of the first 20 steps, then in one of sixteen; a trial of a few rows, after 1, 3, 7, ... steps, takes 6, "
+        "and one of a whole batch, at the first step and after 127, 27. The writer's threads take 1.4 beside "
+        "it on two cores: 0.6 to copy, sum and write, 0.45 to look keys up among "
         "earlier ones and find their range, the rest for tables and for publishing.",
         "cuda": "Python: a step takes 1.0 ms, nearly all of it launching kernels, recording adds 2.3 to 2.7 without "
         "a disk. A profile gives 1.7 before the step (0.9 to take samples, norms and their copy, 0.6 to read the step "
