@@ -42,7 +42,7 @@ LONG = (
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the `LONG` files first; mark as slow the browser tests, and cases of a `mostly_slow` test.
+    """Put the `LONG` files first; mark as slow campaigns, browser tests, and cases of a `mostly_slow` test.
 
     All cases of a `mostly_slow` test are slow but the `fast` ones.
 
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("browser"):
+        if item.get_closest_marker("browser") or item.get_closest_marker("campaign"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("mostly_slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)

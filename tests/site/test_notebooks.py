@@ -29,7 +29,7 @@ def test_outputs_are_kept_and_small(path: Path) -> None:
     assert not any(output["output_type"] == "error" for cell in cells for output in cell.get("outputs", ()))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign  # one notebook always runs, and so do the recipes of these two subjects (test_pages.py)
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != IN_A_KERNEL], ids=lambda path: path.stem)
 def test_it_runs(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -17,9 +17,12 @@ from torch import Tensor
 
 MAX_PLACES = 1 << 20
 """Elements of all patches of one input up to which their places in the input are kept, 8 bytes each."""
-MAX_REPETITION = 1024
-"""How many times the elements of an input its patches may have, where the input is kept in their place. A larger kernel
-than 32 × 32 is rare; and patches that are read from a stranger's file take no more than that."""
+MAX_REPETITION = 512
+"""How many times the elements of an input its patches may have, where the input is kept in their place.
+
+Larger kernels are rare (7 × 7 × 7 takes 343), and the patches of inputs in a stranger's file take no more memory than
+so many times the file.
+"""
 
 
 @dataclass(frozen=True, slots=True)

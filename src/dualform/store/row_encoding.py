@@ -22,15 +22,6 @@ ROW_SCALED = (torch.float16, torch.int8)
 """The stored dtypes whose rows have scales."""
 
 
-def keeps_inputs(dtype: str) -> bool:
-    """Say whether inputs of a convolution, stored in a dtype, give the same keys as keys stored in it, to the bit.
-
-    They do where each element is stored by itself. The scale of a row is that of its largest element, which is another
-    one in a patch than in the whole input.
-    """
-    return getattr(torch, dtype) not in ROW_SCALED
-
-
 LARGEST_INT8 = 127
 MIN_SCALE = 2.0**-126
 """Float32's smallest normal number; a row whose scale would be far below it is as good as zero."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dualform.engine.description import LayerEntry
 from dualform.identity.unfolding import Unfolding
 from dualform.printable import cut
-from dualform.store.row_encoding import keeps_inputs
+from dualform.recording.watch import keeps_inputs
 
 MAX_AXES = 3
 MAX_SPAN = 1 << 40

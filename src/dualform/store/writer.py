@@ -32,7 +32,7 @@ from dualform.recording.keep import Keep, Patterns, Steps, keeps_patterns
 from dualform.recording.media import Files
 from dualform.recording.sinks import CallRecord, LayerStart, PreparedStep, Start, StepFacts
 from dualform.recording.surroundings import find_surroundings
-from dualform.recording.watch import Dtype, stored_dtype
+from dualform.recording.watch import Dtype, keeps_inputs, stored_dtype
 from dualform.store.blobs import Blob, Blobs, FileEntry
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STARTING, STATE, rank_folder
 from dualform.store.host_copy import HostCopier, HostCopy
@@ -41,7 +41,6 @@ from dualform.store.manifest import Manifest, SharesEntry
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
 from dualform.store.resume import as_stored, count_updates, find_step, join_at, resume_at
-from dualform.store.row_encoding import keeps_inputs
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
 from dualform.store.taken_steps import AccumulatedCalls, PooledLayers, TakenRows, TakenStep
