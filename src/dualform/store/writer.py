@@ -154,24 +154,11 @@ class DiskWriter:
         Of several processes the first has to open its writer before the others, which join the run where it begins.
         """
         self.rank = start.rank
-        if start.processes > 1 and self._training is not None:
-            raise RefusedError(
-                "keep=Steps() is not supported for a training in several processes: a replay runs in one process. "
-                "Keep patterns, or shares."
-            )
         if self.rank:
             self.place = self.blobs.within(rank_folder(self.rank))
         self._divided = frozenset(start.divided)
         self._shards = ShardWriter(self.place, self._describe(start))
-        layers = self._shards.manifest.layers
-        self._accumulated = AccumulatedCalls(
-            self._dtypes(),
-            PooledLayers(),
-            unstored=[name for name, layer in layers.items() if layer.store == "steps"],
-            inputs=self._with_inputs(),
-            marker=None if self._training is None else ParameterMarker(),
-            rank=self.rank,
-        )
+        self._accumulated = self._new_accumulated(PooledLayers())
         kept = start.state if start.divided or not self.rank else None
         self._keeper = StateKeeper(kept, divided_only=self.rank > 0)
         steps = 0
@@ -263,8 +250,7 @@ class DiskWriter:
         self._check_whole()
         try:
             self._queue.wait_for_room(self._accumulated.nbytes())  # before memory is taken for the copies
-            # Facts and samples are the same in every process; process 0 logs them.
-            taken = self._accumulated.join(replace(facts, facts=(), samples={}) if self.rank else facts)
+            taken = self._accumulated.join(self._own_facts(facts) if self.rank else facts)
             if not self._checked:
                 self._check_space(taken)
             size = taken.nbytes
@@ -279,6 +265,15 @@ class DiskWriter:
                 self._put_seal(moments[0])
         elif self._is_full():
             self._put_seal(self._look(facts.snapshot))
+
+    def _own_facts(self, facts: StepFacts) -> StepFacts:
+        """Return a step without what is the same in every process, which process 0 logs: settings, factors, samples.
+
+        Where the training is to be run again, every process logs the marks of its own parameters and calls.
+        """
+        if self._training is None:
+            return replace(facts, facts=(), samples={})
+        return replace(facts, facts=[one._replace(settings={}, factors=()) for one in facts.facts])
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards; what was queued stays queued."""
@@ -526,7 +521,7 @@ class DiskWriter:
             )
         step = None if self._resume is True else int(self._resume)
         pooled = self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, inputs=self._with_inputs(), rank=self.rank)
+        self._accumulated = self._new_accumulated(pooled)
         self._columns = dict(self._shards.manifest.columns)
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
@@ -537,15 +532,13 @@ class DiskWriter:
         step = first.steps
         if self.place.size(MANIFEST) is None:
             self._shards.manifest = as_stored(first, self._shards.manifest)
-            self._accumulated = AccumulatedCalls(
-                self._dtypes(), PooledLayers(), inputs=self._with_inputs(), rank=self.rank
-            )
+            self._accumulated = self._new_accumulated(PooledLayers())
             self.place.remove_unpublished()
             files = self._publish_rows(INITIAL, _start_tensors(start)) if not step and self._begins(start) else {}
             self._publish_divided_state(files)
             return step
         pooled = self._shards.continue_from(*join_at(self.place, self._shards.manifest, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, inputs=self._with_inputs(), rank=self.rank)
+        self._accumulated = self._new_accumulated(pooled)
         self._columns = dict(self._shards.manifest.columns)
         self._publish_divided_state(self._shards.manifest.files)
         return step
@@ -570,6 +563,17 @@ class DiskWriter:
             if owner[key] in self._divided and tensor.shape == tensors[owner[key]].shape
         }
         return {name: publish_tensors(self.place, name, mine)} if mine else {}
+
+    def _new_accumulated(self, pooled: PooledLayers) -> AccumulatedCalls:
+        """Return what takes the calls of a recording whose manifest is there."""
+        return AccumulatedCalls(
+            self._dtypes(),
+            pooled,
+            unstored=[name for name, layer in self._shards.manifest.layers.items() if layer.store == "steps"],
+            inputs=self._with_inputs(),
+            marker=None if self._training is None else ParameterMarker(),
+            rank=self.rank,
+        )
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype that each layer is stored in."""

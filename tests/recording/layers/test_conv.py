@@ -13,6 +13,8 @@ from dualform.experiments.datasets import load, standardised
 from dualform.identity import unfolding as unfoldings
 from dualform.identity.unfolding import Unfolding
 from dualform.recording.layers import find_kind
+from helpers.loops import WITHIN
+from helpers.pairs import pairwise
 
 OPTIONS: dict[str, tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], dict[str, Any], tuple[int, ...]]] = {
     "1-D": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (9,)),
@@ -52,9 +54,7 @@ STEPS = 24  # of which checks see all of the first 20, and some of the others
 
 
 @pytest.mark.mostly_slow(fast=4)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(OPTIONS, OPTIMIZERS, WITHIN), ids=str)
 def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
     make, options, size = OPTIONS[name]
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.
     memory = dualform.open(run)
     found = memory.verify(model)
     assert found.passed
-    assert all((layer.error or 0) <= (1e-5 if dtype == torch.float32 else 1e-12) for layer in found.layers)
+    assert all((layer.error or 0) <= WITHIN[dtype] for layer in found.layers)
     assert memory.at(step=STEPS // 2).verify(middle).passed
     layer = memory.attend(model, inputs)["0"]
     kind = find_kind(model[0])
