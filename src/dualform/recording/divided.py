@@ -7,7 +7,6 @@ backward that gradient is reduced over all processes, and each keeps its rows of
 What is read of such a parameter comes from here. Nothing is exchanged between processes in this file.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import RefusedError
-from dualform.recording.sharded_modules import is_divided, is_sharded_module, own_part
-from dualform.recording.sinks import SAMPLE
+from dualform.recording.sharded_modules import is_divided, is_sharded_module, own_part, own_rows
+from dualform.recording.sinks import SAMPLE, LiveParameter
 from dualform.recording.watch import plain_name
 
 
@@ -92,13 +91,25 @@ class OwnRows(nn.Parameter):
         return place, self.detach().reshape(-1)[place * step - begin :: step]
 
 
+class LiveRows(LiveParameter):
+    """This process's rows of a divided parameter, as its optimizer holds them: gradient and state have these rows."""
+
+    __slots__ = ()
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The optimizer's state of these rows, as it is now."""
+        rows = cast("OwnRows", self.parameter)
+        state = self.optimizer.state.get(rows.divided, {})
+        return {name: own_part(entry) if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+
+
 def _own_rows(divided: nn.Parameter, place: tuple[dict[str, Any], str], state: Any) -> OwnRows:
     rows = torch.Tensor._make_subclass(OwnRows, own_part(divided), divided.requires_grad)
     rows.divided, rows.whole, rows.leaf = divided, divided.shape, None
     rows._place, rows._state = place, state
     mesh = cast("Any", divided).device_mesh
-    most = math.ceil(divided.shape[0] / mesh.size())  # of a process, as torch.chunk divides
-    rows.first = min(divided.shape[0], most * mesh.get_local_rank())
+    rows.first = own_rows(divided.shape[0], mesh.get_local_rank(), mesh.size()).start
     return rows
 
 

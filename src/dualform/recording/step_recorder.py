@@ -29,7 +29,6 @@ from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
 from dualform.recording.collection_pause import pausing_collection
 from dualform.recording.divided import OwnRows, localized, reduces_coarsely
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
-from dualform.recording.gathered import gather_after
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.host_clock import HostClock
@@ -45,7 +44,7 @@ from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closu
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sharded_modules import reshard
 from dualform.recording.sinks import (
-    AllRowsSink,
+    AgreeingSink,
     LateSink,
     LateWatchingSink,
     ParameterFacts,
@@ -165,8 +164,7 @@ class StepRecorder:
         self._accumulations = accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
         shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
-        takes_all_rows = sink.takes_all_rows if isinstance(sink, AllRowsSink) else lambda parameter: False
-        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if several else None
+        self._joint = JointPreparation(*shared, world, own_rows, **settings) if several else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, divided=own_rows, clock=self.clock)
@@ -444,7 +442,7 @@ class StepRecorder:
             self._follow_moved()
             self._changes.check(owned, self.steps)
 
-        return joint.prepare_together(
+        prepared = joint.prepare_together(
             owned,
             step,
             self.steps,
@@ -453,6 +451,9 @@ class StepRecorder:
             look_first=look_first,
             then=self._sink.before_step,
         )
+        if isinstance(self._sink, AgreeingSink):
+            self._sink.agree(self._world)
+        return prepared
 
     def _may_be_late(self, optimizer: Optimizer) -> bool:
         """Say whether the numbers of a step may be read at the next step, so that nobody waits for the GPU now.
@@ -518,8 +519,6 @@ class StepRecorder:
         self._samples |= join_samples(self._world, {name: one for name, one in self._own_rows.items() if name in mine})
         if step.evaluations > 1:
             self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
-        if self._own_rows and isinstance(prepared, PreparedStep):
-            gather_after(prepared.live, self._own_rows)
         if isinstance(prepared, LateStep):
             self._made.note(prepared, step.clear(), dict(self._samples))
             self.steps += 1

@@ -4,6 +4,7 @@ A recorder asks its world wherever processes have to agree: whether it sees all 
 step can be recorded by all of them. Recording several processes is another implementation of the protocol.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -31,6 +32,14 @@ class World(Protocol):
     def gather(self, value: T) -> list[T]:
         """Return the value of every process, in the order of their ranks."""
 
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return what every process sends to this one, (processes, numbers).
+
+        Args:
+            outgoing: what this process sends, (sum of sizes,): numbers for each process, in the order of ranks.
+            sizes: how many numbers each process gets, of every one.
+        """
+
     def barrier(self) -> None:
         """Return when every process has come here, or is not expected to any more."""
 
@@ -52,6 +61,10 @@ class OneProcess:
     def gather(self, value: T) -> list[T]:
         """Return the only value."""
         return [value]
+
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return what this process sends to itself, (1, numbers)."""
+        return outgoing[None]
 
     def barrier(self) -> None:
         """Return: nobody else is to come."""
