@@ -4,8 +4,9 @@
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py --rows
 
-With `--rows` the processes divide the weights by rows (fully_shard); without, each has all of them. Plain
-and recorded steps alternate in one program, ten at a time; the least and the median time of each are printed.
+With `--rows` the processes divide the weights by rows (fully_shard); without, each has all of them. With `--shares`
+shares by the ten labels are kept, instead of patterns. Plain and recorded steps alternate in one program, ten at a time;
+the least and the median time of each are printed.
 """
 
 import os
@@ -74,7 +75,8 @@ def main() -> None:
     plain, recorded = (make(wrapped=several, divided=divided) for _ in range(2))
     alone: list[float] = []
     with_recording: list[float] = []
-    with dualform.record(*recorded, f"{names[0]}/run") as recorder:
+    keep = dualform.Shares(by="label") if "--shares" in sys.argv else None
+    with dualform.record(*recorded, f"{names[0]}/run", keep=keep) as recorder:
         take_steps(*recorded, recorder, FIRST_STEPS)
         take_steps(*plain, None, STEPS)
         for _ in range(ROUNDS):

@@ -13,6 +13,7 @@ time of a step's exchange with its products; then what the ways of a reduce-scat
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -86,16 +87,18 @@ def main() -> None:
         keys, values = (torch.randn(rows, width, generator=generator) for width in (d_in, d_out))
         rows -= rows % groups
         keys, values = keys[:rows], values[:rows]
-        torch.testing.assert_close(by_sums(keys, values, groups), by_patterns(keys, values, groups), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            by_sums(keys, values, groups), by_patterns(keys, values, groups), rtol=1e-4, atol=1e-3
+        )
         sums = 4e-6 * groups * d_in * d_out * (size - 1) / size
         patterns = 4e-6 * rows * (size - 1) * (d_in + d_out / size)
-        times = [least_ms(lambda way=way: way(keys, values, groups)) for way in (by_sums, by_patterns)]  # type: ignore[misc]
+        times = [least_ms(partial(way, keys, values, groups)) for way in (by_sums, by_patterns)]
         tell(
             f"{rows:6} {d_in:5} {d_out:6} {groups:6} | {sums:12.2f} {times[0]:6.1f} | {patterns:12.2f} {times[1]:6.1f}"
         )
-    whole, part = torch.randn(size, 1 << 20), torch.empty(1 << 20)
+    whole, part = torch.randn(size << 20), torch.empty(1 << 20)
     for name, way in (
-        ("all_to_all_single and a sum", lambda: scatter_sums(whole)),
+        ("all_to_all_single and a sum", lambda: scatter_sums(whole.view(size, -1))),
         ("all_reduce, of which a part is used", lambda: dist.all_reduce(whole)),
         ("reduce_scatter_tensor", lambda: dist.reduce_scatter_tensor(part, whole)),
     ):

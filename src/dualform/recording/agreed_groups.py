@@ -5,6 +5,7 @@ other their new groups, which then get numbers in the order of ranks, and which 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dualform.errors import ResumeError
@@ -16,13 +17,22 @@ Place = tuple[int, int]
 Present = Mapping[Place, Iterable[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a process tells the others."""
+
+    new: list[list[Any]]  # by grouping: groups that it has found since the processes agreed last
+    present: dict[Place, list[int]]  # as it numbers them
+    loaded: list[list[Any]]  # by grouping: groups of an earlier recording; nothing once they were agreed on
+
+
 class AgreedGroups:
     """The groups that all processes know of."""
 
     def __init__(self, groupings: Sequence[GroupLabels]) -> None:
         self._groupings = groupings
         self._known = [0] * len(groupings)  # how many groups of each are numbered alike in all processes
-        self._loaded: list[list[Any]] | None = None  # groups of an earlier recording, until they were agreed on
+        self._loaded: list[list[Any]] = []  # groups of an earlier recording, until they were agreed on
 
     def load(self) -> None:
         """Take the groups that there are as those of an earlier recording."""
@@ -31,7 +41,7 @@ class AgreedGroups:
     def forget_new(self) -> None:
         """Forget the groups that this process alone found, in a step that was refused before it was agreed on."""
         for place, (labels, known) in enumerate(zip(self._groupings, self._known, strict=True)):
-            labels.load(labels.labels[:known] if self._loaded is None else self._loaded[place])
+            labels.load(labels.labels[:known] if not self._loaded else self._loaded[place])
 
     def agree(self, world: World, present: Present) -> dict[Place, tuple[int, ...]]:
         """Return the groups of each layer's patterns in any process, ascending; every process has to come here.
@@ -45,22 +55,21 @@ class AgreedGroups:
         """
         new = [labels.labels[known:] for labels, known in zip(self._groupings, self._known, strict=True)]
         numbers: dict[Place, list[int]] = {place: sorted(set(codes)) for place, codes in present.items()}
-        everybody = world.gather((new, numbers, self._loaded))
-        if self._loaded is not None:
-            _check_loaded([loaded for _, _, loaded in everybody])
-            self._loaded = None
+        everybody = world.gather(_Told(new, numbers, self._loaded))
+        _check_loaded([one.loaded for one in everybody])
+        self._loaded = []
         places: list[list[dict[int, int]]] = []  # by process and grouping: number of a new group there -> agreed number
         for labels, known in zip(self._groupings, self._known, strict=True):
             labels.load(labels.labels[:known])
-        for theirs, _, _ in everybody:
+        for one in everybody:
             places.append([])
-            for labels, known, added in zip(self._groupings, self._known, theirs, strict=True):
+            for labels, known, added in zip(self._groupings, self._known, one.new, strict=True):
                 labels.see(added)
                 marks = {label_mark(label): place for place, label in enumerate(labels.labels)}
                 places[-1].append({known + i: marks[label_mark(label)] for i, label in enumerate(added)})
         found: dict[Place, set[int]] = {}
-        for numbered, (_, theirs, _) in zip(places, everybody, strict=True):
-            for place, codes in theirs.items():
+        for numbered, one in zip(places, everybody, strict=True):
+            for place, codes in one.present.items():
                 found.setdefault(place, set()).update(numbered[place[0]].get(code, code) for code in codes)
         self._known = [len(labels.labels) for labels in self._groupings]
         return {place: tuple(sorted(codes)) for place, codes in sorted(found.items())}

@@ -24,7 +24,7 @@ from dualform.recording.optimizers import pending_scale
 from dualform.recording.parameter_facts import StepContext, gather_all_facts, look_before_step
 from dualform.recording.probes import COARSE_ROUNDING, Float64Array, as_float64, norm_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
-from dualform.recording.sinks import LiveParameter, PreparedStep
+from dualform.recording.sinks import PreparedStep
 from dualform.recording.step_in_progress import StepInProgress
 from dualform.recording.step_preparation import (
     OnFailure,

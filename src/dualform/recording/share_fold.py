@@ -419,7 +419,7 @@ class ShareFold:
     def _present_by_use(self) -> dict[str, dict[UseKey, Sequence[int]]]:
         """Return for each divided parameter the groups that each use of it has in the step, in any process."""
         found: dict[str, dict[UseKey, Sequence[int]]] = {}
-        layers = {place: layer for place, layer in self._layers.values()}
+        layers = dict(self._layers.values())
         for (grouping, place), groups in sorted(self._present.items()):
             for number, use in enumerate(layers[place].uses):
                 found.setdefault(use.parameter, {})[grouping, place, number] = sorted(groups)

@@ -120,8 +120,8 @@ class JoinedRows(JoinedShares):
         each = [one.shares(parameter, by, layer=layer, horizon=step) for one in self._each]
         if any(one.labels != each[0].labels for one in each):
             raise CorruptError(
-                f"{self._run.name}: its processes keep shares of different groups by {', '.join(by)}. Restore the run's "
-                "files from one copy."
+                f"{self._run.name}: its processes keep shares of different groups by {', '.join(by)}. Restore the "
+                "run's files from one copy."
             )
         return ParameterShares(
             each[0].labels,

@@ -80,9 +80,7 @@ class DividedFold(ParameterFold):
             found[use] = [one for one in rows if one.use == use]
         return found
 
-    def _add_gradients(
-        self, total: Tensor, use: UseKey, rows: Sequence[UseRows], *, keep: float, take: float
-    ) -> None:
+    def _add_gradients(self, total: Tensor, use: UseKey, rows: Sequence[UseRows], *, keep: float, take: float) -> None:
         """Multiply totals by group by `keep`, and ask for the gradients of the step's patterns, `take` times."""
         if keep != 1.0:
             total.mul_(keep)
@@ -123,9 +121,7 @@ class DividedFold(ParameterFold):
         for one in rows:
             mine = _among(one, groups)
             if mine.groups.present:
-                add_by_group(
-                    total, mine.parameter_map, mine.values, mine.keys, mine.groups, keep=1.0, take=mine.factor
-                )
+                add_by_group(total, mine.parameter_map, mine.values, mine.keys, mine.groups, keep=1.0, take=mine.factor)
         return total
 
 
@@ -152,4 +148,3 @@ def _add_sums(groups: Sequence[int], into: Sequence[tuple[Tensor, float]], found
         for group, one in zip(groups, found.unbind(), strict=True):
             if factor:
                 total[group].add_(one, alpha=factor)
-

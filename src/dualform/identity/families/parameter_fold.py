@@ -441,9 +441,7 @@ class ParameterFold:
             self.stack(one.use).see(one.groups.present)
         return by_use
 
-    def _add_gradients(
-        self, total: Tensor, use: UseKey, rows: Sequence[UseRows], *, keep: float, take: float
-    ) -> None:
+    def _add_gradients(self, total: Tensor, use: UseKey, rows: Sequence[UseRows], *, keep: float, take: float) -> None:
         """Replace totals by group by `keep` times themselves plus `take` times the gradients of patterns of one use."""
         if not rows:
             total.mul_(keep)
