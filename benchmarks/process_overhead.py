@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py --rows
 
 With `--rows` the processes divide the weights by rows (fully_shard); without, each has all of them. With `--shares`
-shares by the ten labels are kept, instead of patterns. Plain and recorded steps alternate in one program, ten at a time;
-the least and the median time of each are printed.
+shares by the ten labels are kept, instead of patterns. Plain and recorded steps alternate in one program, ten at a
+time; the least and the median time of each are printed.
 """
 
 import os

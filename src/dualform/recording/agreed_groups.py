@@ -15,6 +15,21 @@ from dualform.recording.world import World
 Place = tuple[int, int]
 """The place of a grouping, and that of a layer."""
 Present = Mapping[Place, Iterable[int]]
+LayerPlace = tuple[int, int]
+"""The place of a layer, and the number of a backward in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGroups:
+    """What all processes know of a step.
+
+    Attributes:
+        present: the groups that a layer's patterns have in any process, ascending.
+        rows: how many patterns of a layer and a backward each process has.
+    """
+
+    present: Mapping[Place, tuple[int, ...]]
+    rows: Mapping[LayerPlace, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +38,7 @@ class _Told:
 
     new: list[list[Any]]  # by grouping: groups that it has found since the processes agreed last
     present: dict[Place, list[int]]  # as it numbers them
+    rows: dict[LayerPlace, int]  # how many patterns it has
     loaded: list[list[Any]]  # by grouping: groups of an earlier recording; nothing once they were agreed on
 
 
@@ -43,19 +59,21 @@ class AgreedGroups:
         for place, (labels, known) in enumerate(zip(self._groupings, self._known, strict=True)):
             labels.load(labels.labels[:known] if not self._loaded else self._loaded[place])
 
-    def agree(self, world: World, present: Present) -> dict[Place, tuple[int, ...]]:
-        """Return the groups of each layer's patterns in any process, ascending; every process has to come here.
+    def agree(self, world: World, present: Present, rows: Mapping[LayerPlace, int]) -> StepGroups:
+        """Return what all processes know of a step; every process has to come here.
 
         Args:
             world: the processes.
-            present: the same of this process, as it numbers groups so far; its numbers change where others came first.
+            present: the groups of each layer's patterns in this process, as it numbers groups so far; its numbers
+                change where others came first.
+            rows: how many patterns of a layer and a backward this process has.
 
         Raises:
             TooManyGroupsError: all processes together have more groups than are kept; raised in each of them.
         """
         new = [labels.labels[known:] for labels, known in zip(self._groupings, self._known, strict=True)]
         numbers: dict[Place, list[int]] = {place: sorted(set(codes)) for place, codes in present.items()}
-        everybody = world.gather(_Told(new, numbers, self._loaded))
+        everybody = world.gather(_Told(new, numbers, dict(rows), self._loaded))
         _check_loaded([one.loaded for one in everybody])
         self._loaded = []
         places: list[list[dict[int, int]]] = []  # by process and grouping: number of a new group there -> agreed number
@@ -72,7 +90,11 @@ class AgreedGroups:
             for place, codes in one.present.items():
                 found.setdefault(place, set()).update(numbered[place[0]].get(code, code) for code in codes)
         self._known = [len(labels.labels) for labels in self._groupings]
-        return {place: tuple(sorted(codes)) for place, codes in sorted(found.items())}
+        layers = sorted({place for one in everybody for place in one.rows})
+        return StepGroups(
+            {place: tuple(sorted(codes)) for place, codes in sorted(found.items())},
+            {place: tuple(one.rows.get(place, 0) for one in everybody) for place in layers},
+        )
 
 
 def _check_loaded(everybody: Sequence[Sequence[Sequence[Any]]]) -> None:

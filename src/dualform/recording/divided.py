@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import RefusedError
-from dualform.recording.sharded_modules import is_divided, is_sharded_module, own_part, own_rows
+from dualform.identity.row_division import own_rows
+from dualform.recording.sharded_modules import is_divided, is_sharded_module, own_part
 from dualform.recording.sinks import SAMPLE, LiveParameter
 from dualform.recording.watch import plain_name
 

@@ -60,12 +60,13 @@ class ProcessGroup:
         dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def exchange(self, outgoing: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return what every process sends to this one, (processes, numbers): on the device where they lie."""
-        mine = sizes[self.rank]
-        found = outgoing.new_empty(self.size * mine)
-        dist.all_to_all_single(found, outgoing, [mine] * self.size, list(sizes), group=self._group_on(outgoing.device))
-        return found.view(self.size, mine)
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> Sequence[Tensor]:
+        """Return what every process sends to this one, in the order of ranks, on the device where it lies."""
+        found = outgoing.new_empty(sum(incoming))
+        group = self._group_on(outgoing.device)
+        dist.all_to_all_single(found, outgoing, list(incoming), list(sizes), group=group)
+        parts: list[Tensor] = list(found.split(list(incoming)))
+        return parts
 
     def _group_on(self, device: torch.device) -> Any:
         """Return the group that exchanges what lies on a device; on a GPU one of the training's backend."""

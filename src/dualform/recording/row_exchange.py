@@ -1,54 +1,46 @@
-"""Sums over processes of which each process gets its own rows, for the shares of weights that are divided by rows.
+"""Makes the exchanges between processes that shares of divided weights need, many of them at once.
 
-This is a reduce-scatter. It is made of an all-to-all exchange and a sum in each process, which every backend has, which
-takes rows that do not divide evenly, and which adds in the same order every time; docs/distributed.md has what it was
+All are made of one all-to-all exchange of numbers, which every backend has and which takes parts of any sizes; a sum
+over processes is made by each process for its own rows, in the order of ranks. docs/distributed.md has what this was
 measured against.
 """
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from dualform.identity.families.divided_fold import RowSum
-from dualform.recording.sharded_modules import own_rows
+from dualform.identity.families.divided_fold import Exchange
 from dualform.recording.world import World
 
 EXCHANGED_BYTES = 64 << 20
-"""Bytes of whole tensors that a process makes for one exchange; one sum may be larger."""
+"""Bytes that are exchanged together; one exchange may be larger."""
 
 
-def exchange_sums(world: World, sums: Sequence[RowSum]) -> None:
-    """Make sums, and give this process's rows of them to whoever asked; every process asks for the same ones."""
-    waiting: list[RowSum] = []
-    size = 0
-    for one in sums:
-        if waiting and (size > EXCHANGED_BYTES or one.dtype != waiting[0].dtype):
+def make_exchanges(world: World, exchanges: Sequence[Exchange]) -> None:
+    """Make exchanges that every process asks for, in the same order."""
+    for dtype in sorted({one.dtype for one in exchanges}, key=str):
+        waiting: list[Exchange] = []
+        size = 0
+        for one in exchanges:
+            if one.dtype != dtype:
+                continue
+            if waiting and size + one.nbytes > EXCHANGED_BYTES:
+                _exchange(world, waiting)
+                waiting, size = [], 0
+            waiting.append(one)
+            size += one.nbytes
+        if waiting:
             _exchange(world, waiting)
-            waiting, size = [], 0
-        waiting.append(one)
-        size += torch.Size(one.shape).numel() * one.dtype.itemsize
-    if waiting:
-        _exchange(world, waiting)
 
 
-def _exchange(world: World, sums: Sequence[RowSum]) -> None:
-    parts = [one.make() for one in sums]
-    outgoing: list[Tensor] = []
-    sizes: list[int] = []
-    for rank in range(world.size):
-        mine = [part[:, own_rows(part.shape[1], rank, world.size)].reshape(-1) for part in parts]
-        outgoing += mine
-        sizes.append(sum(len(one) for one in mine))
-    shapes = [(part.shape[0], -1, *part.shape[2:]) for part in parts]
-    rows = [own_rows(part.shape[1], world.rank, world.size) for part in parts]
-    packed = torch.cat(outgoing)
-    del parts, outgoing
-    found = world.exchange(packed, sizes).sum(0)
-    places = [(rows_of.stop - rows_of.start) * _per_row(one.shape) for rows_of, one in zip(rows, sums, strict=True)]
-    for one, shape, part, rows_of in zip(sums, shapes, found.split(places), rows, strict=True):
-        one.take(part.view(shape[0], rows_of.stop - rows_of.start, *shape[2:]))
-
-
-def _per_row(shape: Sequence[int]) -> int:
-    return shape[0] * torch.Size(shape[2:]).numel()
+def _exchange(world: World, exchanges: Sequence[Exchange]) -> None:
+    outgoing = [one.outgoing() for one in exchanges]
+    parts = [part for rank in range(world.size) for part in (one[rank] for one in outgoing)]
+    sizes = [sum(len(one[rank]) for one in outgoing) for rank in range(world.size)]
+    incoming = [one.incoming(world.rank) for one in exchanges]
+    packed = torch.cat(parts)
+    del outgoing, parts
+    found = world.exchange(packed, sizes, [sum(one[rank] for one in incoming) for rank in range(world.size)])
+    pieces = [part.split([one[rank] for one in incoming]) for rank, part in enumerate(found)]
+    for place, one in enumerate(exchanges):
+        one.take([part[place] for part in pieces])

@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.binning import Bins
 from dualform.errors import RefusedError
 from dualform.identity.families import optimizer_kinds
-from dualform.identity.families.divided_fold import DividedFold, RowSum
+from dualform.identity.families.divided_fold import DividedFold, StepUse, SummedRows
 from dualform.identity.families.optimizer_kind import (
     DoubtfulStep,
     Move,
@@ -35,13 +35,13 @@ from dualform.identity.families.parameter_fold import (
     bias_roundings,
 )
 from dualform.identity.grouped_products import RowGroups
-from dualform.recording.agreed_groups import AgreedGroups
+from dualform.recording.agreed_groups import AgreedGroups, StepGroups
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
 from dualform.recording.keep import Shares
 from dualform.recording.key_sums import KeySums
 from dualform.recording.packing import NumbersUnderWay
-from dualform.recording.row_exchange import exchange_sums
+from dualform.recording.row_exchange import make_exchanges
 from dualform.recording.share_bytes import ShareBytes, fold_dtype, free_bytes, path_bytes, share_bytes
 from dualform.recording.sinks import (
     CallRecord,
@@ -165,9 +165,10 @@ class ShareFold:
         self._scratch = RowScratch()
         self._batch_last = False
         self._several = False
+        self._rank = 0  # of this process
         self._whole_shapes: dict[str, tuple[int, ...]] = {}  # of parameters of which this process has rows
         self._agreed = AgreedGroups(self.groupings)
-        self._present: dict[tuple[int, int], set[int]] = {}  # the same of the step that comes next, in all processes
+        self._step_groups = StepGroups({}, {})  # of the step that comes next, in all processes
         self._step_calls: tuple[int, list[StepCall]] = (0, [])  # the number of the step that comes next, and its calls
         self._world: World | None = None  # those that have rows of the parameters
         self._warm: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict
@@ -212,6 +213,7 @@ class ShareFold:
         self._biases = frozenset(self._shapes) - others
         self._batch_last = start.batch_axis > 0
         self._several = len(start.optimizers) > 1
+        self._rank = start.rank
         self._initial, self._warm = initial, states
 
     def require_memory(self, averages: Mapping[str, int]) -> None:
@@ -296,16 +298,17 @@ class ShareFold:
         self._world = world
         step, calls = self._step_calls
         mine: dict[tuple[int, int], set[int]] = {}
+        rows: dict[tuple[int, int], int] = {}
         for call in calls:
-            place, _ = self._layers[self._records[call.number].layer]
+            record = self._records[call.number]
+            place, _ = self._layers[record.layer]
+            rows[place, call.micro] = rows.get((place, call.micro), 0) + len(record.keys)
             for grouping in range(len(self.groupings)):
                 mine.setdefault((grouping, place), set()).update(self._codes_of(step, call, grouping)[1].present)
         try:
-            present = self._agreed.agree(world, mine)
+            self._step_groups = self._agreed.agree(world, mine, rows)
         except TooManyGroupsError as error:
             raise self._too_many(error) from error
-        for at, groups in present.items():
-            self._present.setdefault(at, set()).update(groups)
         self._codes = {}  # numbered otherwise where other processes had new groups
 
     def stepped(self) -> None:
@@ -346,7 +349,7 @@ class ShareFold:
             "scratch": self._scratch,
         }
         if (whole := self._whole_shapes.get(name)) is not None:
-            return DividedFold(self._shapes[name], whole=whole, **settings)
+            return DividedFold(self._shapes[name], whole=whole, rank=self._rank, **settings)
         return ParameterFold(self._shapes[name], **settings)
 
     def _codes_of(self, step: int, call: StepCall, grouping: int) -> tuple[Tensor, RowGroups]:
@@ -376,7 +379,7 @@ class ShareFold:
         device = next((record.keys.device.type for _, record in calls), "cpu")
         call_without_autocast([device], lambda: self._step(facts, calls))
         self._captured.clear()
-        self._codes, self._after, self._present = {}, None, {}
+        self._codes, self._after = {}, None
         self.steps = facts.step + 1
 
     def _step(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> None:
@@ -384,7 +387,7 @@ class ShareFold:
         states = self._after or _StatesAfter({one.parameter: self._captured[one.parameter].live for one in updated})
         after = states.read()
         rows = self._rows(facts, calls)
-        present = self._present_by_use() if self.divided else {}
+        told = self._told_of_uses(facts) if self.divided else {}
         moves: list[Move[Any]] = []
         moved: list[ParameterFold] = []
         size = 0  # bytes of their shares
@@ -397,7 +400,7 @@ class ShareFold:
                 self._spreads[name] = spread
             fold = self._folds[name]
             if isinstance(fold, DividedFold):
-                fold.present = present.get(name, {})
+                fold.uses = told.get(name, {})
             more = fold.step(linear, rows.get(name, ()), gradient=taken.gradient, live_average=live_average)
             moves += more
             moved.append(fold)
@@ -416,22 +419,32 @@ class ShareFold:
         if waiting or self._waiting_bytes > MAX_WAITING_BYTES:
             self.fold_waiting()
 
-    def _present_by_use(self) -> dict[str, dict[UseKey, Sequence[int]]]:
-        """Return for each divided parameter the groups that each use of it has in the step, in any process."""
-        found: dict[str, dict[UseKey, Sequence[int]]] = {}
+    def _told_of_uses(self, facts: StepFacts) -> dict[str, dict[UseKey, StepUse]]:
+        """Return for each divided parameter what all processes have of each use of it in the step."""
+        found: dict[str, dict[UseKey, StepUse]] = {}
+        factors = {fact.parameter: fact.factors for fact in facts.facts if fact.updated}
         layers = dict(self._layers.values())
-        for (grouping, place), groups in sorted(self._present.items()):
+        told = self._step_groups
+        for (grouping, place), groups in told.present.items():
             for number, use in enumerate(layers[place].uses):
-                found.setdefault(use.parameter, {})[grouping, place, number] = sorted(groups)
+                taken = [
+                    rows
+                    for (layer, micro), rows in told.rows.items()
+                    if layer == place and use.parameter in factors and factors[use.parameter][micro] != 0.0
+                ]
+                if taken:
+                    counts = tuple(sum(column) for column in zip(*taken, strict=True))
+                    at = found.setdefault(use.parameter, {})
+                    at[grouping, place, number] = StepUse(use.parameter_map, groups, counts)
         return found
 
     def _move(self, folds: Sequence[ParameterFold], moves: Sequence[Move[Any]]) -> None:
-        """Let shares follow their step, after the sums over processes that they wait for."""
+        """Let shares follow their step, after the exchanges that they wait for."""
         if self._world is not None:
             divided = [fold for fold in folds if isinstance(fold, DividedFold)]
-            exchange_sums(self._world, [one for fold in divided for one in fold.sums])
+            make_exchanges(self._world, [one for fold in divided for one in fold.exchanges])
             for fold in divided:
-                fold.sums = []
+                fold.exchanges = []
         follow_together(moves)
 
     def _read_steps(
@@ -491,13 +504,14 @@ class ShareFold:
     def _summed_rows(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors in the shape of parameters; of divided ones this process's rows of the sum over processes."""
         mine = dict(found)
-        sums = [
-            RowSum((1, *whole.shape), whole.dtype, partial(whole.unsqueeze, 0), partial(_put_first, mine, name))
-            for name, whole in sorted(found.items())
-            if name in self._whole_shapes
-        ]
         if self._world is not None:
-            exchange_sums(self._world, sorted(sums, key=lambda one: str(one.dtype)))
+            sums = [
+                SummedRows((1, *whole.shape), whole.dtype, self._world.size, part, partial(_put_first, mine, name))
+                for name, whole in sorted(found.items())
+                for part in (partial(whole.unsqueeze, 0),)
+                if name in self._whole_shapes
+            ]
+            make_exchanges(self._world, sums)
         return mine
 
     def _follow_doubts(

@@ -32,12 +32,13 @@ class World(Protocol):
     def gather(self, value: T) -> list[T]:
         """Return the value of every process, in the order of their ranks."""
 
-    def exchange(self, outgoing: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return what every process sends to this one, (processes, numbers).
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> Sequence[Tensor]:
+        """Return what every process sends to this one, in the order of ranks, on the device where it lies.
 
         Args:
             outgoing: what this process sends, (sum of sizes,): numbers for each process, in the order of ranks.
-            sizes: how many numbers each process gets, of every one.
+            sizes: how many numbers each process gets of them.
+            incoming: how many numbers each process sends to this one.
         """
 
     def barrier(self) -> None:
@@ -62,9 +63,9 @@ class OneProcess:
         """Return the only value."""
         return [value]
 
-    def exchange(self, outgoing: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return what this process sends to itself, (1, numbers)."""
-        return outgoing[None]
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> Sequence[Tensor]:
+        """Return what this process sends to itself."""
+        return [outgoing]
 
     def barrier(self) -> None:
         """Return: nobody else is to come."""

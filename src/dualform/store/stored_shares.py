@@ -14,9 +14,9 @@ from torch import Tensor
 from dualform.binning import Bins, label_order
 from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
 from dualform.errors import CorruptError, QueryError
+from dualform.identity.row_division import own_rows
 from dualform.printable import cut
 from dualform.recording.group_labels import rest_label
-from dualform.recording.sharded_modules import own_rows
 from dualform.store.format import shares_file, shares_state_file
 from dualform.store.label_text import label_value
 from dualform.store.manifest import GroupingEntry, SharesEntry
