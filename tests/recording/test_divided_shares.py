@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dualform
 from dualform.errors import CorruptError
-from dualform.store.format import MANIFEST, rank_folder, shares_file
+from dualform.store.format import MANIFEST, rank_folder, shares_file, shares_state_file
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
 from helpers.manifests import write_manifest
@@ -191,10 +191,33 @@ def test_shares_of_which_a_process_has_other_groups_are_refused_by_name(runs: Pa
     document = json.loads((place / MANIFEST).read_text())
     del document["xxh3"]
     labels = document["shares"]["groupings"][0]["labels"]
-    labels[0][0][1] = "77"
+    labels[0], labels[1] = labels[1], labels[0]
     write_manifest(place, document)
     with pytest.raises(CorruptError, match="keep shares of different groups by label, step"):
         dualform.open(tmp_path / "run").shares(["label", "step"])
+
+
+def test_a_process_that_was_killed_may_know_fewer_groups(runs: Path, tmp_path: Path) -> None:
+    whole = Run(runs / "mlp, SGD").kept_shares
+    shutil.copytree(runs / "mlp, SGD", tmp_path / "run")
+    place = tmp_path / "run" / rank_folder(1)
+    document = json.loads((place / MANIFEST).read_text())
+    del document["xxh3"]
+    shares = document["shares"]
+    labels = shares["groupings"][0]["labels"]
+    shares["groupings"][0]["labels"] = [label for label in labels if int(label[1][1]) < 2]
+    shares |= {"horizons": [2], "state": None, "earlier_state": None}
+    document["files"] = {name: entry for name, entry in document["files"].items() if name != shares_file(STEPS)}
+    document["files"].pop(shares_state_file(STEPS))
+    document["files"].pop(shares_state_file(2), None)
+    write_manifest(place, document)
+    found = Run(tmp_path / "run").kept_shares
+    assert whole is not None
+    assert found is not None
+    assert found.horizons == (2,)
+    mine, expected = (one.shares("0.weight", ("label", "step"), horizon=2) for one in (found, whole))
+    assert mine.labels == expected.labels
+    assert torch.equal(mine.shares, expected.shares)
 
 
 def test_rounded_and_recomputed_and_refused(tmp_path: Path) -> None:

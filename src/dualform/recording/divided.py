@@ -178,7 +178,7 @@ def refuse_divided(model: nn.Module) -> None:
 
     Raises:
         RefusedError: a parameter is divided by columns, along several axes of processes (HSDP, tensor parallelism), or
-            by something else than `fully_shard`.
+            by something else than `fully_shard` (FSDP's first version, DeepSpeed).
     """
     inside: set[int] = set()
     for module in model.modules():
@@ -186,6 +186,12 @@ def refuse_divided(model: nn.Module) -> None:
             inside.update(id(parameter) for parameter in module.parameters())
     meshes: list[Any] = []
     for path, parameter in model.named_parameters():
+        if (owner := _other_division(parameter)) is not None:
+            raise RefusedError(
+                f"Parameter {plain_name(path)!r} is divided by {owner}, which is not supported: a process has some "
+                "elements of it, not whole rows. Divide the model by torch.distributed.fsdp.fully_shard, or train it "
+                "with DistributedDataParallel."
+            )
         if not is_divided(parameter):
             continue
         placed = cast("Any", parameter)
@@ -205,6 +211,16 @@ def refuse_divided(model: nn.Module) -> None:
                 "it with DistributedDataParallel."
             )
         meshes.append(placed.device_mesh)
+
+
+def _other_division(parameter: nn.Parameter) -> str | None:
+    """Name the library that has divided a parameter's elements and left a plain parameter in its place; else None.
+
+    A training may hand over the inner module, whose parameters alone tell that something around it divides them.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        return "FullyShardedDataParallel (FSDP's first version)"
+    return "DeepSpeed ZeRO" if hasattr(parameter, "ds_id") else None
 
 
 def group_of(model: nn.Module) -> Any:

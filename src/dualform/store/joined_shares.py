@@ -117,19 +117,32 @@ class JoinedRows(JoinedShares):
     ) -> ParameterShares:
         """Return a parameter's shares; those of one layer's patterns alone where several layers use it."""
         step = self._run.steps if horizon is None else horizon
+        self._check_numbers(by)
         each = [one.shares(parameter, by, layer=layer, horizon=step) for one in self._each]
-        if any(one.labels != each[0].labels for one in each):
-            raise CorruptError(
-                f"{self._run.name}: its processes keep shares of different groups by {', '.join(by)}. Restore the "
-                "run's files from one copy."
-            )
+        labels = self.labels(by)
+        places = {label_mark(label): place for place, label in enumerate(labels)}
+        rows = []
+        for one in each:  # a process that was killed may not have published the last groups
+            here = torch.tensor([places[label_mark(label)] for label in one.labels], dtype=torch.int64)
+            all_groups = one.shares.new_zeros(len(labels), *one.shares.shape[1:])
+            rows.append(all_groups.index_copy_(0, here, one.shares))
         return ParameterShares(
-            each[0].labels,
-            torch.cat([one.shares for one in each], dim=1),
+            labels,
+            torch.cat(rows, dim=1),
             torch.cat([one.start for one in each]),
             torch.cat([one.unexplained for one in each]),
             torch.cat([one.rounding for one in each]),
         )
+
+    def _check_numbers(self, by: tuple[str, ...]) -> None:
+        """Raise `CorruptError` where processes number groups differently, so that their rows do not belong together."""
+        numbered = [[label_mark(label) for label in one.numbered_labels(by)] for one in self._each]
+        most = max(numbered, key=len)
+        if any(labels != most[: len(labels)] for labels in numbered):
+            raise CorruptError(
+                f"{self._run.name}: its processes keep shares of different groups by {', '.join(by)}. Restore the "
+                "run's files from one copy."
+            )
 
     def gradient_spread(self, parameter: str, *, horizon: int | None = None) -> Tensor | None:
         """Return how far rounding of the gradients may have carried each element of a parameter; None if unknown."""

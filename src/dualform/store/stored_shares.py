@@ -64,6 +64,11 @@ class StoredShares(ShareSource):
         self._grouping(by)
         return tuple(self._stored_labels[by][group] for group in self._order[by])
 
+    def numbered_labels(self, by: tuple[str, ...]) -> tuple[Any, ...]:
+        """Return the groups of a grouping in the order of their numbers."""
+        self._grouping(by)
+        return self._stored_labels[by]
+
     def rest_place(self, by: tuple[str, ...]) -> int | None:
         """Return the place of the group of all patterns whose own groups are not kept; None where all are."""
         kept = self._kept.groupings[self._grouping(by)]
