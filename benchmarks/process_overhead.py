@@ -3,6 +3,7 @@
     python benchmarks/process_overhead.py
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py --rows
+    torchrun --nproc_per_node 2 benchmarks/process_overhead.py --rows --shares
 
 With `--rows` the processes divide the weights by rows (fully_shard); without, each has all of them. With `--shares`
 shares by the ten labels are kept, instead of patterns. Plain and recorded steps alternate in one program, ten at a
