@@ -1,5 +1,6 @@
 """Shares of weights that processes have rows of: each folds its own, and together they are those of one process."""
 
+import contextlib
 import json
 import shutil
 import warnings
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dualform
-from dualform.errors import CorruptError
+from dualform.errors import CorruptError, RefusedError
 from dualform.store.format import MANIFEST, rank_folder, shares_file, shares_state_file
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
@@ -224,7 +225,9 @@ def test_rounded_and_recomputed_and_refused(tmp_path: Path) -> None:
     """A policy of mixed precision with recomputed activations; groups of all processes that are too many; parts."""
 
     def work(rank: int) -> dict[str, str]:
-        def attempt(name: str, model: nn.Module, make: Making = sgd, *, groups: int = 64, **options: Any) -> str:
+        def attempt(
+            name: str, model: nn.Module, make: Making = sgd, *, groups: int = 64, before: Any = None, **options: Any
+        ) -> str:
             optimizer = make(model)
             try:
                 keep = dualform.Shares(by="label", groups=groups)
@@ -234,7 +237,12 @@ def test_rounded_and_recomputed_and_refused(tmp_path: Path) -> None:
                         optimizer.zero_grad()
                         inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(2 * step + rank))
                         model(inputs).square().sum().backward()
-                        optimizer.step()
+                        if before is None:
+                            optimizer.step()
+                            continue
+                        before(recorder, step)
+                        with contextlib.suppress(RefusedError if step == 0 else ZeroDivisionError):
+                            optimizer.step()
             except dualform.DualformError as error:
                 return str(error)
             return "recorded"
@@ -246,7 +254,19 @@ def test_rounded_and_recomputed_and_refused(tmp_path: Path) -> None:
             recomputed = nn.Sequential(*(checkpoint_wrapper(part) for part in (layers[0], nn.Sequential(*layers[1:]))))
             partly = mlp()
             fully_shard(partly.get_submodule("0"), mesh=init_device_mesh("cpu", (2,)))
+
+            def fail_later(recorder: Any, step: int) -> None:
+                fold = recorder._steps._sink._fold
+                whole = fold.step
+
+                def failing(facts: Any) -> None:
+                    whole(facts)
+                    raise MemoryError("in one process")
+
+                fold.step = failing if rank and step == 0 else whole
+
             return {
+                "failed": attempt("failed", divide(mlp(), 2), before=fail_later),
                 "rounded": attempt("rounded", divide(recomputed, 2, mp_policy=policy), adamw),
                 "too many": attempt("many", divide(mlp(), 2), groups=4),  # each process has up to 4
                 "again": attempt("many", nn.parallel.DistributedDataParallel(mlp()), resume=True),
@@ -256,6 +276,7 @@ def test_rounded_and_recomputed_and_refused(tmp_path: Path) -> None:
     told_of: list[dict[str, str]] = []
     for told in run_together(tmp_path, work):
         assert told["rounded"] == "recorded"
+        assert "An earlier step was not recorded" in told["failed"] or "Another process" in told["failed"]
         assert "is one group more than the 4 that shares by label are kept for" in told["too many"]
         told_of.append(told)
     for name, words in (
