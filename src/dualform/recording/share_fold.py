@@ -6,7 +6,6 @@ the result is tensors by name and the groups' labels, which a sink keeps, and wh
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +14,11 @@ from torch import Tensor
 from dualform.binning import Bins
 from dualform.errors import RefusedError
 from dualform.identity.families import optimizer_kinds
-from dualform.identity.families.divided_fold import DividedFold, StepUse, SummedRows
+from dualform.identity.families.divided_fold import DividedFold, StepUse
 from dualform.identity.families.optimizer_kind import (
-    DoubtfulStep,
     Move,
     OptimizerKind,
     ReplayedStep,
-    Spread,
     StepMatrix,
     follow_together,
     require_optimizer_kind,
@@ -32,15 +29,14 @@ from dualform.identity.families.parameter_fold import (
     RowScratch,
     UseKey,
     UseRows,
-    bias_roundings,
 )
 from dualform.identity.grouped_products import RowGroups
 from dualform.recording.agreed_groups import AgreedGroups, StepGroups
+from dualform.recording.bias_doubts import BiasDoubts, BiasPlace
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
 from dualform.recording.keep import Shares
 from dualform.recording.key_sums import KeySums
-from dualform.recording.packing import NumbersUnderWay
 from dualform.recording.row_exchange import make_exchanges
 from dualform.recording.share_bytes import ShareBytes, fold_dtype, free_bytes, path_bytes, share_bytes
 from dualform.recording.sinks import (
@@ -53,6 +49,7 @@ from dualform.recording.sinks import (
     StepCall,
     StepFacts,
 )
+from dualform.recording.states_after import StatesAfter
 from dualform.recording.world import World
 from dualform.torch_modes import call_without_autocast, without_gradients
 
@@ -75,39 +72,6 @@ class _Captured:
     live: LiveParameter
     gradient: Tensor  # without elements where only its dtype is needed
     before: Mapping[str, Any]  # state entries that the step overwrites
-
-
-class _StatesAfter:
-    """The optimizer's states as a step left them, to be read later: nobody waits for numbers that lie on a GPU."""
-
-    def __init__(self, live: Mapping[str, LiveParameter]) -> None:
-        self._states = {name: dict(one.state) for name, one in live.items()}
-        self._tensors = [
-            (name, entry, tensor, tensor._version)
-            for name, state in self._states.items()
-            for entry, tensor in state.items()
-            if isinstance(tensor, Tensor)
-        ]
-        self._far = [
-            (name, entry)
-            for name, entry, tensor, _ in self._tensors
-            if tensor.device.type != "cpu" and not tensor.dim() and live[name].parameter.dim()
-        ]
-        far = [self._states[name][entry].double() for name, entry in self._far]
-        self._numbers = NumbersUnderWay([torch.stack(far)] if far else [])
-
-    def read(self) -> dict[str, dict[str, Any]]:
-        """Return the states, with their numbers in the CPU's memory; refuse states that were written to since."""
-        for name, entry, tensor, version in self._tensors:
-            if tensor._version != version:
-                raise RefusedError(
-                    f"The optimizer's state {entry!r} of parameter {name!r} was edited after its step, before its "
-                    "shares were folded. Edit it before record(), or end this recording first."
-                )
-        if self._far:
-            for (name, entry), number in zip(self._far, self._numbers.read()[0], strict=True):
-                self._states[name][entry] = number
-        return self._states
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +106,14 @@ class ShareFold:
         )
         self._layers: dict[str, tuple[int, LayerStart]] = {}
         self._folds: dict[str, ParameterFold] = {}
-        self._biases: frozenset[str] = frozenset()  # parameters with shares that are nothing but biases
-        self._spreads: dict[
-            str, Spread[Any]
-        ] = {}  # of biases, how far rounding of their gradients may have carried them
-        self._earlier_spreads: dict[str, dict[str, Tensor]] = {}  # of a resumed recording, until the next step
+        self._doubts = BiasDoubts({})
         self._places: dict[str, int] = {}  # of each parameter with shares, among all covered ones
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._devices: dict[str, torch.device] = {}
         self._key_sums = KeySums()
         self._captured: dict[str, _Captured] = {}
-        self._after: _StatesAfter | None = None  # of a late step
+        self._after: StatesAfter | None = None  # of a late step
         self._records: dict[int, CallRecord] = {}
         self._codes: dict[tuple[int, ...], tuple[Tensor, RowGroups]] = {}  # of the step that comes next
         self._by_address = any(
@@ -210,7 +170,13 @@ class ShareFold:
             for use in layer.uses
             if layer.keys_only or not use.parameter_map.is_bias
         }
-        self._biases = frozenset(self._shapes) - others
+        self._doubts = BiasDoubts(
+            {
+                name: BiasPlace(shape, self._whole_shapes.get(name), self._dtypes[name], self._devices[name])
+                for name, shape in self._shapes.items()
+                if name not in others
+            }
+        )
         self._batch_last = start.batch_axis > 0
         self._several = len(start.optimizers) > 1
         self._rank = start.rank
@@ -313,7 +279,7 @@ class ShareFold:
 
     def stepped(self) -> None:
         """Keep the optimizer's state as a late step left it."""
-        self._after = _StatesAfter({name: captured.live for name, captured in self._captured.items()})
+        self._after = StatesAfter({name: captured.live for name, captured in self._captured.items()})
 
     def _capture(
         self, name: str, kind: OptimizerKind[Any], settings: Mapping[str, Any], live: LiveParameter, *, late: bool
@@ -384,20 +350,17 @@ class ShareFold:
 
     def _step(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> None:
         updated = [fact for fact in facts.facts if fact.updated and fact.parameter in self._captured]
-        states = self._after or _StatesAfter({one.parameter: self._captured[one.parameter].live for one in updated})
+        states = self._after or StatesAfter({one.parameter: self._captured[one.parameter].live for one in updated})
         after = states.read()
         rows = self._rows(facts, calls)
         told = self._told_of_uses(facts) if self.divided else {}
         moves: list[Move[Any]] = []
         moved: list[ParameterFold] = []
         size = 0  # bytes of their shares
-        doubtful: dict[str, tuple[Any, Mapping[str, Any]]] = {}  # bias -> its step's map and settings
         for fact, kind, taken, linear in self._read_steps(updated, after):
             name = fact.parameter
             live_average = taken.after.get(kind.average) if kind.average else None
-            if (spread := self._spread(name, kind)) is not None:
-                doubtful[name] = linear, taken.settings
-                self._spreads[name] = spread
+            self._doubts.note(name, kind, linear, taken.settings)
             fold = self._folds[name]
             if isinstance(fold, DividedFold):
                 fold.uses = told.get(name, {})
@@ -412,7 +375,7 @@ class ShareFold:
                 self._move(moved, moves)
                 moves, moved, size = [], [], 0
         self._move(moved, moves)
-        self._follow_doubts(doubtful, rows)
+        self._doubts.follow(rows, self._world)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
@@ -472,71 +435,6 @@ class ShareFold:
                 waiting, size = [], 0
         yield from _read_together(waiting)
 
-    def _spread(self, name: str, kind: OptimizerKind[Any]) -> Spread[Any] | None:
-        """Return how far rounding of its gradients may have carried a bias so far; None for other parameters.
-
-        Where the true gradient of a bias is zero (that of an attention's keys), rounding is all that there is of it,
-        and an optimizer that divides a gradient by its own size makes as much of it as of any other.
-        """
-        if name in self._spreads or name not in self._biases:
-            return self._spreads.get(name)
-        made = kind.spread(self._shapes[name])
-        if made is not None and (earlier := self._earlier_spreads.pop(name, None)) is not None:
-            made.load({entry: earlier[entry].to(self._devices[name]) for entry in made.state})
-        return made
-
-    def _roundings(self, names: Sequence[str], rows: Mapping[str, Sequence[UseRows]]) -> dict[str, Tensor]:
-        """Return how far each element of the biases' gradients in a step may be off by rounding."""
-        shapes = {name: self._whole_shapes.get(name, self._shapes[name]) for name in names}
-        found: dict[str, Tensor] = {}
-        for dtype in {self._dtypes[name] for name in names}:
-            mine = [name for name in names if self._dtypes[name] == dtype]
-            # Each grouping has all patterns.
-            first = [[one for one in rows.get(name, ()) if one.use[0] == 0] for name in mine]
-            sizes = bias_roundings(first, [shapes[name] for name in mine], dtype)
-            for name, size in zip(mine, sizes, strict=True):
-                shape, device = shapes[name], self._devices[name]
-                found[name] = (
-                    size.to(device) if isinstance(size, Tensor) else torch.zeros(shape, dtype=dtype, device=device)
-                )
-        return self._summed_rows(found)
-
-    def _summed_rows(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors in the shape of parameters; of divided ones this process's rows of the sum over processes."""
-        mine = dict(found)
-        if self._world is not None:
-            sums = [
-                SummedRows((1, *whole.shape), whole.dtype, self._world.size, part, partial(_put_first, mine, name))
-                for name, whole in sorted(found.items())
-                for part in (partial(whole.unsqueeze, 0),)
-                if name in self._whole_shapes
-            ]
-            make_exchanges(self._world, sums)
-        return mine
-
-    def _follow_doubts(
-        self, doubtful: Mapping[str, tuple[Any, Mapping[str, Any]]], rows: Mapping[str, Sequence[UseRows]]
-    ) -> None:
-        """Follow through a step how far rounding of its gradients may have carried the biases.
-
-        Args:
-            doubtful: bias -> its step's map, and the optimizer's settings in it.
-            rows: parameter -> the patterns of the step.
-        """
-        doubts = self._roundings(list(doubtful), rows)
-        steps = {name: DoubtfulStep(*of, doubts[name]) for name, of in doubtful.items()}
-        families: dict[type[Spread[Any]], list[str]] = {}
-        for name in steps:
-            families.setdefault(type(self._spreads[name]), []).append(name)
-        for family, names in families.items():
-            family.step_together([self._spreads[name] for name in names], [steps[name] for name in names])
-
-    def _spread_tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the spread of a bias as tensors: its size, and what it goes on from; nothing for other parameters."""
-        if name in self._spreads:
-            return {"size": self._spreads[name].size, **self._spreads[name].state}
-        return self._earlier_spreads.get(name, {})
-
     def fold_waiting(self) -> None:
         """Fold the steps whose patterns wait to be folded at once."""
         for fold in self._folds.values():
@@ -584,7 +482,7 @@ class ShareFold:
             if fold is None:
                 continue  # no step has touched it
             shares[f"noise.{place}"] = torch.tensor(fold.noise, dtype=torch.float64)
-            if spread := self._spread_tensors(name):
+            if spread := self._doubts.tensors(name):
                 shares[f"spread.{place}"] = spread["size"]
             if live is None:
                 continue
@@ -638,7 +536,7 @@ class ShareFold:
             if fold is None:
                 continue
             found[f"whole.{place}"] = fold.whole.weight
-            for entry, tensor in self._spread_tensors(name).items():
+            for entry, tensor in self._doubts.tensors(name).items():
                 if entry != "size":
                     found[f"spread_{entry}.{place}"] = tensor
             if fold.whole.average is not None:
@@ -667,7 +565,7 @@ class ShareFold:
                     for key, tensor in state.resume.items()
                     if key.startswith(prefix) and key.endswith(suffix)
                 }
-                self._earlier_spreads[name] = {"size": state.shares[f"spread.{place}"].clone(), **entries}
+                self._doubts.load(name, {"size": state.shares[f"spread.{place}"].clone(), **entries})
         self._key_sums.load(state.shares, self._layer_places(), len(self.groupings))
 
     def _layer_places(self) -> dict[str, int]:
@@ -708,10 +606,6 @@ AVERAGES = frozenset(kind.average for kind in optimizer_kinds().values() if kind
 
 def _numbered(what: str, *places: int) -> str:
     return ".".join([what, *map(str, places)])
-
-
-def _put_first(into: dict[str, Tensor], name: str, rows: Tensor) -> None:
-    into[name] = rows[0]
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
