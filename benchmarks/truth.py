@@ -1,6 +1,6 @@
 """Do effects predict retraining, and how well do other libraries? Retrains, records, asks all of them, prints a table.
 
-    python benchmarks/truth.py benchmarks/truth/*.toml [--folder runs/truth] [--splits 1] [--page docs/results.md]
+    python -m benchmarks.truth benchmarks/truth/*.toml [--folder runs/truth] [--splits 1] [--page docs/results.md]
 
 Goes on where an earlier run stopped. What was found is kept in benchmarks/truth/results, and the page is written from
 there: without recipes, from what was found before. Peers (kronfluence, traker, captum) are asked where they are
@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 from safetensors.torch import save_file
-from truth_peers import PEERS, installed  # type: ignore[import-not-found]  # beside this script
 
+from benchmarks.truth_peers import PEERS, costs_of, installed
 from dualform.experiments.page import write_page
-from dualform.experiments.retraining import evaluate_effects, finished_splits, scores
+from dualform.experiments.retraining import costs, evaluate_effects, finished_splits, scores
 from dualform.experiments.retraining_config import RetrainingConfig, make_split, read_config
 from dualform.experiments.retraining_page import section, table
-from dualform.experiments.retraining_results import Evaluation, load_evaluations, store_evaluation
+from dualform.experiments.retraining_results import Evaluation, load_evaluations, store_costs, store_evaluation
 from dualform.show.terminal_tables import console, print_grid
 
 
@@ -38,8 +38,8 @@ def ask_peers(config: RetrainingConfig, folder: Path, names: list[str]) -> None:
                 continue
             start = time.perf_counter()
             found = PEERS[name][1](config, split, here)
-            if found:
-                save_file({label: tensor.contiguous() for label, tensor in found.items()}, path)
+            store_costs(path.with_suffix(".json"), costs_of(found))
+            save_file({label: said.scores.float().contiguous() for label, said in found.items()}, path)
             tell(f"{config.name}: split {number}, asked {name}, {time.perf_counter() - start:.0f} s")
 
 
@@ -60,7 +60,7 @@ def main() -> None:
         folder = chosen.folder / config.name
         evaluate_effects(config, folder, splits=chosen.splits, device=chosen.device, tell=tell)
         ask_peers(config, folder, chosen.peers)
-        store_evaluation(chosen.results, Evaluation(config, scores(config, folder)))
+        store_evaluation(chosen.results, Evaluation(config, scores(config, folder), costs=costs(config, folder)))
     found = load_evaluations(chosen.results)
     grid = table(found)
     print_grid(console(), grid.title, grid.columns, grid.rows)

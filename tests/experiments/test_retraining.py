@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,22 @@ from dualform.effects.output_gradients import measure_quantity
 from dualform.errors import DataError
 from dualform.experiments import retraining
 from dualform.experiments.page import Section, write_page
-from dualform.experiments.retraining import ceiling, correlate, evaluate_effects, mean_and_error, score, scores
+from dualform.experiments.retraining import (
+    PLAIN_TRAINING,
+    RECORDED_TRAINING,
+    ceiling,
+    correlate,
+    costs,
+    evaluate_effects,
+    mean_and_error,
+    score,
+    scores,
+)
 from dualform.experiments.retraining_config import NETWORKS, RetrainingConfig, make_split, read_config
-from dualform.experiments.retraining_page import NEW_ROWS, decision, section, table
-from dualform.experiments.retraining_results import Evaluation, load_evaluations, store_evaluation
+from dualform.experiments.retraining_page import NEW_ROWS, cost_table, decision, section, table
+from dualform.experiments.retraining_results import Cost, Evaluation, load_evaluations, store_evaluation
 from dualform.experiments.stacked_training import (
+    SECOND_MOMENT,
     initial,
     loss_of,
     make_optimizer,
@@ -101,6 +113,7 @@ def test_a_stack_trains_as_single_networks_do(optimizer: str) -> None:
     seeds = (5, 6, 7)
     stacked, kept = train_stack(config, split.train, split.train_targets, split.halves[:3], seeds, keep=[4, 18])
     assert len(kept) == 2
+    assert (SECOND_MOMENT + "layers.0.weight" in kept[0]) == (optimizer == "AdamW")
     for i, (seed, rows) in enumerate(zip(seeds, split.halves[:3], strict=True)):
         alone = loop(config, split.train[rows], split.train_targets[rows], seed)
         for name, parameter in alone.items():
@@ -152,6 +165,19 @@ def test_every_network_trains_in_a_stack_as_alone(name: str, characters: Retrain
         model.load_state_dict(state)
         expected = measure_quantity(model(split.test), split.test_targets, "margin")
         torch.testing.assert_close(margins[i], expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_checkpoints_have_adams_second_moments_without_bias() -> None:
+    config = dataclasses.replace(SMALL, optimizer="AdamW", learning_rate=0.0)
+    split = make_split(config, 0)
+    _, (kept,) = train_stack(config, split.train, split.train_targets, split.halves[:1], [3], keep=[2])
+    model, squares = initial(config, 3), []
+    for rows in order(config.train // 2, config, 3)[:2]:
+        model.zero_grad()
+        loss_of(model(split.train[split.halves[0][rows]]), split.train_targets[split.halves[0][rows]]).backward()
+        squares.append(model.get_parameter("layers.0.weight").grad.square())  # type: ignore[union-attr]
+    expected = (0.999 * squares[0] + squares[1]) / 1.999
+    torch.testing.assert_close(kept[SECOND_MOMENT + "layers.0.weight"][0], expected, rtol=1e-3, atol=1e-12)
 
 
 def test_the_recorded_network_is_the_stacks(tmp_path: Path) -> None:
@@ -246,9 +272,9 @@ def test_results_are_kept_with_cells_of_earlier_runs(tmp_path: Path) -> None:
     assert rows["effects"] == ("0.55 ± 0.05", "0.50")
     assert rows[ekfac] == ("(0.60 ± 0.01)", "-")
     first, *_ = section(found).text[1:]
-    assert first == f"**Behind a peer, or level:** small, {ekfac} 0.60 to effects' 0.55."
+    assert first == f"**Behind a peer, or level:** small, {ekfac} 0.60 to 0.55 of effects."
     asked = Evaluation(SMALL, {"effects": [0.5, 0.9], "EK-FAC, damping 1": [0.6]})
-    assert f"small, {ekfac} 0.60 to effects' 0.50" in section([asked]).text[1], "on the split of the peer"
+    assert f"small, {ekfac} 0.60 to 0.50 of effects" in section([asked]).text[1], "on the split of the peer"
     assert "ahead of every peer" in section([Evaluation(SMALL, {"effects": [0.5], "EK-FAC, damping 1": [0.4]})]).text[1]
     assert "**Not compared with any peer:** other." in section(found).text
     assert "**Splits run with both filters:** other 1 of 2; all of the other rows." in section(found).text
@@ -258,6 +284,62 @@ def test_results_are_kept_with_cells_of_earlier_runs(tmp_path: Path) -> None:
     assert "joint is adopted" in decision(new).note
     assert "joint is not adopted" in decision([*new, found[0]]).note, "one row loses more than 0.02"
     assert "joint is not adopted" in decision(new[1:]).note, "a new row is missing"
+
+
+def test_results_keep_splits_methods_and_costs_that_are_not_found_again(tmp_path: Path) -> None:
+    first = {"effects": [0.5, 0.6], "EK-FAC, damping 1": [0.4]}
+    store_evaluation(tmp_path, Evaluation(SMALL, first, costs={"effects": Cost(1.0, 10), "joint": Cost(2.0, 0)}))
+    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": [0.55]}, costs={"effects": Cost(3.25, 30)}))
+    (found,) = load_evaluations(tmp_path)
+    assert found.scores == {"effects": [0.55, 0.6], "EK-FAC, damping 1": [0.4]}
+    assert found.costs == {"effects": Cost(3.25, 30), "joint": Cost(2.0, 0)}
+
+
+def test_what_methods_took_is_known(evaluated: Path) -> None:
+    found = costs(SMALL, evaluated)
+    assert set(found) == {
+        *(f"{name}{several}" for name in ("effects", "direct", "attention") for several in ("", ", mean of 1")),
+        PLAIN_TRAINING,
+        RECORDED_TRAINING,
+    }
+    assert all(cost.seconds > 0 for cost in found.values())
+    values = SMALL.epochs * SMALL.train * 4 * (24 + 10)
+    keys = SMALL.epochs * SMALL.train * 4 * 24 + SMALL.train * 4 * 64  # inputs are the same in every epoch
+    assert values + keys / 2 < found["effects"].size < 1.5 * (values + keys)
+    assert found["effects"].size == found[RECORDED_TRAINING].size
+    assert found[PLAIN_TRAINING].size == 0
+
+
+def test_costs_stand_beside_scores() -> None:
+    scored = {"effects": [0.5], "EK-FAC, damping 1": [0.4], "EK-FAC, damping 2": [0.45]}
+    took = {"effects": Cost(0.5, 10**6), "EK-FAC, damping 1": Cost(1, 1), "EK-FAC, damping 2": Cost(20, 2000)}
+    one = Evaluation(SMALL, scored, costs={**took, PLAIN_TRAINING: Cost(0.2, 0)})
+    other = Evaluation(dataclasses.replace(SMALL, name="other", epochs=7), scored, costs={"effects": Cost(30, 10**7)})
+    rows = {row[0]: row[1:] for row in table([one, other]).rows}
+    assert rows["effects"] == ("0.50", "0.50", "0.5 to 30", "1.0 MB to 10.0 MB")
+    assert rows["kronfluence EK-FAC, best damping"] == ("0.45", "0.45", "20", "2.0 kB"), "of that shown"
+    assert "500 to 500 times the bytes, and 0.025 to 0.025 times the seconds" in " ".join(section([one, other]).text)
+    each = {row[0]: row[1:] for row in cost_table([one, other]).rows}
+    assert each["effects"] == ("0.5 s, 1.0 MB", "30 s, 10.0 MB")
+    assert each["kronfluence EK-FAC, best damping"] == ("20 s, 2.0 kB", "-")
+    assert each[PLAIN_TRAINING] == ("0.2 s", "-")
+
+
+def test_the_mean_of_several_networks_is_scored_and_compared_with_that_of_several_recordings(
+    evaluated: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "split-0"
+    shutil.copytree(evaluated / "split-0", here)
+    ours = load_file(here / "ours-0.safetensors")[FILTERING]
+    noise = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * ours.std() * 3
+    save_file({"EK-FAC, damping 1": torch.stack([ours + noise, ours - noise])}, here / "peer-x.safetensors")
+    found = scores(SMALL, tmp_path)
+    assert found["mean of 2 networks: EK-FAC, damping 1"][0] == pytest.approx(found["effects"][0])
+    assert found["EK-FAC, damping 1"][0] < found["effects"][0] - 0.1
+    many = {"effects": [0.5], "effects, mean of 2": [0.7], "mean of 2 networks: EK-FAC, damping 1": [0.6]}
+    assert "ahead of every peer" in section([Evaluation(SMALL, many)]).text[1]
+    many["mean of 2 networks: EK-FAC, damping 1"] = [0.8]
+    assert "mean of as many networks 0.80 to 0.70 of effects" in section([Evaluation(SMALL, many)]).text[1]
 
 
 def test_peers_are_shown_at_their_best(evaluated: Path, tmp_path: Path) -> None:

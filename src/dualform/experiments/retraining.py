@@ -7,13 +7,15 @@ Seeds of attribution and of retraining never meet. Everything is kept in a folde
 evaluation goes on where it stopped.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from time import process_time
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +30,8 @@ from dualform.engine.measures import PatternMeasure
 from dualform.engine.reducers import GroupSums
 from dualform.errors import DataError
 from dualform.experiments.retraining_config import RetrainingConfig, Split, make_split
-from dualform.experiments.stacked_training import measure_stack, train_recorded, train_stack
+from dualform.experiments.retraining_results import Cost, load_costs, store_costs
+from dualform.experiments.stacked_training import measure_stack, train_plain, train_recorded, train_stack
 from dualform.progress import bar
 
 RETRAINING, ATTRIBUTION = 10_000, 20_000  # the first seeds of retrained and of attributed networks
@@ -39,6 +42,8 @@ CHECKPOINTS = 5  # kept on the way, for methods that want them
 OURS = ("effects", "joint", "layerwise", "direct", "attention", "path")
 FILTERED: dict[str, Filtering] = {"joint": "joint", "layerwise": "layerwise", "direct": "none"}
 """Scores that are effects with some filter."""
+PLAIN_TRAINING, RECORDED_TRAINING = "a training, not recorded", "the same, recorded"
+"""What stands among the costs beside the methods."""
 
 
 def evaluate_effects(
@@ -73,7 +78,9 @@ def evaluate_effects(
             tell(f"{config.name}: split {number}, trained {config.models} networks on all samples")
         for recording in range(config.recordings):
             if not (path := here / f"ours-{recording}.safetensors").is_file():
-                _save_scores(path, _score_samples(config, split, number, recording, here / "recording"))
+                found, costs = _score_samples(config, split, number, recording, here / "recording")
+                store_costs(here / f"ours-{recording}.json", costs)
+                _save_scores(path, found)
                 tell(f"{config.name}: split {number}, effects of recording {recording}")
 
 
@@ -105,28 +112,41 @@ def attribution_seeds(config: RetrainingConfig, number: int) -> range:
     return range(first, first + max(config.models, config.recordings))
 
 
+def checkpoint_steps(config: RetrainingConfig) -> list[int]:
+    """Return the steps after which checkpoints are kept."""
+    steps = config.epochs * (config.train // min(config.batch, config.train))
+    return [math.ceil(steps * (i + 1) / CHECKPOINTS) for i in range(CHECKPOINTS)]
+
+
 def _train_models(config: RetrainingConfig, split: Split, number: int, here: Path, device: str) -> None:
     """Train the networks that peers attribute with, and keep them and some checkpoints on their way."""
     seeds = attribution_seeds(config, number)
-    rows = torch.arange(config.train).expand(len(seeds), -1)
-    steps = config.epochs * (config.train // min(config.batch, config.train))
-    keep = [math.ceil(steps * (i + 1) / CHECKPOINTS) for i in range(CHECKPOINTS)]
+    rows, keep = torch.arange(config.train).expand(len(seeds), -1), checkpoint_steps(config)
     _, checkpoints = train_stack(config, split.train, split.train_targets, rows, seeds, keep=keep, device=device)
     for i, state in enumerate(checkpoints):
         _save_scores(here / f"models-{i}.safetensors", state)
 
 
-def _score_samples(config: RetrainingConfig, split: Split, number: int, recording: int, run: Path) -> dict[str, Tensor]:
-    """Record one training, and return the score of every sample by each of our methods, (M, N) each."""
+def _score_samples(
+    config: RetrainingConfig, split: Split, number: int, recording: int, run: Path
+) -> tuple[dict[str, Tensor], dict[str, Cost]]:
+    """Record one training, and return the score of every sample by each of our methods, (M, N) each, and the costs."""
     if run.exists():
         shutil.rmtree(run)
     seed = attribution_seeds(config, number)[recording]
-    model = train_recorded(config, split.train, split.train_targets, run, seed)
-    memory = dualform.open(run)
-    spotlight = memory.attend(model, split.test, targets=split.test_targets, quantity="margin")
+    watch = _Watch()
+    with watch(PLAIN_TRAINING):
+        train_plain(config, split.train, split.train_targets, seed)
+    with watch(RECORDED_TRAINING):
+        model = train_recorded(config, split.train, split.train_targets, run, seed)
+    size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+    with watch("attending"):
+        memory = dualform.open(run)
+        spotlight = memory.attend(model, split.test, targets=split.test_targets, quantity="margin")
     found = {name: torch.zeros(config.tests, config.train, dtype=torch.float64) for name in (*FILTERED, "attention")}
     if config.path:
-        whole = spotlight.path_contributions(per="sample")
+        with watch("path"):
+            whole = spotlight.path_contributions(per="sample")
         found["path"] = torch.zeros_like(found["direct"])
         found["path"].index_add_(1, torch.tensor(whole.groups), whole.values)
     measured = sum(len(layer) * layer.count() for layer in spotlight.layers.values())
@@ -140,11 +160,32 @@ def _score_samples(config: RetrainingConfig, split: Split, number: int, recordin
             samples = torch.tensor(grouping.labels)
             for score_name, filtering in FILTERED.items():
                 filtered = dataclasses.replace(source, filtering=filtering)
-                found[score_name].index_add_(1, samples, filtered.totals(grouping))
+                with watch(score_name):
+                    found[score_name].index_add_(1, samples, filtered.totals(grouping))
             if cheap:
-                found["attention"].index_add_(1, samples, _magnitudes(source, grouping))
+                with watch("attention"):
+                    found["attention"].index_add_(1, samples, _magnitudes(source, grouping))
     shutil.rmtree(run)
-    return {name: scored for name, scored in found.items() if cheap or name != "attention"}
+    trained = watch.seconds.pop(PLAIN_TRAINING), watch.seconds.pop(RECORDED_TRAINING)
+    asked = watch.seconds.pop("attending")
+    costs = {name: Cost(asked + seconds, size) for name, seconds in watch.seconds.items() if name != "layerwise"}
+    costs["effects"] = costs.pop(FILTERING)  # the filter that is asked first; others find its moments made
+    costs[PLAIN_TRAINING], costs[RECORDED_TRAINING] = Cost(trained[0], 0), Cost(trained[1], size)
+    return {name: scored for name, scored in found.items() if cheap or name != "attention"}, costs
+
+
+class _Watch:
+    """Adds up the seconds of a processor that each of several things takes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Add what passes meanwhile."""
+        start = process_time()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + process_time() - start
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -220,7 +261,35 @@ def scores(config: RetrainingConfig, folder: Path) -> dict[str, list[float]]:
         for path in sorted(here.glob("peer-*.safetensors")):
             for name, networks in load_file(path).items():
                 found.setdefault(name, []).append(mean(score(one.double(), members, actual) for one in networks))
+                if len(networks) > 1:
+                    averaged = score(networks.double().mean(dim=0), members, actual)
+                    found.setdefault(mean_of(len(networks), name), []).append(averaged)
     return found
+
+
+def mean_of(networks: int, name: str) -> str:
+    """Name the mean of what a peer's method says of several networks."""
+    return f"mean of {networks} networks: {name}"
+
+
+def costs(config: RetrainingConfig, folder: Path) -> dict[str, Cost]:
+    """Return what each method took in the first finished split: of one network, and of several."""
+    found: dict[str, Cost] = {}
+    for number in finished_splits(config, folder)[:1]:
+        here = folder / f"split-{number}"
+        each = [load_costs(path) for path in sorted(here.glob("ours-*.json"))]
+        for name in each[0] if each else ():
+            several = [one[name] for one in each]
+            found[name] = Cost(mean(cost.seconds for cost in several), round(mean(cost.size for cost in several)))
+            if name not in (PLAIN_TRAINING, RECORDED_TRAINING):
+                found[f"{name}, mean of {len(each)}"] = _sum(several)
+        for path in sorted(here.glob("peer-*.json")):
+            found |= load_costs(path)
+    return found
+
+
+def _sum(several: Sequence[Cost]) -> Cost:
+    return Cost(sum(cost.seconds for cost in several), sum(cost.size for cost in several))
 
 
 def score(attribution: Tensor, members: Tensor, actual: Tensor) -> float:

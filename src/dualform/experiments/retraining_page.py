@@ -7,22 +7,28 @@ from statistics import mean
 
 from dualform.effects.layer_effects import FILTERING
 from dualform.experiments.page import Section
-from dualform.experiments.retraining import mean_and_error
+from dualform.experiments.retraining import PLAIN_TRAINING, RECORDED_TRAINING, mean_and_error
 from dualform.experiments.retraining_config import DATA, NETWORKS, OPTIMIZERS, RetrainingConfig
-from dualform.experiments.retraining_results import Evaluation
+from dualform.experiments.retraining_results import Cost, Evaluation
 from dualform.experiments.study_summary import Grid
+from dualform.recording.estimate import size_text
 
 OTHER = "layerwise" if FILTERING == "joint" else "joint"
 """The filter that effects do not have."""
+EKFAC = "kronfluence EK-FAC, best damping"
 METHOD_ROWS = {
     "effects": "effects",
     "effects, mean of several recordings": "effects, mean of *",
     f"effects, {OTHER} filter": OTHER,
-    "kronfluence EK-FAC, best damping": "EK-FAC*",
+    EKFAC: "EK-FAC*",
+    "kronfluence EK-FAC, mean of as many networks": "mean of * networks: EK-FAC*",
+    "SOURCE, by its formula": "SOURCE*",
+    "SOURCE, mean of as many networks": "mean of * networks: SOURCE*",
     "traker TRAK, 1 network": "TRAK, 1 network,*",
     "traker TRAK, 5 networks": "TRAK, 5 networks,*",
     "traker TRAK, 10 networks": "TRAK, 10 networks,*",
     "captum TracInCP": "TracInCP*",
+    "captum TracInCP, mean of as many networks": "mean of * networks: TracInCP*",
     "direct contributions (no filter)": "direct",
     "path contributions": "path",
     "absolute attention": "attention",
@@ -32,27 +38,39 @@ METHOD_ROWS = {
     "ceiling": "ceiling",
 }
 """Each row, and the pattern of its methods' names: of several, the best on average is shown."""
-PEERS = tuple(label for label in METHOD_ROWS if label.split()[0] in ("kronfluence", "traker", "captum"))
+PEERS = tuple(label for label in METHOD_ROWS if label.startswith(("kronfluence", "SOURCE", "traker", "captum")))
 NEW_ROWS = ("fashion-mnist-cnn", "aesop-lstm", "digits-residual", "wikitext-transformer")
 """The rows that nobody had looked at when the rule of the filter was written down."""
 
 COMMAND = (
-    "Made by `python benchmarks/truth.py benchmarks/truth/*.toml --page docs/results.md`, which runs what "
-    "benchmarks/truth/results does not hold yet."
+    "Made by `python -m benchmarks.truth benchmarks/truth/*.toml --page docs/results.md`, which runs what its folder "
+    "does not hold yet."
 )
 TEXT = """\
-For random halves of the training samples, networks are trained again on each half alone. A method is scored by the
-rank correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say
-on average over their seeds (the linear datamodeling score; 1 is perfect). Effects come from one recorded training
-each; the row below it averages them over several (`dualform.open_ensemble`). EK-FAC sees one trained network, TracInCP
-five checkpoints of each of the recorded trainings. Of the dampings of EK-FAC, the numbers of features of TRAK and the
-two test losses of TracInCP that were tried, the best by this very score is shown; effects have nothing to choose. The
-ceiling is what a perfect prediction could reach, given that each half was retrained with so many seeds only; against a
-single retraining of each half every score is lower, as the last row but one says. Means ± standard errors over splits;
-a number without an error is of one split, and a dash stands for what was not asked. A number in parentheses was not
-asked again: it is that of an earlier run of the same recipe, over all of its splits; others of peers are of split 0,
-where effects are compared with them. These are small networks and small
-data; nothing here says how effects do on large ones."""
+For random halves of the training samples, networks are trained again on each half alone. A method is scored by the rank
+correlation, over the halves, of what it predicts for a test input's margin with what the retrained networks say on
+average over their seeds (the linear datamodeling score; 1 is perfect). Effects come from one recorded training each;
+the row below it averages them over several (`dualform.open_ensemble`). EK-FAC sees the networks of the same trainings,
+one at a time, and SOURCE and TracInCP five checkpoints of each; their means are over as many networks as effects' are.
+Of the settings of a peer that were tried (of EK-FAC the dampings, of SOURCE the segments and, under AdamW, its
+preconditioned form with dampings, of TRAK the numbers of features, of TracInCP two test losses), the best by this very
+score is shown; effects have nothing to choose. The ceiling is what a perfect prediction could reach, given that each
+half was retrained with so many seeds only; against a single retraining of each half every score is lower, as the last
+row but one says. Means ± standard errors over splits; a number without an error is of one split, and a dash stands for
+what was not asked. A number in parentheses was not asked again: it is that of an earlier run of the same recipe, over
+all of its splits; where fewer splits of a peer were run, effects are compared with it on those. These are small
+networks and small data; nothing here says how effects do on large ones."""
+HOW_PEERS_RUN = """\
+SOURCE is Bae et al. 2024, "Training Data Attribution via Approximate Unrolled Differentiation", written from its
+formulas (`benchmarks/source_peer.py`): bergson, which has it, asks for checkpoints of Hugging Face's causal language
+models, and so for none of these networks. kronfluence, captum and SOURCE see linear layers and convolutions, and the
+LSTM, which they do not know, written out with linear layers; TRAK sees all parameters, and of a passage the mean margin
+of its characters. Absolute attention was left out where it costs more than everything else."""
+COSTS = """\
+Seconds of a processor (one thread, one run, on a machine that others used too) to score all samples for all test inputs
+of a split, and bytes that are kept of the training for it: recordings of effects, the network and its factors of
+EK-FAC, checkpoints and factors of SOURCE, networks and features of TRAK, checkpoints of TracInCP. Trainings are not
+counted; the last two rows have them."""
 DECISION = """\
 Which filter effects have was decided by a rule that was written down and committed before these retrainings were made
 (commit 721ac2e, `benchmarks/truth/PREREGISTRATION.md`): *joint*, where an absence is repaired by
@@ -61,15 +79,58 @@ loses 0.02. Both filters are scored on the same recordings and retrainings."""
 
 
 def table(found: Sequence[Evaluation]) -> Grid:
-    """Return the table: a row per method, a column per evaluation."""
+    """Return the table: a row per method, a column per evaluation, and the range of what the method takes."""
     found = _ordered(found)
     rows = []
+    costs = any(each.costs for each in found)
     for label, pattern in METHOD_ROWS.items():
         cells = [_cell(each, label, pattern) for each in found]
         if any(cell != "-" for cell in cells):
-            rows.append((label, *cells))
-    columns = ("score", *(each.config.name for each in found))
+            rows.append((label, *cells, *(_cost_range(found, pattern) if costs else ())))
+    columns = ("score", *(each.config.name for each in found), *(("seconds", "bytes") if costs else ()))
     return Grid("Linear datamodeling score", columns, tuple(rows))
+
+
+def cost_table(found: Sequence[Evaluation]) -> Grid:
+    """Return what each method takes: a row per method, a column per evaluation."""
+    found = _ordered(found)
+    rows = []
+    for label, pattern in (*METHOD_ROWS.items(), (PLAIN_TRAINING, PLAIN_TRAINING), (RECORDED_TRAINING,) * 2):
+        costs = [_cost(each, pattern) for each in found]
+        if any(costs):
+            rows.append((label, *("-" if cost is None else _cost_text(cost) for cost in costs)))
+    return Grid("What a method takes", ("seconds, bytes", *(each.config.name for each in found)), tuple(rows), COSTS)
+
+
+def _cost(found: Evaluation, pattern: str) -> Cost | None:
+    """Return what the best method of a row took, or, of those without a score, the first."""
+    shown = _best(found, pattern)
+    return found.costs.get(pattern if shown is None else shown)
+
+
+def _cost_text(cost: Cost) -> str:
+    seconds = f"{_digits(cost.seconds)} s"
+    return f"{seconds}, {size_text(cost.size)}" if cost.size else seconds
+
+
+def _digits(number: float) -> str:
+    """Return a number with two digits, or all before the point."""
+    return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
+
+
+def _cost_range(found: Sequence[Evaluation], pattern: str) -> tuple[str, str]:
+    """Return the least and the most seconds and bytes of a row over all evaluations."""
+    costs = [cost for each in found if (cost := _cost(each, pattern)) is not None]
+    if not costs:
+        return "", ""
+    seconds, sizes = [_digits(cost.seconds) for cost in _ends(costs, "seconds")], _ends(costs, "size")
+    return " to ".join(seconds), " to ".join(size_text(cost.size) for cost in sizes)
+
+
+def _ends(costs: Sequence[Cost], by: str) -> list[Cost]:
+    """Return the least and the largest cost, or the only one."""
+    ordered = sorted(costs, key=lambda cost: getattr(cost, by))
+    return ordered if len(ordered) == 1 else [ordered[0], ordered[-1]]
 
 
 def _ordered(found: Sequence[Evaluation]) -> list[Evaluation]:
@@ -88,10 +149,16 @@ def _ordered(found: Sequence[Evaluation]) -> list[Evaluation]:
 
 def _cell(found: Evaluation, label: str, pattern: str) -> str:
     """Return the best score among the methods whose names match a pattern."""
-    scores = found.scores
-    if names := [name for name in scores if fnmatchcase(name, pattern)]:
-        return mean_and_error(scores[max(names, key=lambda name: mean(scores[name]))])
+    shown = _best(found, pattern)
+    if shown is not None:
+        return mean_and_error(found.scores[shown])
     return f"({found.earlier[label]})" if label in found.earlier else "-"
+
+
+def _best(found: Evaluation, pattern: str) -> str | None:
+    """Return the name of the best method on average that a pattern matches."""
+    names = [name for name in found.scores if fnmatchcase(name, pattern)]
+    return max(names, key=lambda name: mean(found.scores[name]), default=None)
 
 
 def decision(found: Sequence[Evaluation]) -> Grid:
@@ -119,9 +186,11 @@ def section(found: Sequence[Evaluation]) -> Section:
     """Return the section on effects."""
     recipes = "\n".join(f"- {each.config.name}: {_retraining_recipe(each)}" for each in _ordered(found))
     grids = [table(found)]
+    if any(each.costs for each in found):
+        grids.append(cost_table(found))
     if any("joint" in each.scores for each in found):
         grids.append(decision(found))
-    text = (COMMAND, *_behind(found), TEXT, DECISION)
+    text = (COMMAND, *_behind(found), TEXT, HOW_PEERS_RUN, DECISION)
     return Section("effects", "Do effects predict retraining?", text, grids, more=f"{recipes}\n")
 
 
@@ -132,11 +201,20 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
         for label in PEERS:
             both = _on_the_same_splits(each, label)
             if both is not None and round(both[0], 2) >= round(both[1], 2):
-                said.append(f"{each.config.name}, {label} {both[0]:.2f} to effects' {both[1]:.2f}")
+                said.append(f"{each.config.name}, {label} {both[0]:.2f} to {both[1]:.2f} of effects")
     behind = f"**Behind a peer, or level:** {'; '.join(said)}." if said else "Effects are ahead of every peer asked."
     unasked = [e.config.name for e in _ordered(found) if all(_cell(e, row, METHOD_ROWS[row]) == "-" for row in PEERS)]
     short = [f"{e.config.name} {e.splits} of {e.config.splits}" for e in _ordered(found) if e.splits < e.config.splits]
     lines = [behind]
+    pairs = [(_cost(each, "effects"), _cost(each, METHOD_ROWS[EKFAC])) for each in _ordered(found)]
+    both = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    if both:
+        sizes, seconds = ([getattr(a, of) / getattr(b, of) for a, b in both] for of in ("size", "seconds"))
+        lines.append(
+            f"**What effects cost beside EK-FAC, where both were measured:** {_digits(min(sizes))} to "
+            f"{_digits(max(sizes))} times the bytes, and {_digits(min(seconds))} to {_digits(max(seconds))} times the "
+            "seconds, once the training is recorded."
+        )
     if unasked:
         lines.append(f"**Not compared with any peer:** {', '.join(unasked)}.")
     if short:
@@ -145,12 +223,18 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
 
 
 def _on_the_same_splits(found: Evaluation, label: str) -> tuple[float, float] | None:
-    """Return a peer's score and that of effects, on the splits that the peer was asked about; None without both."""
-    ours, names = found.scores.get("effects"), [n for n in found.scores if fnmatchcase(n, METHOD_ROWS[label])]
+    """Return a peer's score and that of effects, on the splits that the peer was asked about; None without both.
+
+    A mean over several networks is compared with the mean over several recordings.
+    """
+    several = "mean of as many" in label
+    ours = found.scores.get(_best(found, METHOD_ROWS["effects, mean of several recordings"]) or "") if several else None
+    ours = found.scores.get("effects") if ours is None else ours
     if ours is None:
         return None
-    if names:
-        best = max((found.scores[name] for name in names), key=mean)
+    shown = _best(found, METHOD_ROWS[label])
+    if shown is not None:
+        best = found.scores[shown]
         return mean(best), mean(ours[: len(best)])
     return (float(found.earlier[label].split()[0]), mean(ours)) if label in found.earlier else None
 

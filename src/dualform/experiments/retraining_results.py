@@ -9,6 +9,19 @@ from pathlib import Path
 from dualform.experiments.retraining_config import RetrainingConfig
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a method takes to score all samples for all test inputs of a split.
+
+    Attributes:
+        seconds: of a processor, once the networks are trained.
+        size: bytes of what it keeps of the training, the training data not counted.
+    """
+
+    seconds: float
+    size: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
     """What one evaluation found.
@@ -17,11 +30,13 @@ class Evaluation:
         config: its recipe.
         scores: method -> the score of each split that was run.
         earlier: row of the table -> its cell in an earlier run of the same recipe, for methods not asked again.
+        costs: method -> what it took, in one split.
     """
 
     config: RetrainingConfig
     scores: Mapping[str, list[float]]
     earlier: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    costs: Mapping[str, Cost] = dataclasses.field(default_factory=dict)
 
     @property
     def splits(self) -> int:
@@ -30,11 +45,21 @@ class Evaluation:
 
 
 def store_evaluation(folder: Path, found: Evaluation) -> None:
-    """Write an evaluation to the file of its name, which keeps the cells of earlier runs that it has."""
+    """Write an evaluation to the file of its name, which keeps what it has and the evaluation has not.
+
+    That is the cells of earlier runs, methods that were not asked, their costs, and the scores of further splits.
+    """
     path = folder / f"{found.config.name}.json"
-    earlier = {**_earlier(path), **found.earlier}
-    rounded = {name: [round(score, 4) for score in scores] for name, scores in found.scores.items()}
-    content = {"config": dataclasses.asdict(found.config), "scores": rounded, "earlier": earlier}
+    before = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    scores = dict(before.get("scores", {}))
+    for name, each in found.scores.items():
+        scores[name] = [round(score, 4) for score in each] + scores.get(name, [])[len(each) :]
+    content = {
+        "config": dataclasses.asdict(found.config),
+        "scores": scores,
+        "earlier": {**before.get("earlier", {}), **found.earlier},
+        "costs": {**before.get("costs", {}), **_plain_costs(found.costs)},
+    }
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
@@ -45,10 +70,20 @@ def load_evaluations(folder: Path) -> list[Evaluation]:
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text("utf-8"))
         config = content["config"] | {"hidden": tuple(content["config"]["hidden"])}
-        found.append(Evaluation(RetrainingConfig(**config), content["scores"], content["earlier"]))
+        costs = {name: Cost(*each) for name, each in content.get("costs", {}).items()}
+        found.append(Evaluation(RetrainingConfig(**config), content["scores"], content["earlier"], costs))
     return found
 
 
-def _earlier(path: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads(path.read_text("utf-8"))["earlier"] if path.is_file() else {}
-    return found
+def store_costs(path: Path, costs: Mapping[str, Cost]) -> None:
+    """Write costs to a file."""
+    path.write_text(json.dumps(_plain_costs(costs), indent=1) + "\n", "utf-8")
+
+
+def load_costs(path: Path) -> dict[str, Cost]:
+    """Return the costs in a file."""
+    return {name: Cost(*each) for name, each in json.loads(path.read_text("utf-8")).items()}
+
+
+def _plain_costs(costs: Mapping[str, Cost]) -> dict[str, tuple[float, int]]:
+    return {name: (round(cost.seconds, 3), cost.size) for name, cost in costs.items()}

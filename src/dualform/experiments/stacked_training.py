@@ -20,6 +20,8 @@ from dualform.experiments.retraining_networks import CharacterLSTM
 from dualform.progress import bar
 
 StackedState = dict[str, Tensor]
+SECOND_MOMENT = "second_moment."
+"""What a checkpoint's names of AdamW's second moments begin with."""
 
 
 def make_optimizer(config: RetrainingConfig, parameters: Any) -> torch.optim.Optimizer:
@@ -68,7 +70,7 @@ def train_stack(
         targets: (N, ...)
         rows: (K, n) the samples of each network.
         seeds: (K,) of each network and its order of training.
-        keep: the steps after which to keep a checkpoint.
+        keep: the steps after which to keep a checkpoint, of AdamW with its second moments.
         device: where to train.
 
     Returns:
@@ -99,9 +101,20 @@ def train_stack(
             losses(stacked, inputs[chosen], targets[chosen]).sum().backward()
             optimizer.step()
             if step + 1 in keep:
-                checkpoints.append({name: tensor.detach().cpu().clone() for name, tensor in stacked.items()})
+                checkpoints.append(_checkpoint(stacked, optimizer))
             advance(1)
     return {name: tensor.detach() for name, tensor in stacked.items()}, checkpoints
+
+
+def _checkpoint(stacked: StackedState, optimizer: torch.optim.Optimizer) -> StackedState:
+    """Return copies of the parameters and of their second moments, whose bias towards 0 is taken out."""
+    found = {name: tensor.detach().cpu().clone() for name, tensor in stacked.items()}
+    for name, tensor in stacked.items():
+        state = optimizer.state[tensor]
+        if "exp_avg_sq" in state:
+            remembered = optimizer.param_groups[0]["betas"][1] ** float(state["step"])
+            found[SECOND_MOMENT + name] = (state["exp_avg_sq"] / (1 - remembered)).cpu()
+    return found
 
 
 def _mappable(model: nn.Module) -> nn.Module:
@@ -128,13 +141,32 @@ def train_recorded(config: RetrainingConfig, inputs: Tensor, targets: Tensor, fo
     """Train one network on all samples, as `train_stack` does, and record it."""
     model = initial(config, seed)
     optimizer = make_optimizer(config, model.parameters())
-    recorder = dualform.record(model, optimizer, folder)
+    with dualform.record(model, optimizer, folder) as recorder:
+        _train_alone(config, model, optimizer, inputs, targets, seed, lambda rows: recorder.annotate(sample=rows))
+    return model
+
+
+def train_plain(config: RetrainingConfig, inputs: Tensor, targets: Tensor, seed: int) -> nn.Module:
+    """Train one network on all samples, as `train_recorded` does, without a recording."""
+    model = initial(config, seed)
+    _train_alone(config, model, make_optimizer(config, model.parameters()), inputs, targets, seed, lambda rows: None)
+    return model
+
+
+def _train_alone(
+    config: RetrainingConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    seed: int,
+    annotate: Callable[[Tensor], None],
+) -> None:
     steps = order(len(inputs), config, seed)
-    with recorder, bar("recording", total=len(steps)) as advance:
+    with bar("training one network", total=len(steps)) as advance:
         for rows in steps:
-            recorder.annotate(sample=rows)
+            annotate(rows)
             optimizer.zero_grad()
             loss_of(model(inputs[rows]), targets[rows]).backward()
             optimizer.step()
             advance(1)
-    return model

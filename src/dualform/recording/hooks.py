@@ -19,6 +19,7 @@ from torch.utils.hooks import unserializable_hook
 
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.annotations import Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.divided import OwnRows
@@ -53,7 +54,7 @@ class Arrival:
     call: Call
     errors: list[Tensor | None]  # of each output; None where none came
     leading: Sequence[int] = ()  # the shape of the patterns
-    keys: Tensor | None = None  # (T, d_in)
+    keys: Tensor | None = None  # (T, d_in); or, with an `unfolding`, the inputs that they are patches of
     values: Tensor | None = None  # (T, d_out)
     strided: Tensor | None = None  # an only error that does not lie row by row, until its layout is settled
     layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
@@ -62,6 +63,7 @@ class Arrival:
     predicted_calls: int = 0  # those of so many calls of its layer, of which this is the first
     place: int = 0  # which arrival of its backward it is
     backward: int | None = None  # the number of the backward that it was handed to the sink with
+    unfolding: Unfolding | None = None  # how keys are taken from inputs, where these are kept in their place
 
 
 class TaskArrivals:
@@ -142,6 +144,7 @@ class Hooks:
     needed: Mapping[str, What] | None = None  # the rows that are copied, as `copy_patterns` takes it
     divided: Mapping[str, OwnRows] = field(default_factory=dict)  # this process's rows of divided parameters, by name
     wants_values: Callable[[str], bool] = lambda layer: True  # whether the values of a layer are wanted at this moment
+    unfoldings: Mapping[str, Unfolding] = field(default_factory=dict)  # of layers whose inputs the sink takes for keys
     clock: HostClock = field(default_factory=HostClock)  # measures the time inside of the hooks
     enabled: bool = False
     calls: int = 0
@@ -187,7 +190,7 @@ class Hooks:
             mine = [] if arrived is None else arrived.of(users)
             new = [arrival for arrival in mine if not arrival.accumulated]
             if new:
-                copy_patterns(new, self.pool, self.wants_values, self.needed)
+                copy_patterns(new, self.pool, self.wants_values, self.needed, self.unfoldings)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"

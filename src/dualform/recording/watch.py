@@ -222,6 +222,15 @@ def stored_dtype(dtype: Dtype, layer: str) -> StoredDtype | None:
     return next((found for pattern, found in dtype.items() if fnmatchcase(layer, pattern)), None)
 
 
+def keeps_inputs(dtype: str) -> bool:
+    """Say whether inputs of a convolution, stored in a dtype, give the same keys as keys stored in it, to the bit.
+
+    They do where each element is stored by itself. The scale of a row is that of its largest element, which is another
+    one in a patch than in the whole input.
+    """
+    return dtype not in ("float16", "int8")
+
+
 def _check_shared(watched: Sequence[Watched]) -> None:
     """Refuse a parameter whose patterns are kept in one layer and not in another: its sum would be incomplete."""
     exact: dict[str, Watched] = {}

@@ -29,7 +29,10 @@ from dualform.store.manifest_check import problems
 from dualform.store.places import as_blobs
 
 FORMAT = "dualform"
-VERSION = 4
+VERSION = 5
+"""The version of a run with a layer whose inputs are stored in place of its keys."""
+DIVIDED_VERSION = 4
+"""The version of a run of several processes that have rows of parameters, and of no such layer."""
 WHOLE_VERSION = 3
 """The version of a run of several processes that have whole parameters, which readers of that version can read too."""
 PLAIN_VERSION = 2
@@ -165,7 +168,9 @@ class Manifest:
     def to_json(self) -> str:
         """Return the manifest as it stands in the folder."""
         several = bool(self.rank or self.processes)
-        version = VERSION if self.divided else WHOLE_VERSION if several else PLAIN_VERSION
+        version = DIVIDED_VERSION if self.divided else WHOLE_VERSION if several else PLAIN_VERSION
+        if any(layer.unfolding is not None for layer in self.layers.values()):
+            version = VERSION
         head = {"format": FORMAT, "version": version, "steps": self.steps}
         body = msgspec.to_builtins(self, enc_hook=_plain)
         if not several:
@@ -184,6 +189,8 @@ class Manifest:
         if self.checkpoints is None:
             del body["checkpoints"]
         for layer in body["layers"].values():
+            if layer["unfolding"] is None:
+                del layer["unfolding"]
             layer["uses"] = [{name: x for name, x in use.items() if x not in (None, (), [])} for use in layer["uses"]]
         return sealed(head | body)
 
