@@ -23,7 +23,7 @@ from dualform.store.tensors import TensorFile
 from helpers.manifests import write_manifest
 from helpers.together import run_together
 
-STEPS, MICROS, ROWS = 4, 2, 6
+STEPS, MICROS, ROWS = 3, 2, 6
 WITHIN = {torch.float32: 1e-5, torch.float64: 1e-9}  # of the largest share
 ROUNDED_WITHIN = 1e-2  # of the change, of gradients that are computed in bfloat16
 
