@@ -52,7 +52,11 @@ class Said:
 
 
 class LinearLSTM(nn.Module):
-    """A character LSTM written out with linear layers, which peers know; the same numbers but for rounding."""
+    """A character LSTM written out with linear layers, which peers know; the same numbers but for rounding.
+
+    Each layer is called once a passage: kronfluence would take the gradient of one call of several alone. So the states
+    are found first, and the call on all of them adds nothing to the numbers but is where the weight gets its gradient.
+    """
 
     def __init__(self, lstm: CharacterLSTM) -> None:
         super().__init__()
@@ -66,14 +70,24 @@ class LinearLSTM(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:  # (B, L) -> (B, L, V)
         """Return the logits of the next character at each place."""
         x = self.tokens(tokens)
-        h = c = (0 * x[:, 0, :1]).expand(-1, self.from_state.in_features)  # captum wants inputs with gradients
-        outputs = []
-        for place in range(x.shape[1]):
-            i, f, g, o = (self.from_inputs(x[:, place]) + self.from_state(h)).chunk(4, dim=1)
+        from_inputs = self.from_inputs(x)
+        with torch.no_grad():
+            states = self._states(from_inputs)
+        before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
+        once = self.from_state(before + 0 * x[..., :1])  # captum wants inputs with gradients
+        logits: Tensor = self.head(self._states(from_inputs + once - once.detach()))
+        return logits
+
+    def _states(self, gates: Tensor) -> Tensor:  # (B, L, 4 h) -> (B, L, h)
+        weight, bias = self.from_state.weight.detach(), self.from_state.bias.detach()
+        h = c = torch.zeros_like(gates[:, 0, : weight.shape[1]])
+        found = []
+        for place in range(gates.shape[1]):
+            i, f, g, o = (gates[:, place] + nn.functional.linear(h, weight, bias)).chunk(4, dim=1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
-            outputs.append(self.head(h))
-        return torch.stack(outputs, dim=1)
+            found.append(h)
+        return torch.stack(found, dim=1)
 
 
 RENAMED = {
@@ -153,7 +167,7 @@ def kronfluence(config: RetrainingConfig, split: Split, here: Path) -> dict[str,
     for model in networks(config, here, CHECKPOINTS - 1, config.recordings):
         task = Margins()
         kept = size_of(model.state_dict())
-        arguments = FactorArguments(strategy="ekfac", has_shared_parameters=isinstance(model, LinearLSTM))
+        arguments = FactorArguments(strategy="ekfac")
         prepared = prepare_model(model, task)
         with tempfile.TemporaryDirectory() as folder:
             start = process_time()

@@ -17,7 +17,7 @@ from benchmarks.source_peer import (
     pull_back_adam,
     score_samples,
 )
-from benchmarks.truth_peers import LinearLSTM, sample_losses
+from benchmarks.truth_peers import RENAMED, LinearLSTM, sample_losses
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -149,4 +149,10 @@ def test_layers_inputs_and_errors_make_the_gradients(name: str) -> None:
 def test_the_lstm_written_out_for_peers_is_the_lstm() -> None:
     torch.manual_seed(0)
     lstm, tokens = CharacterLSTM(5, 6), torch.randint(90, (4, 9))
-    torch.testing.assert_close(LinearLSTM(lstm)(tokens), lstm(tokens))
+    written = LinearLSTM(lstm)
+    torch.testing.assert_close(written(tokens), lstm(tokens))
+    written(tokens).square().sum().backward()
+    lstm(tokens).square().sum().backward()
+    for name, parameter in lstm.named_parameters():
+        found = written.get_parameter(RENAMED.get(name, name)).grad
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)

@@ -106,7 +106,7 @@ def test_a_manifest_is_refused_with(what: str, run: Path) -> None:
         ask(run)
 
 
-@pytest.mark.parametrize(("layer", "entry"), [("2", {}), ("0", {"dtype": "float16"}), ("0", {"store": "shares"})])
+@pytest.mark.parametrize(("layer", "entry"), [("2", {}), ("0", {"store": "shares"})])
 def test_a_layer_that_cannot_have_an_unfolding_is_refused(layer: str, entry: dict[str, Any], run: Path) -> None:
     raw = json.loads((run / "manifest.json").read_text())
     raw["layers"][layer] |= {"unfolding": copy.deepcopy(raw["layers"]["0"]["unfolding"]), **entry}

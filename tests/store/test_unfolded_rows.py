@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import dualform
 from dualform.identity import unfolding as unfoldings
+from dualform.identity.unfolding import Unfolding
 from dualform.store.manifest import Manifest
 from dualform.store.reader import Run
 from dualform.store.stored_rows import FileRows
@@ -222,11 +224,27 @@ def test_keys_that_repeat_nothing_are_stored(run: Path, name: str) -> None:
     assert json.loads((run / "manifest.json").read_text())["version"] == 2
 
 
-@pytest.mark.parametrize(
-    "options", [{"dtype": "float16"}, {"dtype": "int8"}, {"keep": dualform.Shares(by="label")}], ids=str
-)
-def test_row_scaled_keys_and_shares_are_as_before(run: Path, options: dict[str, Any]) -> None:
-    model, _ = train(run, "2-D", **options)
+@pytest.mark.parametrize("stored", ["float16", "int8"])
+@pytest.mark.parametrize("layer", ["2-D, all", "1-D", "3-D, all"])
+def test_inputs_of_rows_with_scales_are_as_trained(run: Path, layer: str, stored: Any) -> None:
+    """Values alone are rounded then; where inputs in full precision take more than rounded keys, keys are stored."""
+    model, seen = train(run, layer, dtype=stored)
+    unfolding = Unfolding(model[0].kernel_size, model[0].stride, model[0].dilation)  # type: ignore[arg-type]
+    by_inputs = math.prod(unfolding.kernel) * (2 if stored == "float16" else 1) > 4 * math.prod(unfolding.stride)
+    assert Manifest.read(run).layers["0"].unfolding == (unfolding if by_inputs else None)
+    assert dualform.open(run).verify(model).passed
+    if by_inputs:
+        expected = torch.cat([dense_patches(model[0], inputs) for inputs in seen])
+        found = torch.cat([part.rows("0", "keys").take(slice(None))[0] for part in Run(run).parts()])
+        assert torch.equal(found, expected)
+    estimated = dualform.estimate(model, seen[0], steps=1, dtype=stored)
+    each = [dualform.estimate(model, inputs, steps=1, dtype=stored).layers["0"] for inputs in seen]
+    assert estimated.layers["0"] == each[0]
+    assert sum(each) == dualform.open(run).info().layers["0"]["bytes"]
+
+
+def test_shares_are_kept_beside_keys(run: Path) -> None:
+    model, _ = train(run, "2-D", keep=dualform.Shares(by="label"))
     assert Manifest.read(run).layers["0"].unfolding is None
     assert dualform.open(run).verify(model).passed
 

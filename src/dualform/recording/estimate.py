@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from dualform.identity.parameter_use import takes_ids
+from dualform.identity.unfolding import Unfolding
 from dualform.modes import evaluating
 from dualform.recording.layer_hooks import CaughtCall, catch_calls
 from dualform.recording.processes import refuse_wrapped, unwrap_model
-from dualform.recording.watch import Dtype, Layers, What, keeps_inputs, stored_dtype, watch
+from dualform.recording.watch import Dtype, Layers, What, stored_dtype, stores_inputs, watch
 from dualform.torch_modes import without_gradients
 
 if TYPE_CHECKING:
@@ -116,18 +117,17 @@ def _add_patterns(
         stored = stored_dtype(dtype, layer.name) or str(trained).removeprefix("torch.")
         size = row_bytes(layer.d_in, layer.d_out, stored, what, integer=takes_ids(layer.parameters))
         sizes[layer.name] += steps * patterns * size
-        if with_inputs and keeps_inputs(stored):
-            itemsize: int = getattr(torch, stored).itemsize
-            sizes[layer.name] -= steps * itemsize * sum(_saved_elements(layer, call) for call in caught[layer.name])
+        unfolding = layer.kind.unfolding(layer.module) if with_inputs else None
+        if unfolding is not None and stores_inputs(unfolding, stored_dtype(dtype, layer.name), trained):
+            keys = row_bytes(layer.d_in, layer.d_out, stored, "keys", integer=False)
+            elements = sum(_stored_elements(layer, unfolding, call) for call in caught[layer.name])
+            sizes[layer.name] += steps * (trained.itemsize * elements - patterns * keys)
 
 
-def _saved_elements(layer: "Watched", call: CaughtCall) -> int:
-    """Return how many elements fewer the inputs of a call have than its keys, where they are stored in their place."""
-    unfolding = layer.kind.unfolding(layer.module)
-    if unfolding is None:
-        return 0
-    stored = layer.kind.repeated_inputs(layer.module, call.inputs)
-    return math.prod(call.leading) * layer.d_in - stored.numel() if unfolding.is_smaller(stored.shape[2:]) else 0
+def _stored_elements(layer: "Watched", unfolding: Unfolding, call: CaughtCall) -> int:
+    """Return how many elements of a call are stored, of its inputs or of its keys, whichever are fewer."""
+    inputs = layer.kind.repeated_inputs(layer.module, call.inputs)
+    return inputs.numel() if unfolding.is_smaller(inputs.shape[2:]) else math.prod(call.leading) * layer.d_in
 
 
 def _add_shares(sizes: dict[str, int], watched: "Sequence[Watched]", shares: "Shares") -> tuple[int, int | None]:

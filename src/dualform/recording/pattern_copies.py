@@ -5,6 +5,7 @@ each by itself takes longer than training on it; their rows are put together int
 call has its part.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dualform.identity.unfolding import Unfolding
 from dualform.recording.buffer_pool import BufferPool, as_rows, lending
+from dualform.recording.layers import LayerKind
 from dualform.recording.watch import What
 from dualform.threads import one_thread
 from dualform.torch_modes import without_filling, without_gradients
@@ -121,8 +123,10 @@ def _copy_several(
 ) -> None:
     """Copy the calls of one layer: together where they are small, in the order of their forwards."""
     arrivals.sort(key=_number)
-    name = arrivals[0].call.layer.name
-    wanted, unfolding = wants_values(name), unfoldings.get(name)
+    layer = arrivals[0].call.layer
+    wanted, unfolding = wants_values(layer.name), unfoldings.get(layer.name)
+    if _has_plain_rows(type(layer.kind)) and _copy_plain(arrivals, values=wanted and not layer.keys_only):
+        return
     rows = [_rows(arrival, values=wanted, unfolding=unfolding) for arrival in arrivals]
     keys = _joined([keys for keys, _ in rows])
     values = _joined([values for _, values in rows if values is not None])
@@ -131,6 +135,38 @@ def _copy_several(
         if value is not None:
             arrival.values = _own(value, arrival.errors, pool) if values is None else values[i]
         arrival.accumulated = True
+
+
+@functools.cache
+def _has_plain_rows(kind: type[LayerKind]) -> bool:
+    """Say whether keys and values of a kind of layer are the input and the error of a call themselves."""
+    own = [kind.keys, kind.values, kind.errors, kind.release]
+    return own == [LayerKind.keys, LayerKind.values, LayerKind.errors, LayerKind.release]
+
+
+def _copy_plain(arrivals: Sequence["Arrival"], *, values: bool) -> bool:
+    """Copy small calls of a layer together whose rows are the input and the error themselves, as `_copy_several` would.
+
+    False, and nothing is done, where any of them is large, has other axes, or another dtype than the parameters.
+    """
+    dtype = next(iter(arrivals[0].call.layer.parameters.values()))[1].dtype
+    keys = [arrival.call.inputs for arrival in arrivals]
+    errors = [arrival.errors[0] for arrival in arrivals] if values else []
+    for rows in (*keys, *errors):
+        if rows is None or rows.dim() != 2 or rows.dtype is not dtype or rows.nbytes > MAX_JOINED_BYTES:
+            return False
+    if [arrival for arrival in arrivals if arrival.call.coarse is not None]:
+        return False
+    counts = [len(one) for one in keys]
+    copied = torch.cat(keys).split(counts)
+    of_values: Sequence[Tensor | None] = torch.cat(errors).split(counts) if values else [None] * len(counts)  # type: ignore[arg-type]
+    for arrival, count, key, value in zip(arrivals, counts, copied, of_values, strict=True):
+        arrival.leading = (count,)
+        arrival.keys = key
+        if value is not None:
+            arrival.values = value
+        arrival.accumulated = True
+    return True
 
 
 def _number(arrival: "Arrival") -> int:

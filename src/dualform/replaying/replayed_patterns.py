@@ -350,7 +350,7 @@ class ReplayedPatterns(PatternSource):
         """
         train = self.require_train()
         world = find_replaying_world(self.run)
-        require_same_question(world, repr((self.digest, dict(layers), steps, hold, first, self.tries_rows)))
+        require_same_question(world, repr((self.digest, sorted(layers.items()), steps, hold, first, self.tries_rows)))
         windows = _Windows(self, layers, take, hold=hold, first=first)
         seconds = self.recorded_seconds
         title = f"replaying ({seconds:.0f} s when it was recorded)" if seconds >= 1 else "replaying"

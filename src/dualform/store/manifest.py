@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
+import torch
 import xxhash
 
 from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape, TrainingEntry
@@ -27,6 +28,7 @@ from dualform.store.documents import indented, parse_json
 from dualform.store.format import MANIFEST
 from dualform.store.manifest_check import problems
 from dualform.store.places import as_blobs
+from dualform.store.row_encoding import ROW_SCALED
 
 FORMAT = "dualform"
 VERSION = 5
@@ -164,6 +166,18 @@ class Manifest:
     def steps(self) -> int:
         """The number of published steps."""
         return self.shards[-1].stop if self.shards else 0
+
+    def inputs_dtype(self, layer: str) -> torch.dtype:
+        """Return the dtype of a layer's inputs where they are stored in place of keys: one without scales of rows.
+
+        Where rows have scales it is the one that is trained: the scale of a key is that of its own largest element.
+        """
+        entry = self.layers[layer]
+        stored: torch.dtype = getattr(torch, entry.dtype)
+        if stored not in ROW_SCALED:
+            return stored
+        trained: torch.dtype = getattr(torch, self.parameters[entry.uses[0].parameter].dtype)
+        return trained
 
     def to_json(self) -> str:
         """Return the manifest as it stands in the folder."""

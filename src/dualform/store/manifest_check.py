@@ -90,7 +90,7 @@ def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Ite
         yield f"layer {name!r} has no uses of parameters, or two of one name"
     if layer.dtype != "int8" and not (_is_dtype(layer.dtype) and getattr(torch, layer.dtype).is_floating_point):
         yield f"layer {name!r} is stored as {layer.dtype!r}; expected a dtype of floating-point numbers, or 'int8'"
-    if layer.unfolding is not None and (problem := unfolding_problem(layer)):
+    if layer.unfolding is not None and (problem := unfolding_problem(layer, manifest.inputs_dtype(name))):
         yield f"layer {name!r}: {problem}"
     for use in layer.uses:
         parameter = use.parameter

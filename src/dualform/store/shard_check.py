@@ -122,7 +122,9 @@ def calls_problem(
                 stored = stored_elements(entry.unfolding, entry.d_in, texts, sizes)
                 if isinstance(stored, str):
                     return f"{cut(repr(stored))} are no sizes of inputs that make the keys of a call of layer {name!r}"
-                expected[f"{name}/{INPUTS}"] = ((stored,), expected.pop(f"{name}/keys")[1])
+                expected[f"{name}/{INPUTS}"] = ((stored,), (manifest.inputs_dtype(name),))
+                for gone in (f"{name}/keys", f"{name}/keys{SCALE}"):
+                    expected.pop(gone, None)
             elif input_sizes is not None and any(text is not None for text in input_sizes[here]):
                 return f"a call of layer {name!r} has sizes of inputs, but its keys are stored"
         known = set() if layouts is None else set(zip(layouts[here].tolist(), sizes.tolist(), strict=True))

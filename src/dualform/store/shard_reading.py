@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import torch
 from torch import Tensor
 
 from dualform.engine.source import PatternPart
@@ -159,8 +158,7 @@ class Shard(PatternPart):
         entry = self._manifest.layers[layer]
         if entry.unfolding is None or layer in self.entry.pools:
             return super().key_bytes(layer)
-        itemsize: int = getattr(torch, entry.dtype).itemsize
-        return self.count(layer) * entry.d_in * itemsize
+        return self.count(layer) * entry.d_in * self._manifest.inputs_dtype(layer).itemsize
 
     def _tensors(self) -> TensorFile:
         return self._files.get(self.blob("patterns"))

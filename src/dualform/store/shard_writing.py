@@ -181,8 +181,10 @@ class ShardWriter:
             keys = keys if len(new) == len(keys.rows) else TakenRows(keys.rows[new])
         stored: torch.dtype = getattr(torch, self.manifest.layers[call.layer].dtype)
         key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
-        what = "keys" if call.pooled or self.manifest.layers[call.layer].unfolding is None else INPUTS
-        self._add(shard.tensors, step, call, what, keys, key_dtype)
+        if call.pooled or self.manifest.layers[call.layer].unfolding is None:
+            self._add(shard.tensors, step, call, "keys", keys, key_dtype)
+        else:
+            self._add(shard.tensors, step, call, INPUTS, keys, self.manifest.inputs_dtype(call.layer))
         if call.values is not None:
             self._add(shard.tensors, step, call, "values", call.values, value_dtype)
 

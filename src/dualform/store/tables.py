@@ -89,11 +89,9 @@ def check_columns(known: dict[str, str], binding: Binding) -> None:
     """Raise where a column has changed its type since it was first seen; integers may become floats."""
     merged = {}
     for name, column in binding.columns.items():
-        if not column.size:
-            continue  # an empty batch says nothing about its columns
         kind = COLUMN_TYPES[column.dtype.kind]
         before = known.get(name)
-        if before == kind:
+        if before == kind or not column.size:  # an empty batch says nothing about its columns
             continue
         before = kind if before is None else before
         if before != kind and {before, kind} != {"int64", "double"}:
@@ -101,7 +99,8 @@ def check_columns(known: dict[str, str], binding: Binding) -> None:
                 f"Column {name!r} held {before} so far and now holds {kind}. Keep one type, or use another column."
             )
         merged[name] = "double" if "double" in (before, kind) else kind
-    known |= merged
+    if merged:
+        known |= merged
 
 
 def merge_columns(known: Mapping[str, str], schema: pa.Schema) -> dict[str, str]:

@@ -24,7 +24,7 @@ from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
 from dualform.store.host_copy import HostCopier, HostCopy, is_elsewhere
 from dualform.store.pool import MIN_POOLED_WIDTH
-from dualform.store.row_encoding import address_seed, encode, stored_dtypes
+from dualform.store.row_encoding import ROW_SCALED, address_seed, encode, stored_dtypes
 from dualform.store.unfolding_check import sizes_text
 
 MAX_JOINED_BYTES = 1 << 16
@@ -348,6 +348,8 @@ class AccumulatedCalls:
                 continue
             of_keys, of_values = stored_dtypes(self._dtypes[record.layer], pooled=in_pool)
             seed = partial(_seed, record.layer, facts.step, call, self._rank)
+            if seen is not None:
+                of_keys = keys.dtype if self._dtypes[record.layer] in ROW_SCALED else of_keys
             # Keys of a pool are known by the bytes that were trained with.
             found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys", keys if seen is None else seen))
             if values is not None:

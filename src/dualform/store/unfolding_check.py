@@ -10,20 +10,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dualform.engine.description import LayerEntry
 from dualform.identity.unfolding import Unfolding
 from dualform.printable import cut
-from dualform.recording.watch import keeps_inputs
 
 MAX_AXES = 3
+INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_SPAN = 1 << 40
 """Elements of an axis that a kernel may cover, above which an unfolding is refused."""
 _SIZES = re.compile(r"\d{1,12}(?:,\d{1,12}){0,2}", re.ASCII)
 
 
-def unfolding_problem(layer: LayerEntry) -> str:
-    """Say why a layer cannot have its unfolding; empty where it can."""
+def unfolding_problem(layer: LayerEntry, dtype: torch.dtype) -> str:
+    """Say why a layer cannot have its unfolding, with inputs of a dtype; empty where it can."""
     found = layer.unfolding
     assert found is not None, "asked of layers that have one"
     axes = len(found.kernel)
@@ -35,8 +36,8 @@ def unfolding_problem(layer: LayerEntry) -> str:
         )
     if layer.d_in % math.prod(found.kernel) or not layer.d_in:
         return f"keys of width {layer.d_in} are no patches under a kernel of {found.kernel}"
-    if layer.store not in ("keys", "keys+values") or not keeps_inputs(layer.dtype):
-        return f"its inputs cannot be stored in place of keys where it is stored as {layer.store}, {layer.dtype}"
+    if layer.store not in ("keys", "keys+values") or dtype not in INPUT_DTYPES:
+        return f"its inputs cannot be stored in place of keys where it is stored as {layer.store}, {dtype}"
     if any(use.parameter_map.takes_ids for use in layer.uses):
         return "it has an unfolding, but its keys are whole numbers"
     return ""

@@ -32,7 +32,7 @@ from dualform.recording.keep import Keep, Patterns, Steps, keeps_patterns
 from dualform.recording.media import Files
 from dualform.recording.sinks import CallRecord, LayerStart, PreparedStep, Start, StepFacts
 from dualform.recording.surroundings import find_surroundings
-from dualform.recording.watch import Dtype, keeps_inputs, stored_dtype
+from dualform.recording.watch import Dtype, StoredDtype, stored_dtype, stores_inputs
 from dualform.store.blobs import Blob, Blobs, FileEntry
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STARTING, STATE, rank_folder
 from dualform.store.host_copy import HostCopier, HostCopy
@@ -439,7 +439,7 @@ class DiskWriter:
                     store=self._store(name, layer),
                     dtype=self._stored_dtype(name, layer) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
-                    unfolding=self._unfolding(name, layer),
+                    unfolding=self._unfolding(name, layer, start.parameters[layer.uses[0].parameter].dtype),
                 )
                 for name, layer in start.layers.items()
             },
@@ -464,15 +464,16 @@ class DiskWriter:
             processes=((0, start.processes),) if start.processes > 1 and not start.rank else (),
         )
 
-    def _unfolding(self, name: str, layer: LayerStart) -> Unfolding | None:
+    def _unfolding(self, name: str, layer: LayerStart, trained: torch.dtype) -> Unfolding | None:
         """Return how keys are taken from inputs, if these are stored in their place.
 
         A run that keeps steps is compared with replays by the checksums of its keys.
         """
-        dtype = self._stored_dtype(name, layer)
-        return layer.unfolding if self._training is None and (dtype is None or keeps_inputs(dtype)) else None
+        if layer.unfolding is None or self._training is not None:
+            return None
+        return layer.unfolding if stores_inputs(layer.unfolding, self._stored_dtype(name, layer), trained) else None
 
-    def _stored_dtype(self, name: str, layer: LayerStart) -> str | None:
+    def _stored_dtype(self, name: str, layer: LayerStart) -> StoredDtype | None:
         """Return the dtype in which a layer's patterns are stored; None for the one that is trained."""
         return None if self._store(name, layer) == "steps" else stored_dtype(self.dtype, name)
 
@@ -598,11 +599,10 @@ class DiskWriter:
             if taken is None:
                 return 0
             dtype = stored_dtype(self.dtype, layer)
-            if taken.encoded or dtype is None or not taken.rows.is_floating_point():
+            if taken.encoded or dtype is None or not taken.rows.is_floating_point() or taken.rows.dim() == 1:
                 return taken.nbytes
             itemsize: int = getattr(torch, dtype).itemsize
-            scales = len(taken.rows) if taken.rows.dim() > 1 else 0  # one for each row; inputs have none
-            return itemsize * taken.rows.numel() + 4 * scales
+            return itemsize * taken.rows.numel() + 4 * len(taken.rows)  # and a scale for each row
 
         return sum(size(rows, call.layer) for call in record.calls for rows in (call.keys, call.values))
 
