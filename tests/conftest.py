@@ -14,44 +14,35 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 
-# On CI the same examples every time: a rare new one is found at the desk, not in somebody's submission.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# No example has a deadline: the machine may be busy. On CI they are the same every time: a rare new one is found at the
+# desk, not in somebody's submission.
+settings.register_profile("suite", deadline=None)
+settings.register_profile("ci", settings.get_profile("suite"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "suite")
 
 # Files whose subject is how a run is published. In every other file os.fsync does nothing: no test cuts the power.
 PUBLISHING = {"test_faults.py", "test_folder.py", "test_format.py", "test_kill.py", "test_writer.py"}
 
 
-# Files that take longest, ten seconds and more, roughly in that order. They come first: a file is run by one process,
-# and the others would wait for one that begins last. (Without --no-loadscope-reorder xdist begins with the most tests.)
+# Files that take longest, five seconds of a processor and more, roughly in that order. They come first: a file is run
+# by one process, and the others would wait for one that begins last. (Without --no-loadscope-reorder xdist begins with
+# the most tests.)
 LONG = (
-    *("test_exactness_matrix.py", "test_shares_matrix.py", "test_exactness.py", "test_elementwise.py"),
-    *(
-        "test_clients.py",
-        "test_onesided.py",
-        "test_images.py",
-        "test_path_trainings.py",
-        "test_cli.py",
-        "test_ending.py",
-    ),
-    *("test_distinct.py", "test_spotlight.py", "test_memory.py", "test_browser.py", "test_transformers.py"),
-    *(
-        "test_kills.py",
-        "test_attention.py",
-        "test_conv.py",
-        "test_recurrent.py",
-        "test_tricks.py",
-        "test_path_samples.py",
-    ),
-    *("test_optimizers.py", "test_blobs.py", "test_toys.py", "test_joint_preparation.py", "test_rows.py"),
-    *("test_interrupts.py", "test_replayed_patterns.py", "test_replay_executor.py", "test_networks.py"),
+    *("test_exactness_matrix.py", "test_notebooks.py", "test_shares_matrix.py", "test_browser.py"),
+    *("test_transformers.py", "test_onesided.py", "test_elementwise.py", "test_joint_preparation.py"),
+    *("test_clients.py", "test_cli.py", "test_text_session.py", "test_ray_executor.py", "test_images.py"),
+    *("test_connections.py", "test_rows.py", "test_blobs.py", "test_doubts.py", "test_tricks.py"),
+    *("test_interrupts.py", "test_path_trainings.py", "test_forgeries.py", "test_distinct.py"),
+    *("test_optimizers.py", "test_site.py", "test_kills.py", "test_recurrent.py", "test_pages.py"),
+    *("test_replay_executor.py", "test_hooks.py", "test_toys.py", "test_object_blobs.py", "test_memory.py"),
+    *("test_divided.py", "test_path_samples.py", "test_exactness.py", "test_joint_replay.py"),
+    *("test_imports.py", "test_spotlight.py", "test_conv.py", "test_golden_studies.py"),
 )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the `LONG` files first; mark as slow the browser tests, and cases of a `mostly_slow` test.
+    """Put the `LONG` files first; mark as slow campaigns, browser tests, and cases of a `mostly_slow` test.
 
     All cases of a `mostly_slow` test are slow but the `fast` ones.
 
@@ -62,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("browser"):
+        if item.get_closest_marker("browser") or item.get_closest_marker("campaign"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("mostly_slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import dualform
 from dualform.recording.baseline import Baseline
 from helpers.loops import WITHIN, assert_exact, batches, leftovers, loss_of, mlp, record, sgd, state
+from helpers.pairs import pairwise
 from helpers.reference import Batch, Reference
 
-STEPS = 80  # of which checks see all of the first 20, and some of the others
-CHECKPOINTS = (0, 1, 17, 40, 79)
+STEPS = 40  # of which checks see all of the first 20, and some of the others
+CHECKPOINTS = (0, 1, 17, 39)
 
 
 class Twice(nn.Module):
@@ -80,9 +81,7 @@ def _optimizer(model: nn.Module, settings: str) -> torch.optim.SGD:
     scope="module",
     params=[
         pytest.param((settings, network, dtype), id=f"{settings}, {network}, {str(dtype)[6:]}")
-        for dtype in WITHIN
-        for settings in SETTINGS
-        for network in NETWORKS
+        for settings, network, dtype in pairwise(SETTINGS, NETWORKS, WITHIN)
     ],
 )
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:

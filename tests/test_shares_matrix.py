@@ -11,7 +11,7 @@ import dualform
 from dualform.recording.layers import sums_in_own_order
 from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
-from test_exactness_matrix import LAYERS, OPTIMIZERS, B, D, L
+from test_exactness_matrix import CASES, LAYERS, OPTIMIZERS, B, D, L
 
 STEPS = 7  # RAdam leaves its first phase after the fifth
 WITHIN = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -83,39 +83,30 @@ def compared(name: str, differences: Tensor) -> Tensor:
     return torch.cat([queries, values], dim=-1)
 
 
-CASES = [
-    (layer, list(OPTIMIZERS)[(place + shift) % len(OPTIMIZERS)])
-    for shift in range(len(OPTIMIZERS))
-    for place, layer in enumerate(LAYERS)
-]
-"""All pairs; the first ones have each layer once and the optimizers in turn."""
-
-
 @pytest.mark.mostly_slow(fast=10)
-@pytest.mark.parametrize(("layer", "optimizer"), CASES)
-def test_live_shares_are_those_of_the_patterns(layer: str, optimizer: str) -> None:
-    for dtype in WITHIN:
-        blobs = MemoryBlobs()
-        model = fit(blobs, layer, OPTIMIZERS[optimizer], dtype, [dualform.Shares(by="label"), dualform.Patterns()])
-        run = Run(blobs)
-        live, patterns = run.kept_shares, dualform.open(blobs).share_source("label")
-        assert live is not None
-        in_own_order = sums_in_own_order(layer.partition(",")[0])
-        for name, parameter in model.named_parameters():
-            found, expected = live.shares(name, ("label",)), patterns.shares(name, ("label",))
-            assert found.labels == expected.labels
-            weight = parameter.detach().double()
-            scale = float((weight - run.initial[name].double()).norm()) or 1.0
-            own_order = in_own_order and name.startswith("layer.")
-            apart = compared(name, found.shares.double() - expected.shares.double())
-            unexplained = compared(name, found.unexplained.double())
-            for difference in (apart, unexplained):
-                assert float(difference.norm()) <= tolerance(optimizer, dtype, own_order=own_order) * scale, name
-                if not own_order:
-                    few = WITHIN[dtype] * (10 if optimizer == "Muon" else 1)
-                    assert without_the_worst(difference) <= few * scale, name
-            whole = found.start + found.shares.double().sum(dim=0) + found.unexplained + found.rounding
-            assert float((whole - weight).norm()) <= 0.1 * WITHIN[dtype] * float(weight.norm()), name
+@pytest.mark.parametrize(("layer", "optimizer", "dtype"), CASES, ids=str)
+def test_live_shares_are_those_of_the_patterns(layer: str, optimizer: str, dtype: torch.dtype) -> None:
+    blobs = MemoryBlobs()
+    model = fit(blobs, layer, OPTIMIZERS[optimizer], dtype, [dualform.Shares(by="label"), dualform.Patterns()])
+    run = Run(blobs)
+    live, patterns = run.kept_shares, dualform.open(blobs).share_source("label")
+    assert live is not None
+    in_own_order = sums_in_own_order(layer.partition(",")[0])
+    for name, parameter in model.named_parameters():
+        found, expected = live.shares(name, ("label",)), patterns.shares(name, ("label",))
+        assert found.labels == expected.labels
+        weight = parameter.detach().double()
+        scale = float((weight - run.initial[name].double()).norm()) or 1.0
+        own_order = in_own_order and name.startswith("layer.")
+        apart = compared(name, found.shares.double() - expected.shares.double())
+        unexplained = compared(name, found.unexplained.double())
+        for difference in (apart, unexplained):
+            assert float(difference.norm()) <= tolerance(optimizer, dtype, own_order=own_order) * scale, name
+            if not own_order:
+                few = WITHIN[dtype] * (10 if optimizer == "Muon" else 1)
+                assert without_the_worst(difference) <= few * scale, name
+        whole = found.start + found.shares.double().sum(dim=0) + found.unexplained + found.rounding
+        assert float((whole - weight).norm()) <= 0.1 * WITHIN[dtype] * float(weight.norm()), name
 
 
 @pytest.mark.mostly_slow(fast=3)

@@ -51,6 +51,11 @@ def _plain() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
 
 
+def _convolved() -> nn.Module:
+    """Return a network whose convolution has its inputs stored in place of its keys."""
+    return nn.Sequential(nn.Unflatten(1, (2, 4, 5)), nn.Conv2d(2, 3, 3, padding=1), nn.Flatten(), nn.Linear(60, 3))
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -145,9 +150,11 @@ def make_good_runs(folder: Path, *, few: bool) -> list[GoodRun]:
     if few:
         return found
     by_label = dualform.Shares(by="label", at=[2])
+    of_inputs = _record(folder / "convolved", _convolved, _sgd, width=WIDE, shard_bytes=2500)
     several = dualform.Shares(by=[["label"], [dualform.bins("step", 2)]], groups=3, rest=True)
     return [
         *found,
+        of_inputs,
         _record(folder / "warm", _plain, _warm_adam, width=5),
         _record(folder / "float16", _plain, _sgd, width=5, dtype="float16"),
         _record(folder / "int8", _plain, _sgd, width=5, dtype="int8"),

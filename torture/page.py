@@ -47,9 +47,10 @@ PROMISES = {
         "end in an error and do not hang; and the run goes on from a checkpoint and comes to its end with all steps, "
         "each once.",
         "**Done.** Two processes record a training over gloo, in chains of kills: of patterns and of shares with "
-        "DistributedDataParallel, and of patterns of weights that fully_shard divides between them. Half of the kills "
-        "take one process, half take both, at a random published step or at a random time from the start. What is left "
-        "is compared with a training that was not recorded.",
+        "DistributedDataParallel, of patterns of weights that fully_shard divides between them, and of steps of both, "
+        "which two processes replay after each kill before all is recorded anew. Half of the kills take one process, "
+        "half take both, at a random published step or at a random time from the start. What is left is compared with "
+        "a training that was not recorded.",
     ),
     "interrupts": (
         "**Promised.** Ctrl-C may come at any moment of a program's life with dualform: in `record`, `annotate`, the "

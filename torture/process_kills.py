@@ -63,13 +63,20 @@ class JointTraining:
     @property
     def keeps_shares(self) -> bool:
         """Whether shares are kept, which go on from published ones only."""
-        return "keep" in self.options
+        return isinstance(self.options.get("keep"), dualform.Shares)
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether steps are kept, which are asked by a replay in as many processes, and recorded anew after a kill."""
+        return isinstance(self.options.get("keep"), dualform.Steps)
 
 
 TRAININGS = (
     JointTraining("patterns", {"shard_bytes": 700}),
     JointTraining("shares", {"shard_bytes": 700, "keep": dualform.Shares(by="label")}),
     JointTraining("divided", {"shard_bytes": 700}, divided=True),
+    JointTraining("steps", {"keep": dualform.Steps()}),
+    JointTraining("divided steps", {"keep": dualform.Steps()}, divided=True),
 )
 
 
@@ -108,6 +115,19 @@ def take_steps(
     training: JointTraining, path: Path | None, first: int, at: Sequence[Any], rank: int
 ) -> list[dict[str, Any]]:
     """Train from a checkpoint to the end, recorded unless there is no path; return what each step left."""
+
+    def recording(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        assert path is not None
+        recorder = dualform.record(model, optimizer, path, resume=not training.keeps_steps, **training.options).start()
+        assert recorder.step == first, f"resumed at step {recorder.step}, not {first}"
+        Path(f"recording{rank}").touch()
+        return recorder
+
+    return train(training, None if path is None else recording, first, at, rank)
+
+
+def train(training: JointTraining, recording: Any, first: int, at: Sequence[Any], rank: int) -> list[dict[str, Any]]:
+    """Train from a checkpoint to the end, as `take_steps` does, with what `recording` returns, if it is there."""
     torch.manual_seed(0)
     plain = network()
     if at:
@@ -119,12 +139,8 @@ def take_steps(
     if at:
         state = copy.deepcopy(at[first]["optimizer"])
         set_optimizer_state_dict(plain, optimizer, state, options=StateDictOptions(full_state_dict=True))
-    found = [checkpoint(plain, optimizer)] if path is None else []
-    recorder = None
-    if path is not None:
-        recorder = dualform.record(model, optimizer, path, resume=True, **training.options).start()
-        assert recorder.step == first, f"resumed at step {recorder.step}, not {first}"
-        Path(f"recording{rank}").touch()
+    found = [checkpoint(plain, optimizer)] if recording is None else []
+    recorder = None if recording is None else recording(model, optimizer)
     for step in range(first, STEPS):
         inputs, labels = batch(step, rank)
         if recorder is not None:
@@ -134,11 +150,23 @@ def take_steps(
         optimizer.step()
         if recorder is None:
             found.append(checkpoint(plain, optimizer))
-        elif training.keeps_shares and step % FLUSHED == FLUSHED - 1:
+        elif (training.keeps_shares or training.keeps_steps) and step % FLUSHED == FLUSHED - 1:
             recorder.flush()
     if recorder is not None:
         recorder.close()
     return found
+
+
+def replay(training: JointTraining, path: Path, at: Sequence[Any], expected: Any, rank: int) -> bool:
+    """Run the training of a run again, and say whether it has the expected weights, after so many steps as it holds."""
+
+    def again(recording: Any) -> None:
+        def started(*arguments: Any) -> Any:
+            return recording(*arguments).start()
+
+        train(training, started, 0, at, rank)
+
+    return bool(dualform.open(path, train=again).verify(expected).passed)
 
 
 def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -185,6 +213,7 @@ class _Campaign:
             "processes that still waited for the other to begin": 0,
             "runs brought to their end": 0,
             "steps that were published before a kill and there after it": 0,
+            "replays of what a kill left, or of the whole": 0,
         }
         self.outcome = Outcome("process_kills", counts=self.counts)
 
@@ -216,10 +245,12 @@ class _Campaign:
             if not self._kill(training, path, first, at, victims):
                 break
             first = self.chance.choice(self._examine(training, path, at))
+            if training.keeps_steps:
+                shutil.rmtree(path, ignore_errors=True)  # what was published could be asked; all is recorded anew
         else:
             answers, processes = self._start(functools.partial(take_steps, training, path, first, at))
             self._end(answers, processes)
-        self._examine_end(path, at)
+        self._examine_end(training, path, at)
 
     def _start(self, work: Any) -> tuple[list[Any], list[Any]]:
         """Start the processes; return where their answers come from, and the processes."""
@@ -311,16 +342,25 @@ class _Campaign:
             return steps[-1:] or [0]
         assert run.count("0") == run.steps * SIZE * ROWS, "a step has other patterns than were trained on"
         if run.steps:
-            assert dualform.open(path).verify(at[run.steps]["model"]).passed
-        return list(range(run.steps + 1))
+            assert self._verifies(training, path, at, run.steps)
+        return [0] if training.keeps_steps else list(range(run.steps + 1))
 
-    def _examine_end(self, path: Path, at: Sequence[dict[str, Any]]) -> None:
+    def _verifies(self, training: JointTraining, path: Path, at: Sequence[dict[str, Any]], steps: int) -> bool:
+        """Say whether the weights of a run are those of the training after so many steps."""
+        expected = at[steps]["model"]
+        if not training.keeps_steps:
+            return bool(dualform.open(path).verify(expected).passed)
+        found: bool = self._end(*self._start(functools.partial(replay, training, path, at, expected)))
+        self.counts["replays of what a kill left, or of the whole"] += 1
+        return found
+
+    def _examine_end(self, training: JointTraining, path: Path, at: Sequence[dict[str, Any]]) -> None:
         """Compare a run that came to its end with the training."""
         run = Run(path)
         assert (run.steps, run.description.closed) == (STEPS, True), f"{run.steps} steps at the end"
         memory = dualform.open(path)
-        assert memory.verify().passed
-        assert memory.verify(at[STEPS]["model"]).passed
+        assert training.keeps_steps or memory.verify().passed
+        assert self._verifies(training, path, at, STEPS)
         for step in range(STEPS) if run.layers["0"].store != "shares" else ():
             labels = memory.where(step=step).patterns("0", columns=["label"])["label"].to_pylist()
             assert labels == [label for rank in range(SIZE) for label in batch(step, rank)[1].tolist()]

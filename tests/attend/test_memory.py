@@ -147,7 +147,7 @@ conditions = st.recursive(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=25)
 @given(sql=st.none() | conditions, equal=keywords, horizon=st.sampled_from([2, 7, STEPS]))
 def test_where_and_without_part_the_whole(pair: Pair, sql: str | None, equal: dict[str, Any], horizon: int) -> None:
     memory = pair.memory.at(step=horizon)
@@ -176,7 +176,7 @@ def numbers_of(memory: Memory) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=10)
 @given(first=conditions, second=conditions)
 def test_views_compose_in_any_order(pair: Pair, first: str, second: str) -> None:
     one = pair.memory.where(first).without(second)

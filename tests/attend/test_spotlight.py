@@ -247,7 +247,7 @@ def test_few_queries_of_a_wide_layer_are_streamed(run: Path, monkeypatch: pytest
 # Chunks -----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     chunk_size=st.integers(1, 30),
     block=st.integers(1, 6),

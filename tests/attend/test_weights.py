@@ -41,7 +41,7 @@ def test_the_budget_decides_the_bins(memory, shares, bins):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 3, 1000])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=LABELS, steps=RANGES, samples=st.lists(st.integers(0, 9), max_size=2, unique=True), only=st.booleans())
 def test_a_removal_is_the_view_without_it(memory, budget, groups, steps, samples, only):
     """By subtraction of what is kept, by a pass over the rest, or by both."""

@@ -1,8 +1,9 @@
 """A source and a sink made of lists and an executor made of processes, each a page long, pass the suites."""
 
+import functools
 import multiprocessing
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dualform.engine.fold import run_folds
 from dualform.engine.jobs import Executor, Fold, Job, Pass, Sweep
 from dualform.engine.local import LocalExecutor
 from dualform.engine.plain import PlainExecutor
-from dualform.engine.reading import BlockReader, PatternRange, pattern_ranges
+from dualform.engine.reading import BlockReader, pattern_ranges
 from dualform.engine.reducers import one_group
 from dualform.engine.source import Factors, PatternPart, PatternSource, Which
 from dualform.engine.sweep import run_sweep
@@ -114,48 +115,53 @@ def train_list(seed: int = 0) -> tuple[ListSource, nn.Linear]:
     return ListSource(steps, lr, first, last), model
 
 
-# The toy executor: a process for each part, and one state per part. ---------------------------------------------------
+# The toy executor: another process, and one state per part. -----------------------------------------------------------
 
 
 class ProcessExecutor:
-    """Runs every part of every job in a forked process, and merges the states that come back."""
+    """Runs every part of all jobs in a forked process, and merges the states that come back."""
 
     def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
-        return [self._run(source, job) for job in jobs]
+        passes = [job for job in jobs if isinstance(job, Pass)]
+        states = iter(self._states(source, passes) if passes else [])
+        return [
+            run_folds(source, [job])[0]
+            if isinstance(job, Fold)
+            else run_sweep(source, job)
+            if isinstance(job, Sweep)
+            else job.reducer.result(functools.reduce(job.reducer.merge, next(states), job.new_state()))
+            for job in jobs
+        ]
 
-    def _run(self, source: PatternSource, job: Job) -> Any:
-        if isinstance(job, Fold):
-            return run_folds(source, [job])[0]
-        if isinstance(job, Sweep):
-            return run_sweep(source, job)
-        horizon = job.view.horizon
-        reader = BlockReader(source, job.layer, horizon=horizon, values=job.needs_values, of=job.coefficients_of)
-        ranges = list(pattern_ranges(source, job.layer, horizon=horizon, mask=job.view.mask, size=64))
-        state = job.new_state()
-        for part in source.parts():
-            mine = [wanted for wanted in ranges if wanted.part is part]
-            state = job.reducer.merge(state, self._part(job, reader, mine))
-        return job.reducer.result(state)
-
-    def _part(self, job: Pass[Any], reader: BlockReader, ranges: list[PatternRange]) -> Any:
+    def _states(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[list[Any]]:
+        """Return the states of each job's parts, from another process."""
         here, there = multiprocessing.Pipe(duplex=False)
 
         def work() -> None:
+            there.send_bytes(pickle.dumps([list(self._parts(source, job)) for job in jobs]))
+
+        process = multiprocessing.get_context("fork").Process(target=work)
+        process.start()
+        found: list[list[Any]] = pickle.loads(here.recv_bytes())
+        process.join()
+        return found
+
+    def _parts(self, source: PatternSource, job: Pass[Any]) -> Iterator[Any]:
+        horizon = job.view.horizon
+        reader = BlockReader(source, job.layer, horizon=horizon, values=job.needs_values, of=job.coefficients_of)
+        ranges = list(pattern_ranges(source, job.layer, horizon=horizon, mask=job.view.mask, size=64))
+        for part in source.parts():
             state = job.new_state()
             for wanted in ranges:
+                if wanted.part is not part:
+                    continue
                 block = reader.read(wanted)
                 measure, queries = job.measure, job.queries
                 measures = torch.empty(0) if measure is None or queries is None else measure(queries, block)
                 cpu = torch.device("cpu")
                 groups_of = one_group(len(wanted), cpu) if job.groups is None else job.groups.of(wanted, cpu)
                 state = job.reducer.add(state, block, measures, groups_of)
-            there.send_bytes(pickle.dumps(state))
-
-        process = multiprocessing.get_context("fork").Process(target=work)
-        process.start()
-        found = pickle.loads(here.recv_bytes())
-        process.join()
-        return found
+            yield state
 
 
 # The suites, and the questions of the README --------------------------------------------------------------------------

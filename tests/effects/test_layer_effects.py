@@ -144,7 +144,7 @@ def test_moments_do_not_depend_on_shards(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_moments_merge_in_any_order(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     count = data.draw(st.integers(1, 20))
@@ -178,7 +178,7 @@ def test_moments_merge_in_any_order(data: st.DataObject) -> None:
     decay=st.sampled_from([0.0, 0.5]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_fast_form_is_the_filter(d_in: int, d_out: int, rank: int, time: float, decay: float, seed: int) -> None:
     """With all ranks it is equal; with the tolerance it is off by that, where keys and values are."""
     generator = torch.Generator().manual_seed(seed)

@@ -16,6 +16,7 @@ from dualform.engine.jobs import Pass, WholeView
 from dualform.engine.measures import PatternMeasure
 from dualform.engine.reducers import FEW_GROUPS, GroupSums
 from dualform.store.reader import Run
+from helpers.pairs import pairwise
 
 SAMPLES, EPOCHS, BATCH, D_IN = 50, 4, 10, 48
 
@@ -63,10 +64,12 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, model
 
 
-@pytest.mark.mostly_slow(fast=43)
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.mostly_slow(fast=18)
+@pytest.mark.parametrize(
+    ("recorded", "question", "view", "kept"),
+    pairwise([None, "float16"], QUESTIONS, VIEWS, [True, False]),
+    indirect=["recorded"],
+)
 def test_the_answers_are_the_same(
     recorded: tuple[Path, nn.Module], question: str, view: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

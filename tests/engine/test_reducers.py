@@ -105,7 +105,7 @@ def comparable(result: Any, kind: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(all_patterns=patterns(), data=st.data())
 def test_any_split_and_any_tree_of_merges_gives_the_same(
     kind: str, all_patterns: Patterns, data: st.DataObject
@@ -135,7 +135,7 @@ def test_any_split_and_any_tree_of_merges_gives_the_same(
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(all_patterns=patterns())
 def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
     p = all_patterns
@@ -173,7 +173,7 @@ def test_results_are_the_dense_ones(all_patterns: Patterns) -> None:
                 torch.testing.assert_close(p.scores[query, chosen], scores[query, group, :count], rtol=0, atol=0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(all_patterns=patterns())
 def test_places_are_sums_and_best_scores_by_group(all_patterns: Patterns) -> None:
     p = all_patterns

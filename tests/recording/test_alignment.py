@@ -388,3 +388,19 @@ def test_a_model_that_is_checkpointed_as_a_whole_is_annotated(run: Path) -> None
     memory = dualform.open(run)
     assert memory.verify(model).passed
     assert set(memory.patterns("0")["sample"].to_pylist()) == set(range(len(x)))
+
+
+@pytest.mark.filterwarnings("ignore:Whether the rows of layer 'head'")
+def test_an_activation_that_is_called_before_a_layer_does_not_hide_the_rows_of_the_layer(run: Path) -> None:
+    """The parts of a model are called one by one, and the first of them has no patterns; one part of them is tried."""
+    model = nn.ModuleDict({"squash": nn.Tanh(), "body": nn.Linear(D, D), "head": nn.Linear(D, 2)})
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run) as recorder:
+        for x in batches(3):
+            recorder.annotate(sample=torch.arange(len(x)))
+            optimizer.zero_grad()
+            loss_of(model["head"](model["squash"](model["body"](model["squash"](x))))).backward()
+            optimizer.step()
+    memory = dualform.open(run)
+    assert memory.rows["body"].outcome == "proved"
+    assert memory.verify(model).passed

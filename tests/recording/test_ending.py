@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -25,6 +23,7 @@ from dualform.store.format import LOCK
 from dualform.store.queue import ByteQueue
 from dualform.store.tables import steps_table
 from helpers.loops import assert_exact, batches, counts, leftovers, mlp, sgd, train
+from helpers.programs import run_program
 
 DROPPED = "was never closed, and its recording ends here"
 
@@ -147,14 +146,8 @@ except dualform.DualformError as error:
 def test_another_process_is_told_so(run: Path) -> None:
     model = mlp()
     with dualform.record(model, sgd(model), run):
-        command = [sys.executable, "-c", OTHER, str(run)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+        done = run_program(OTHER, run)
     assert "is being recorded to by another process" in done.stdout, done.stderr
-
-
-def environment() -> dict[str, str]:
-    """Return an environment in which another process imports the dualform of this one."""
-    return {**os.environ, "PYTHONPATH": str(Path(dualform.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
 
 
 # Nobody closes ------------------------------------------------------------------------------------------------------
@@ -292,8 +285,7 @@ if sys.argv[2] == "raise":
 @pytest.mark.mostly_slow(fast=1)
 @pytest.mark.parametrize("how", ["plain", "cycle", "raise", "fork"])
 def test_a_program_that_ends_without_closing_publishes_what_was_taken(run: Path, how: str) -> None:
-    command = [sys.executable, "-c", UNCLOSED, str(run), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    done = run_program(UNCLOSED, run, how)
     assert done.returncode == (1 if how == "raise" else 0), done.stderr
     assert done.stderr.count(DROPPED) == 1, done.stderr
     assert done.stdout == ""
@@ -452,7 +444,7 @@ for _ in range(3):
 
 
 def test_a_recording_may_be_closed_when_the_interpreter_ends(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", CLOSED_AT_EXIT, str(tmp_path / "run")], check=True)
+    assert run_program(CLOSED_AT_EXIT, tmp_path / "run").returncode == 0
     memory = dualform.open(tmp_path / "run")
     assert memory.step == 3
     assert memory.verify().passed

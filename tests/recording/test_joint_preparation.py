@@ -2,89 +2,48 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.store.reader import Run
-from helpers.loops import WITHIN, mlp, state
+from helpers.joint_trainings import STEPS, Tied, adamw, batches, sgd, train_jointly
+from helpers.loops import WITHIN, mlp
 from helpers.together import run_together
 
 OF: tuple[Literal["attention", "magnitude"], ...] = ("attention", "magnitude")
-STEPS = 24  # of which the last are not checked in full
-Batch = tuple[Tensor, Tensor]
-
-
-class Tied(nn.Module):
-    """A Transformer whose output layer has the weight of its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(11, 8)
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.head(self.encoder(self.embedding(tokens)))
-        return found
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
+FEW = 12  # steps of a case whose other settings a longer one has
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
     "plain": (mlp, sgd, {}),
     "accumulated": (mlp, adamw, {"micros": 2, "no_sync": True, "clip": True}),
     "reduced each time": (mlp, sgd, {"micros": 2}),
     "tied": (Tied, adamw, {"clip": True}),
-    "tied, accumulated": (Tied, sgd, {"micros": 2, "no_sync": True, "clip": True}),
+    "tied, accumulated": (Tied, sgd, {"steps": FEW, "micros": 2, "no_sync": True, "clip": True}),
     "shares": (mlp, sgd, {"keep": dualform.Shares(by="label")}),
     "tied, shares": (Tied, adamw, {"clip": True, "keep": dualform.Shares(by="label")}),
     "bucket views": (mlp, adamw, {"wrap": {"gradient_as_bucket_view": True, "static_graph": True}}),
     "divided": (mlp, sgd, {"wrap": "rows"}),
     "divided, accumulated": (mlp, adamw, {"wrap": "rows", "micros": 2, "no_sync": True, "clip": True}),
-    "divided, reduced each time": (mlp, adamw, {"wrap": "rows", "micros": 3, "clip": True}),
-    "divided, tied": (Tied, adamw, {"wrap": "rows", "clip": True}),
-    "divided, shares": (mlp, sgd, {"wrap": "rows", "micros": 2, "keep": dualform.Shares(by="label")}),
+    "divided, reduced each time": (mlp, adamw, {"steps": FEW, "wrap": "rows", "micros": 3, "clip": True}),
+    "divided, tied": (Tied, adamw, {"steps": FEW, "wrap": "rows", "clip": True}),
+    "divided, shares": (mlp, sgd, {"steps": FEW, "wrap": "rows", "micros": 2, "keep": dualform.Shares(by="label")}),
     "divided, tied, shares": (Tied, adamw, {"wrap": "rows", "clip": True, "keep": dualform.Shares(by="label")}),
-    "divided, tied, accumulated": (Tied, sgd, {"wrap": "rows", "micros": 2, "no_sync": True, "clip": True}),
+    "divided, tied, accumulated": (
+        Tied,
+        sgd,
+        {"steps": FEW, "wrap": "rows", "micros": 2, "no_sync": True, "clip": True},
+    ),
 }
 ROUNDED_WITHIN = 3e-2  # of the change, of gradients that a communication hook rounds to float16
 UNRECORDED = ("accumulated", "bucket views", "divided, accumulated")  # cases that are also trained without recording
-
-
-def batches(model: nn.Module, steps: int, micros: int, rank: int | None, size: int = 2) -> Iterator[list[Batch]]:
-    """Yield each step's batches: all rows, or those of a process."""
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(steps):
-        found = []
-        for _ in range(micros):
-            if isinstance(model, Tied):
-                inputs, targets = torch.randint(11, (2, 4, 6), generator=generator).unbind()
-            else:
-                inputs = torch.randn(8, 5, generator=generator)
-                targets = torch.randint(3, (8,), generator=generator)
-            rows = slice(None) if rank is None else slice(rank * len(inputs) // size, (rank + 1) * len(inputs) // size)
-            found.append((inputs[rows], targets[rows]))
-        yield found
 
 
 def train(
@@ -93,53 +52,16 @@ def train(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     rank: int | None,
     *,
-    micros: int = 1,
-    no_sync: bool = False,
-    clip: bool = False,
-    wrap: dict[str, Any] | Literal["rows"] | None = None,
-    hook: Any = None,
-    steps: int = STEPS,
     recorded: bool = True,
+    keep: Any = None,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Record a training in one process, or in one of several, and return the trained parameters."""
-    plain = model
-    if rank is not None and wrap == "rows":
-        divide_by_rows(model)
-    elif rank is not None:
-        model = DistributedDataParallel(model, **(wrap or {}))  # type: ignore[arg-type]
-        if hook is not None:
-            model.register_comm_hook(None, hook)
-    optimizer = make_optimizer(model)
-    recording: Any = dualform.record(model, optimizer, path, **options) if recorded else contextlib.nullcontext()
-    with recording as recorder:
-        for step in batches(plain, steps, micros, rank):
-            optimizer.zero_grad()
-            for number, (inputs, targets) in enumerate(step):
-                if recorder is not None:
-                    recorder.annotate(label=targets)
-                waiting = no_sync and rank is not None and number < micros - 1
-                if isinstance(model, FSDPModule):
-                    model.set_requires_gradient_sync(not waiting)
-                    waiting = False
-                with model.no_sync() if waiting else contextlib.nullcontext():  # type: ignore[operator]
-                    output = model(inputs)
-                    (F.cross_entropy(output.flatten(0, -2), targets.flatten()) / micros).backward()
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
-    return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in state(plain).items()}
 
+    def recording(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        return dualform.record(model, optimizer, path, keep=keep) if recorded else contextlib.nullcontext()
 
-def divide_by_rows(model: nn.Module) -> None:
-    """Divide a model's parameters by rows among two processes; those of some layers apart from the rest."""
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) or (
-            layer is next(model.children()) and not isinstance(model, Tied)
-        ):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return train_jointly(recording, model, make_optimizer, rank, **options)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +85,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_of_two_processes_is_that_of_one_with_all_rows(name: str, runs: Path, tmp_path: Path) -> None:
     run = Run(runs / name)
-    assert (run.steps, run.description.processes, run.description.closed) == (STEPS, 2, True)
+    assert (run.steps, run.description.processes, run.description.closed) == (
+        CASES[name][2].get("steps", STEPS),
+        2,
+        True,
+    )
     both = dualform.open(runs / name)
     report = both.verify()
     assert report.passed
@@ -299,7 +225,6 @@ def test_what_several_processes_cannot_record_is_refused_in_all_of_them(tmp_path
             "column": attempt("column", wrapped(mlp()), annotate),
             "join": attempt("join", wrapped(mlp()), join),
             "nested": attempt("nested", nn.Sequential(wrapped(mlp())), step),
-            "steps": attempt("steps", wrapped(mlp()), step, keep=dualform.Steps()),
             "occupied": attempt("edit", wrapped(mlp()), step),
         }
 
@@ -315,7 +240,6 @@ def test_what_several_processes_cannot_record_is_refused_in_all_of_them(tmp_path
         assert "'rank' cannot be a column" in told["column"]
         assert "inside of DistributedDataParallel.join()" in told["join"]
         assert told["nested"].startswith("DistributedDataParallel ('0') is not supported")
-        assert "keep=Steps() is not supported" in told["steps"] or "could not begin to record" in told["steps"]
     assert "holds a recorded run already" in first["occupied"]
     assert "could not begin to record" in second["occupied"]
     assert Run(tmp_path / "edit").steps == Run(tmp_path / "detach").steps == 1

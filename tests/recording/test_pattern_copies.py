@@ -35,10 +35,12 @@ def arrivals_of(layers: list[Watched], shapes: list[tuple[int, ...]]) -> tuple[l
 
 
 @pytest.mark.parametrize("keys_only", [False, True])
-def test_joined_copies_are_those_of_each_call(keys_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shapes", [[(2,), (1,), (2, 3), (0,), (5,), ()], [(2,), (1,), (1,), (0,), (5,), (1,)]])
+def test_joined_copies_are_those_of_each_call(
+    keys_only: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
     layers = list(watch(model, {"*": "keys"} if keys_only else None))
-    shapes: list[tuple[int, ...]] = [(2,), (1,), (2, 3), (0,), (5,), ()]
     together, tensors = arrivals_of(layers, shapes)
     copy_patterns(together, BufferPool(), lambda layer: True)
     monkeypatch.setattr(pattern_copies, "MAX_JOINED_BYTES", -1)

@@ -23,11 +23,12 @@ sys.modules["dualform"] = None  # importing it raises from here on
 import pickle, torch
 from torch import nn
 torch.set_num_threads(1)
-file, pickled, inputs = sys.argv[1:]
-inputs = torch.load(inputs)
-plain = pickle.load(open(pickled, "rb"))
-loaded = torch.load(file, weights_only=False)
-for model in (plain, loaded):
+models = []
+for file, pickled, inputs in zip(*3 * [iter(sys.argv[1:])], strict=True):
+    inputs = torch.load(inputs)
+    models += [(pickle.load(open(pickled, "rb")), inputs), (torch.load(file, weights_only=False), inputs)]
+assert len(models) == 6
+for model, inputs in models:
     seen = []
     layers = [module for module in model.modules() if not list(module.children())]
     for layer in layers:
@@ -82,21 +83,26 @@ def recording(model: nn.Module, inputs: Tensor, path: Path) -> Iterator[torch.op
         yield optimizer
 
 
-@pytest.mark.mostly_slow(fast=1)
-@pytest.mark.parametrize("case", CASES)
-def test_a_saved_model_needs_the_classes_of_torch_alone(tmp_path: Path, case: str) -> None:
+def save(folder: Path, case: str) -> list[Path]:
+    """Save a model and its inputs while the model is recorded; torch reads the model back by its own classes alone."""
     make, inputs, classes = CASES[case]
     model = make()
-    with recording(model, inputs, tmp_path / "run"):
-        torch.save(model, tmp_path / "model.pt")
-        (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
+    folder.mkdir()
+    files = [folder / name for name in ("model.pt", "model.pickle", "inputs.pt")]
+    with recording(model, inputs, folder / "run"):
+        torch.save(model, files[0])
+        files[1].write_bytes(pickle.dumps(model))
     with torch.serialization.safe_globals(classes):
-        loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+        loaded = torch.load(files[0], weights_only=True)
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert leftovers(loaded, sgd(loaded)) == []
-    torch.save(inputs, tmp_path / "inputs.pt")
+    torch.save(inputs, files[2])
+    return files
+
+
+def test_a_saved_model_needs_the_classes_of_torch_alone(tmp_path: Path) -> None:
+    files = [path for case in CASES for path in save(tmp_path / case, case)]
     command = [sys.executable, "-W", "error", "-c", WITHOUT_DUALFORM]
-    files = [str(tmp_path / name) for name in ("model.pt", "model.pickle", "inputs.pt")]
     done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

@@ -43,4 +43,4 @@ def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     told = run_together(tmp_path, work, size=3)
     assert told[1:] == ["", ""]
-    assert told[0].startswith("Process 0 records, and processes [2] did not begin to within")
+    assert told[0].startswith("Process 0 records, and processes [2] did not come to it within")

@@ -480,7 +480,7 @@ def test_keys_under_autocast_are_those_of_the_forward(run: Path) -> None:
     magnitude=st.integers(-12, 4),
     tricks=st.sets(st.sampled_from(["clip", "accumulate", "scale", "unscale", "keep zeros", "drop", "scale by hand"])),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_ordinary_training_is_never_refused(
     tmp_path_factory: pytest.TempPathFactory,
     *,

@@ -243,7 +243,7 @@ def test_steps_below_the_last_place_of_a_weight_pass(
     inputs = torch.randn(32, 5)
     labels = inputs[:, :3].argmax(dim=1)
     with dualform.record(model, optimizer, run):
-        for _ in range(1200):
+        for _ in range(600):
             optimizer.zero_grad()
             functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()

@@ -92,10 +92,10 @@ def test_a_manifest_of_something_else(tmp_path: Path) -> None:
 def test_a_newer_format_version(whole: Path) -> None:
     manifest = whole / "manifest.json"
     before = manifest.read_text()
-    write_manifest(whole, json.loads(before) | {"version": 5})
+    write_manifest(whole, json.loads(before) | {"version": 6})
     with pytest.raises(FormatError) as caught:
         dualform.open(whole)
-    assert "format version 5; this dualform reads versions 1 to 4" in line(caught)
+    assert "format version 6; this dualform reads versions 1 to 5" in line(caught)
     manifest.write_text(before)
 
 

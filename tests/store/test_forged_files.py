@@ -27,12 +27,12 @@ from dualform.store.manifest import Manifest
 from dualform.store.parquet_footer import read_footer
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile
-from helpers.blob_files import file_blob, file_checksum
+from helpers.blob_files import file_blob
+from helpers.forged_tables import Edit, cell, edit_table, sign
 from helpers.manifests import write_manifest
 from helpers.small import recorded
 
 WIDE = 40  # keys that are wide enough for a pool
-Edit = Callable[[Any], Any]
 
 
 class Mixed(nn.Module):
@@ -81,30 +81,6 @@ def run(originals: dict[str, Path], tmp_path: Path, request: pytest.FixtureReque
     path = tmp_path / "copy"
     shutil.copytree(originals[getattr(request, "param", "plain")], path)
     return path
-
-
-def sign(folder: Path, name: str) -> None:
-    """Let the manifest give a file's size and checksum as they are now."""
-    raw = json.loads((folder / "manifest.json").read_text())
-    for listed in (raw["files"], *(shard["files"] for shard in raw["shards"])):
-        if name in listed:
-            listed[name] |= {"bytes": (folder / name).stat().st_size, "xxh3": file_checksum(folder / name)}
-    write_manifest(folder, raw)
-
-
-def edit_table(folder: Path, name: str, edit: Edit, **options: Any) -> None:
-    pq.write_table(edit(pq.read_table(folder / name)), folder / name, **options)
-    sign(folder, name)
-
-
-def cell(column: str, row: int, value: Any) -> Edit:
-    def edit(table: Any) -> Any:
-        cells = table[column].to_pylist()
-        cells[row] = value
-        kind = table.schema.field(column).type
-        return table.set_column(table.column_names.index(column), column, pa.array(cells, type=kind))
-
-    return edit
 
 
 def ask(memory: Memory) -> None:

@@ -149,5 +149,5 @@ class RunFolder(RuleBasedStateMachine):
 
 TestRunFolder = pytest.mark.slow(RunFolder.TestCase)
 TestRunFolder.settings = settings(
-    max_examples=40, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=40, stateful_step_count=16, suppress_health_check=list(HealthCheck), database=None
 )

@@ -32,7 +32,7 @@ def make(dtype: torch.dtype, *shape: int) -> Tensor:
         max_size=6,
     )
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_library_reads_what_was_written_in_parts(
     tmp_path: Path, tensors: list[tuple[torch.dtype, int, list[int]]]
 ) -> None:
@@ -60,7 +60,7 @@ def test_the_library_reads_what_was_written_in_parts(
 @pytest.mark.parametrize("keep_mapped", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @given(index=st.one_of(st.lists(st.integers(0, 49), max_size=20), st.tuples(st.integers(0, 50), st.integers(0, 50))))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_of_a_file_are_those_of_the_tensor(tmp_path: Path, index: object, scaled: bool, keep_mapped: bool) -> None:
     torch.manual_seed(0)
     rows, scales = torch.randn(60, 7), torch.rand(60)

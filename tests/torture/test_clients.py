@@ -22,7 +22,7 @@ dualform.show.session.Session.name = lambda self, unit: "another name"
 
 
 def test_the_short_form_finds_nothing(tmp_path: Path) -> None:
-    outcome = clients.run(tmp_path / "clients", short=True, seed=2022)
+    outcome = clients.run(tmp_path / "clients", short=True, seed=2022, count=5)
     assert not outcome.failures, dataclasses.asdict(outcome)
     for name in (
         "ordinary questions answered as before the storm",
@@ -41,7 +41,7 @@ def test_a_broken_viewer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(clients, "_references", _calm_references(clients._references))
     monkeypatch.setattr(clients, "STATES", (FIRST,))
     monkeypatch.setattr(Faults, "go_on", lambda self, until: None)  # the run stays as it is
-    outcome = clients.run(tmp_path / "clients", short=True, seed=2022, count=6)
+    outcome = clients.run(tmp_path / "clients", short=True, seed=2022, count=3)
     assert outcome.counts["forbidden requests answered"] > 0
     assert outcome.counts["wrong answers"] > 0
     assert len(outcome.failures) >= 2

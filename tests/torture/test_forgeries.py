@@ -35,7 +35,7 @@ def test_a_process_that_dies_or_hangs_is_counted(tmp_path: Path, monkeypatch: py
     import os
     import time
 
-    monkeypatch.setattr(forgeries, "HANGING", 20.0)
+    monkeypatch.setattr(forgeries, "HANGING", 6.0)
     asked = forgeries._ask
 
     def ask(folder: Path, run: Any, good: Any, case: Any, skip: Any) -> Any:

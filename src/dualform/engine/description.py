@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.rowcheck import Outcome
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -30,6 +31,7 @@ class LayerEntry:
     store: Stored
     dtype: str  # of the stored keys and values
     optional: bool = False  # whether readers leave it out when it has no patterns
+    unfolding: Unfolding | None = None  # how its keys are taken from inputs that are stored in their place
 
     @property
     def has_values(self) -> bool:

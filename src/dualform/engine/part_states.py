@@ -80,7 +80,7 @@ class HeldKeys:
         """Return a layer's keys in a part: held, or, where they do not fit, as the part reads them."""
         at, rows = (source, part.index, layer), part.rows(layer, "keys")
         if at not in self._held:
-            size = part.stored_bytes(layer)
+            size = part.key_bytes(layer)
             if self._bytes + size > self._limit:
                 return rows
             self._held[at] = _HeldRows(*rows.take(slice(None))), size

@@ -178,6 +178,10 @@ class PatternPart(ABC):
         """Return how many bytes a layer's patterns take where they are stored; 0 where they are not."""
         return 0
 
+    def key_bytes(self, layer: str) -> int:
+        """Return about how many bytes a layer's keys take in memory once they are read; more is said than less."""
+        return self.stored_bytes(layer)
+
     def count(self, layer: str) -> int:
         """Return how many patterns of a layer are here."""
         calls = self.calls(layer)

@@ -116,6 +116,7 @@ class Accumulations:
         number, layer = next(self._call_numbers), arrival.call.layer
         assert arrival.keys is not None, "patterns are copied before they are handed over"
         values = None if layer.keys_only else arrival.values
-        self._sink.call(CallRecord(number, backward.number, layer.name, arrival.keys, values, arrival.call.raw))
+        raw, unfolding = arrival.call.raw, arrival.unfolding
+        self._sink.call(CallRecord(number, backward.number, layer.name, arrival.keys, values, raw, unfolding))
         backward.calls.append(AccumulatedCall(number, arrival))
         arrival.backward = backward.number

@@ -16,6 +16,7 @@ from dualform.errors import AnnotationError
 from dualform.recording.rowcheck import RowCheck
 
 MAX_INTEGER = int(np.iinfo(np.int64).max)
+_INT64 = np.dtype(np.int64)  # numpy finds a type's dtype anew each time
 ROWS = "rows"  # the argument of `annotate` that is no column: the batch's row of each of a layer's patterns
 
 RESERVED = ("pattern", "layer", "step", "micro", "call", "row", "position")
@@ -24,6 +25,8 @@ RANK = "rank"  # the number of a pattern's process, of trainings in several proc
 
 class Inputs:
     """The tensors that a forward was called with, to recognise them again; they are not kept alive."""
+
+    __slots__ = ("_tensors",)
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
@@ -65,6 +68,11 @@ class Binding:
     begun_by: str | None = None
     parts: dict[tuple[str, ...], "Binding"] = field(default_factory=dict, repr=False)
     constant: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every column fits all patterns, and nothing is known of any layer's rows."""
+        return self.constant and not self.checks and not self.given
 
     @property
     def size(self) -> int:
@@ -152,7 +160,7 @@ class Annotator:
     def __init__(self) -> None:
         self.late = False  # whether a forward without annotations waits for its backward
         self._binding: Binding | None = None
-        self._given: dict[str, Any] = {}  # the columns of the binding
+        self._given: Mapping[str, Any] = {}  # the columns of the binding
         self._bound = False  # whether a forward has taken it
         self._spent: set[int] = set()  # ids of bindings whose backward has been
         self.forward = 0  # which forward of the model is running
@@ -160,17 +168,22 @@ class Annotator:
 
     def annotate(self, columns: Mapping[str, Any], check: Callable[[Binding], None]) -> None:
         """Take columns for the next forward; those that are waiting for it already stay."""
-        columns = dict(columns)
-        rows = _given_rows(columns.pop(ROWS)) if isinstance(columns.get(ROWS), Mapping) else {}
-        if rows and not columns and self._binding is not None and id(self._binding) not in self._spent:
-            self._binding.given.update(rows)  # also after its forward, which may have found the order of its rows
+        rows: Mapping[str, npt.NDArray[np.int64]] = {}
+        if ROWS in columns and isinstance(columns[ROWS], Mapping):
+            rows = _given_rows(columns[ROWS])
+            columns = {name: column for name, column in columns.items() if name != ROWS}
+        before = self._binding
+        if rows and not columns and before is not None and id(before) not in self._spent:
+            before.given.update(rows)  # also after its forward, which may have found the order of its rows
             return
-        waiting = self._binding is not None and not self._bound
-        given = {**self._given, **columns} if waiting else columns
+        waiting = None if self._bound else before
+        given = columns if waiting is None else {**self._given, **columns}
         binding = bind(given)
         check(binding)
-        binding.given.update(self._binding.given if waiting and self._binding is not None else {})
-        binding.given.update(rows)
+        if waiting is not None:
+            binding.given.update(waiting.given)
+        if rows:
+            binding.given.update(rows)
         self._given, self._binding, self._bound = given, binding, False
         self._spent.clear()
 
@@ -183,13 +196,14 @@ class Annotator:
 
     def for_forward(self, *, again: bool) -> Binding | None:
         """Return what a forward call takes; `again` where a checkpointed part is computed anew in its backward."""
-        if self._binding is not None and id(self._binding) in self._spent and not again:
-            self._binding = None
+        binding = self._binding
+        if binding is not None and not again and id(binding) in self._spent:
+            binding = self._binding = None
         self._bound = True
-        self.late = self._binding is None
-        if self._binding is not None:
-            self._binding.forwards.setdefault(self.forward, self._inputs)
-        return self._binding
+        self.late = binding is None
+        if binding is not None and self.forward not in binding.forwards:
+            binding.forwards[self.forward] = self._inputs
+        return binding
 
     def spend(self, bindings: Iterable[Binding | None]) -> None:
         """Note that the backward of some bindings' forwards has been."""
@@ -209,7 +223,7 @@ def bind(columns: Mapping[str, Any]) -> Binding:
     if not columns:
         raise AnnotationError("annotate() needs at least one column, for example annotate(label=labels).")
     arrays = {name: _as_column(name, value) for name, value in columns.items()}
-    if not any(array.ndim for array in arrays.values()):
+    if {array.ndim for array in arrays.values()} == {0}:
         return Binding(arrays, 0, 0, constant=True)
     rows = positions = 0
     of_rows = of_positions = ""
@@ -250,7 +264,7 @@ def _as_column(name: str, value: Any) -> npt.NDArray[Any]:
     if name in RESERVED:
         raise AnnotationError(f"{name!r} is a column that every pattern has already. Choose another name.")
     if type(value) is int and -MAX_INTEGER <= value <= MAX_INTEGER:
-        return np.array(value, np.int64)
+        return np.array(value, _INT64)
     if type(value) is float:
         return np.array(value)
     array = _as_array(name, value)

@@ -73,6 +73,10 @@ class Changes:
         for owned in optimizers:
             self._continuity.note(owned, owned.parameters, stepped=False)
 
+    def forget_states(self) -> None:
+        """Take any state of the optimizers at their next steps: the caller knows how to tell whether it is right."""
+        self._continuity = Continuity(self._exact)
+
     def note(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Keep everything as an optimizer's step left it; return the samples of its parameters."""
         self._unstepped = 0

@@ -1,5 +1,6 @@
 """How many bytes a recording will take, from one example batch, before it takes them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,10 +9,11 @@ import torch
 from torch import nn
 
 from dualform.identity.parameter_use import takes_ids
+from dualform.identity.unfolding import Unfolding
 from dualform.modes import evaluating
-from dualform.recording.layer_hooks import catch_keys
+from dualform.recording.layer_hooks import CaughtCall, catch_calls
 from dualform.recording.processes import refuse_wrapped, unwrap_model
-from dualform.recording.watch import Dtype, Layers, What, stored_dtype, watch
+from dualform.recording.watch import Dtype, Layers, What, stored_dtype, stores_inputs, watch
 from dualform.torch_modes import without_gradients
 
 if TYPE_CHECKING:
@@ -80,23 +82,52 @@ def estimate(
         device, free = _add_shares(sizes, watched, shares)
     if patterns is not None:
         chosen = [layer for layer in watched if not layer.shares_only]
-        _add_patterns(sizes, model, inputs, chosen, dtype if patterns.dtype is None else patterns.dtype, steps)
+        dtype = dtype if patterns.dtype is None else patterns.dtype
+        _add_patterns(sizes, model, inputs, chosen, dtype, steps, with_inputs=shares is None)
     return Estimate(steps, sizes, device, free)
 
 
 def _add_patterns(
-    sizes: dict[str, int], model: nn.Module, inputs: Any, watched: "Sequence[Watched]", dtype: Dtype, steps: int
+    sizes: dict[str, int],
+    model: nn.Module,
+    inputs: Any,
+    watched: "Sequence[Watched]",
+    dtype: Dtype,
+    steps: int,
+    *,
+    with_inputs: bool,
 ) -> None:
-    """Add the bytes of some layers' keys and values over so many steps."""
-    with catch_keys({layer.name: layer for layer in watched}) as caught:
+    """Add the bytes of some layers' keys and values over so many steps.
+
+    Args:
+        sizes: bytes by layer.
+        model: the model.
+        inputs: an example batch.
+        watched: the layers.
+        dtype: what patterns are stored in.
+        steps: the number of steps.
+        with_inputs: whether inputs of convolutions are stored in place of keys, where that is exact and takes less.
+    """
+    with catch_calls({layer.name: layer for layer in watched}) as caught:
         forward(model, inputs)
     for layer in watched:
-        patterns = sum(keys.numel() // layer.d_in for keys in caught[layer.name])
+        patterns = sum(math.prod(call.leading) for call in caught[layer.name])
         trained = next(iter(layer.parameters.values()))[1].dtype
         what: What = "keys" if layer.keys_only else "keys+values"
         stored = stored_dtype(dtype, layer.name) or str(trained).removeprefix("torch.")
         size = row_bytes(layer.d_in, layer.d_out, stored, what, integer=takes_ids(layer.parameters))
         sizes[layer.name] += steps * patterns * size
+        unfolding = layer.kind.unfolding(layer.module) if with_inputs else None
+        if unfolding is not None and stores_inputs(unfolding, stored_dtype(dtype, layer.name), trained):
+            keys = row_bytes(layer.d_in, layer.d_out, stored, "keys", integer=False)
+            elements = sum(_stored_elements(layer, unfolding, call) for call in caught[layer.name])
+            sizes[layer.name] += steps * (trained.itemsize * elements - patterns * keys)
+
+
+def _stored_elements(layer: "Watched", unfolding: Unfolding, call: CaughtCall) -> int:
+    """Return how many elements of a call are stored, of its inputs or of its keys, whichever are fewer."""
+    inputs = layer.kind.repeated_inputs(layer.module, call.inputs)
+    return inputs.numel() if unfolding.is_smaller(inputs.shape[2:]) else math.prod(call.leading) * layer.d_in
 
 
 def _add_shares(sizes: dict[str, int], watched: "Sequence[Watched]", shares: "Shares") -> tuple[int, int | None]:

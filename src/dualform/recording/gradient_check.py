@@ -306,7 +306,7 @@ class GradientCheck:
                 }
                 dtype = next(iter(layer.parameters.values()))[1].dtype
                 values = _joined([call.values for call in calls]).to(dtype)
-                keys = _joined([call.keys for call in calls])
+                keys = _joined([_keys_of(call) for call in calls])
                 keys = keys.to(dtype) if keys.is_floating_point() else keys
                 # Autograd rounds the whole gradient to what autocast computed in.
                 coarse = 1.0 if first.call.coarse is None else COARSE_ROUNDING / torch.finfo(dtype).eps
@@ -330,6 +330,13 @@ def _by_layer(arrivals: Sequence[tuple[int, Arrival]]) -> list[tuple[int, list[A
         else:
             together[key].append(arrival)
     return found
+
+
+def _keys_of(arrival: Arrival) -> Tensor | None:
+    """Return the keys of a call, (T, d_in), made of its inputs where these are kept in their place."""
+    if arrival.keys is None or arrival.unfolding is None:
+        return arrival.keys
+    return arrival.unfolding.rows(arrival.keys)
 
 
 def _joined(rows: Sequence[Tensor | None]) -> Tensor:

@@ -7,7 +7,7 @@ What then becomes of the accumulated patterns is the recorder's business.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, cast
@@ -19,6 +19,7 @@ from torch.utils.hooks import unserializable_hook
 
 from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.annotations import Binding
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.divided import OwnRows
@@ -53,7 +54,7 @@ class Arrival:
     call: Call
     errors: list[Tensor | None]  # of each output; None where none came
     leading: Sequence[int] = ()  # the shape of the patterns
-    keys: Tensor | None = None  # (T, d_in)
+    keys: Tensor | None = None  # (T, d_in); or, with an `unfolding`, the inputs that they are patches of
     values: Tensor | None = None  # (T, d_out)
     strided: Tensor | None = None  # an only error that does not lie row by row, until its layout is settled
     layout: str | None = None  # how autograd added up an only error for a bias, where not row by row
@@ -62,6 +63,7 @@ class Arrival:
     predicted_calls: int = 0  # those of so many calls of its layer, of which this is the first
     place: int = 0  # which arrival of its backward it is
     backward: int | None = None  # the number of the backward that it was handed to the sink with
+    unfolding: Unfolding | None = None  # how keys are taken from inputs, where these are kept in their place
 
 
 class TaskArrivals:
@@ -142,6 +144,7 @@ class Hooks:
     needed: Mapping[str, What] | None = None  # the rows that are copied, as `copy_patterns` takes it
     divided: Mapping[str, OwnRows] = field(default_factory=dict)  # this process's rows of divided parameters, by name
     wants_values: Callable[[str], bool] = lambda layer: True  # whether the values of a layer are wanted at this moment
+    unfoldings: Mapping[str, Unfolding] = field(default_factory=dict)  # of layers whose inputs the sink takes for keys
     clock: HostClock = field(default_factory=HostClock)  # measures the time inside of the hooks
     enabled: bool = False
     calls: int = 0
@@ -187,7 +190,7 @@ class Hooks:
             mine = [] if arrived is None else arrived.of(users)
             new = [arrival for arrival in mine if not arrival.accumulated]
             if new:
-                copy_patterns(new, self.pool, self.wants_values, self.needed)
+                copy_patterns(new, self.pool, self.wants_values, self.needed, self.unfoldings)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -256,7 +259,8 @@ class Hooks:
 
     def _count_forwards(self, model: nn.Module) -> None:
         """Put hooks on the whole model and its children that report where a forward begins."""
-        children = dict(_callable_children(model))
+        watched = {id(layer.module) for layer in self.layers}
+        children = {name: child for name, child in _callable_children(model) if not _is_beside(child, watched)}
         names = {id(model): "", **{id(child): plain_name(name) for name, child in children.items()}}
 
         def begin(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -264,13 +268,15 @@ class Hooks:
 
         report = self._guarded("The forward pass", begin)
 
+        running = self.running
+
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is model:
-                if self.running and _calls_on_stack(model) < 2:
-                    self.running.clear()  # torch calls no hook at the end of a forward that was interrupted (Ctrl-C)
-                inside = bool(self.running)
-                self.running.append(module)
-            elif self.running:
+                if running and _calls_on_stack(model) < 2:
+                    running.clear()  # torch calls no hook at the end of a forward that was interrupted (Ctrl-C)
+                inside = bool(running)
+                running.append(module)
+            elif running:
                 return
             else:
                 inside = False
@@ -279,8 +285,8 @@ class Hooks:
                 report(module, args, kwargs)
 
         def after(module: nn.Module, *_: Any) -> None:
-            if module is model and self.running:
-                self.running.pop()
+            if module is model and running:
+                running.pop()
 
         hook_forward(self.handles, model, disabled_in_compile(after), always_call=True)
         for module in (model, *children.values()):
@@ -290,10 +296,22 @@ class Hooks:
         """Return what takes the calls of a layer."""
         parameters = [(name, used, use.parameter_map.is_bias) for use, (name, used) in layer.parameters.items()]
 
-        def note(listener: Listener, inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
-            self._note(listener, layer, parameters, inputs_of, outputs)
+        def report(inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
+            # As `_guarded` does; this is called too often for one more function.
+            listener = self.listener() if self.enabled else None
+            if listener is None:
+                return
+            begin = perf_counter()
+            before = torch.is_grad_enabled()
+            try:
+                self._note(listener, layer, parameters, inputs_of, outputs)
+            except Exception as error:
+                listener.hook_failed(f"Layer {layer.name!r}", error)
+            finally:
+                set_grad_enabled(before)
+                self.clock.seconds += perf_counter() - begin
 
-        return self._guarded(f"Layer {layer.name!r}", note)
+        return report
 
     def _note(
         self,
@@ -323,11 +341,12 @@ class Hooks:
                     self._watch_leaf(name, parameter)
                 elif name not in self.watching:  # unfrozen since the recording began
                     self._watch_parameter(name, parameter, parameter)
-        if trained is None or not [output for output in outputs if output.requires_grad]:
+        first = outputs[0]
+        if trained is None or not (first.requires_grad or [output for output in outputs if output.requires_grad]):
             return
         inputs = inputs_of()
         raw = False
-        coarse = outputs[0].dtype if outputs[0].dtype != trained.dtype else None
+        coarse = first.dtype if first.dtype is not trained.dtype else None
         if isinstance(inputs, Tensor):
             _check_dense(layer.name, inputs)
             raw = not inputs.requires_grad and layer.composite is None
@@ -336,8 +355,8 @@ class Hooks:
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
             elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs.device.type):
                 # Autograd keeps what autocast made of the input: the input itself only where it has that dtype.
-                wanted = outputs[0].dtype if inputs.is_floating_point() else inputs.dtype
-                if inputs.dtype != wanted:
+                wanted = first.dtype if inputs.is_floating_point() else inputs.dtype
+                if inputs.dtype is not wanted:
                     inputs = inputs.to(wanted)
                 elif coarse is None:
                     inputs = inputs.clone()
@@ -450,3 +469,8 @@ def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[st
             yield from _callable_children(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
+
+
+def _is_beside(module: nn.Module, watched: Collection[int]) -> bool:
+    """Say whether a module is one of torch's own that calls none of the watched modules (by id), as an activation."""
+    return type(module).__module__.startswith("torch.nn.") and not any(id(part) in watched for part in module.modules())

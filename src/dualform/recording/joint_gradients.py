@@ -29,6 +29,7 @@ from dualform.recording.divided_gradients import (
 )
 from dualform.recording.gradient_history import NOT_CLEARED, NOT_FINITE, SAMPLE_ROUNDING, Accumulation, Factors, Seen
 from dualform.recording.gradient_samples import GradientSample
+from dualform.recording.joint_uneven import refuse_stale_state
 from dualform.recording.probes import COARSE_ROUNDING, Float64Array, length
 from dualform.recording.world import World
 
@@ -91,6 +92,7 @@ def join_histories(
     skipped: bool,
     coarse: bool,
     places: Mapping[str, slice],
+    state_mark: Callable[[], float] = lambda: 0.0,
 ) -> JointHistories:
     """Exchange what samples show of the gradients of a step, from the backwards of all processes to the step.
 
@@ -105,6 +107,7 @@ def join_histories(
         skipped: whether a gradient scaler makes the step skip.
         coarse: whether the gradients may be rounded coarsely where they are reduced.
         places: where this process's rows lie in the samples of gradients that are divided by rows.
+        state_mark: returns a number of the optimizers' state that has to be the same in all processes.
     """
     seen: dict[str, Seen] = {}
     own: dict[str, _OwnHistory] = {}
@@ -115,9 +118,13 @@ def join_histories(
             own[name] = _own_history(history.accumulations, final, counts[name], name, places.get(name))
         events = max((len(one.events) for one in own.values()), default=0)
         layout = zlib.crc32(repr([*counts.items(), step]).encode())
-        return [micros, events, any(one.changed for one in own.values()), skipped, layout]
+        return [micros, events, any(one.changed for one in own.values()), skipped, layout, state_mark(), 1.0]
 
-    told = gather_numbers(world, 5, tell)
+    told = gather_numbers(world, 7, tell)
+    told = told[told[:, 6] > 0]  # without processes that have no batches left, which add zeros
+    active = len(told)
+    if len(set(told[:, 5].tolist())) > 1:
+        raise refuse_stale_state()
     if len(set(told[:, 4].tolist())) > 1:
         raise RefusedError(
             "The processes of this training do not take the same step: their optimizers hold different parameters, or "
@@ -142,7 +149,8 @@ def join_histories(
     joined = {name: rows.joined(joined_rows, name, own[name].final) for name in places}
 
     def follow() -> list[Factors]:
-        return _follow_all(seen, own, sums, total, joined, world, coarse)
+        plain = (1.0 / active, 1.0 / world.size, 1.0)
+        return _follow_all(seen, own, sums, total, joined, active, plain, coarse)
 
     return JointHistories(follow, most_micros, {name: one.final for name, one in joined.items()})
 
@@ -229,18 +237,19 @@ def _follow_all(
     sums: _Sums,
     total: Float64Array,
     joined: Mapping[str, ReducedRows],
-    world: World,
+    size: int,
+    plain: Sequence[float],
     coarse: bool,
 ) -> list[Factors]:
-    """Return what happened to each gradient, from the sums over all processes."""
-    common = _common_factor(list(own.values()), sums, total, world.size)
+    """Return what happened to each gradient, from the sums over the `size` processes that take the step."""
+    common = _common_factor(list(own.values()), sums, total, plain)
     series: dict[str, RowSeries] = {}
     for place, (name, (history, _)) in enumerate(seen.items()):
         if name in joined:
             samples, lengths, unchanged, reached, _ = sums.of(total, place)
             micros = np.flatnonzero(reached).tolist()
             series[name] = RowSeries(micros, samples, lengths, unchanged, joined[name], history.width)
-    by_rows = common_factors(list(series.values()), world.size)
+    by_rows = common_factors(list(series.values()), size)
     found = []
     for place, ((name, (history, _)), one) in enumerate(zip(seen.items(), own.values(), strict=True)):
         samples, lengths, unchanged, reached, cleared = sums.of(total, place)
@@ -250,15 +259,15 @@ def _follow_all(
             continue
         micros = np.flatnonzero(reached).tolist()
         factors = dict.fromkeys(np.flatnonzero(cleared).tolist(), 0.0)
-        if name in series and (sums.moments == 1 or np.isin(reached, (0, world.size)).all()):
-            followed = follow_rows(series[name], world.size, by_rows, coarse=coarse)
+        if name in series and (sums.moments == 1 or np.isin(reached, (0, size)).all()):
+            followed = follow_rows(series[name], size, by_rows, coarse=coarse)
             found.append(Factors({**factors, **followed.of}, followed.objection))
             continue
-        following = _JointFollowing(history.width, world.size, common, coarse)
+        following = _JointFollowing(history.width, size, common, coarse)
         if sums.moments == 1:
             following.factors = dict.fromkeys(micros, 1.0)
         else:
-            if not np.isin(reached, (0, world.size)).all() or len(one.events) != len(micros):
+            if not np.isin(reached, (0, size)).all() or len(one.events) != len(micros):
                 text = (
                     "gradients were reduced between the backwards of this step, some of which reached it in some "
                     "processes only. Accumulate under DistributedDataParallel.no_sync()"
@@ -266,7 +275,7 @@ def _follow_all(
                 found.append(Factors({}, text))
                 continue
             for moment, micro in enumerate(micros):
-                if moment and unchanged[moment - 1] < world.size:
+                if moment and unchanged[moment - 1] < size:
                     following.reduce(samples[moment - 1], lengths[moment - 1], one.events[moment].before)
                 following.factors[micro] = 1.0
         if micros:
@@ -278,8 +287,8 @@ def _follow_all(
     return found
 
 
-def _common_factor(own: Sequence[_OwnHistory], sums: _Sums, total: Float64Array, size: int) -> float:
-    """Return the factor of all gradients together between their last backwards and the step."""
+def _common_factor(own: Sequence[_OwnHistory], sums: _Sums, total: Float64Array, plain: Sequence[float]) -> float:
+    """Return the factor of all gradients together between their last backwards and the step; a plain one if it is."""
     above = below = 0.0
     eps = 0.0
     for place, one in enumerate(own):
@@ -294,10 +303,10 @@ def _common_factor(own: Sequence[_OwnHistory], sums: _Sums, total: Float64Array,
             above += float(samples[last] @ now)
             below += float(samples[last] @ samples[last])
             eps = max(eps, torch.finfo(one.final.elements.dtype).eps)
-    factor = above / below if below else 1.0 / size
-    for plain in (1.0 / size, 1.0):
-        if abs(factor - plain) <= SNAP_ROUNDING * eps * plain:
-            return plain
+    factor = above / below if below else plain[0]
+    for candidate in plain:
+        if abs(factor - candidate) <= SNAP_ROUNDING * eps * candidate:
+            return candidate
     return factor
 
 

@@ -80,6 +80,7 @@ class JointPreparation(StepPreparation):
         coarse: bool,
         look_first: Callable[[], object],
         then: Callable[[PreparedStep], object],
+        state_mark: Callable[[], float] = lambda: 0.0,
     ) -> PreparedStep:
         """Return what an optimizer is about to do, or refuse; every process calls this for the same step.
 
@@ -92,6 +93,7 @@ class JointPreparation(StepPreparation):
                 patterns is measured then, as under autocast.
             look_first: looks at the recording before everything else, and raises where the step cannot be recorded.
             then: takes the prepared step; the step is refused in all processes where it raises in one.
+            state_mark: returns a number of the optimizers' state that has to be the same in all processes.
         """
         world, mine = self._world, localized(owned.parameters, self._own_rows)
         counts = {name: self._sample_count(name, parameter) for name, parameter in mine.items()}
@@ -107,7 +109,15 @@ class JointPreparation(StepPreparation):
             return seen
 
         joint = join_histories(
-            look, counts, world, number, micros=len(step.backwards), skipped=skipped, coarse=coarse, places=places
+            look,
+            counts,
+            world,
+            number,
+            micros=len(step.backwards),
+            skipped=skipped,
+            coarse=coarse,
+            places=places,
+            state_mark=state_mark,
         )
         seen.update({name: (seen[name][0], final) for name, final in joint.finals.items()})
         live = self._live(owned, owned.parameters, scale)

@@ -5,13 +5,17 @@ each by itself takes longer than training on it; their rows are put together int
 call has its part.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.buffer_pool import BufferPool, as_rows, lending
+from dualform.recording.layers import LayerKind
 from dualform.recording.watch import What
 from dualform.threads import one_thread
 from dualform.torch_modes import without_filling, without_gradients
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_JOINED_BYTES = 1 << 16
 """Bytes of a call's rows up to which they are copied together with those of other calls."""
+NO_UNFOLDINGS: Mapping[str, Any] = MappingProxyType({})
 SEQUENTIAL_ELEMENTS = 1 << 15
 """Elements up to which torch copies on one thread in any case (`at::internal::GRAIN_SIZE`)."""
 
@@ -31,6 +36,7 @@ def copy_patterns(
     pool: BufferPool,
     wants_values: Callable[[str], bool],
     needed: Mapping[str, What] | None = None,
+    unfoldings: Mapping[str, Unfolding] = NO_UNFOLDINGS,
 ) -> None:
     """Copy the keys and values of calls that one backward has just accumulated; values only where they are kept.
 
@@ -41,6 +47,7 @@ def copy_patterns(
             longer than its backward.
         needed: layers whose rows the sink needs, and which; None for all rows of all layers. Of other layers it gets
             no rows, but for keys that owe nothing to the parameters.
+        unfoldings: layers whose keys are patches of their inputs, and of which the inputs are copied in their place.
     """
     if needed is not None:
         with lending(pool):
@@ -48,7 +55,7 @@ def copy_patterns(
         return
     if len(arrivals) == 1:
         with lending(pool):
-            _copy_one(arrivals[0], pool, wants_values)
+            _copy_one(arrivals[0], pool, wants_values, unfoldings)
         return
     by_layer: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
@@ -56,9 +63,9 @@ def copy_patterns(
     with lending(pool):
         for mine in by_layer.values():
             if len(mine) == 1:
-                _copy_one(mine[0], pool, wants_values)
+                _copy_one(mine[0], pool, wants_values, unfoldings)
             else:
-                _copy_several(mine, pool, wants_values)
+                _copy_several(mine, pool, wants_values, unfoldings)
 
 
 @without_gradients
@@ -70,8 +77,11 @@ def find_late_values(arrival: "Arrival") -> Tensor | None:
     return _rows(arrival)[1]
 
 
-def _copy_one(arrival: "Arrival", pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
-    keys, values = _rows(arrival, values=wants_values(arrival.call.layer.name))
+def _copy_one(
+    arrival: "Arrival", pool: BufferPool, wants_values: Callable[[str], bool], unfoldings: Mapping[str, Unfolding]
+) -> None:
+    name = arrival.call.layer.name
+    keys, values = _rows(arrival, values=wants_values(name), unfolding=unfoldings.get(name))
     arrival.keys = _own(keys, [arrival.call.inputs], pool)
     arrival.values = None if values is None else _own(values, arrival.errors, pool)
     arrival.accumulated = True
@@ -105,10 +115,19 @@ def _own_needed(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor
     return rows.clone() if shared or not rows.is_contiguous() else rows
 
 
-def _copy_several(arrivals: list["Arrival"], pool: BufferPool, wants_values: Callable[[str], bool]) -> None:
+def _copy_several(
+    arrivals: list["Arrival"],
+    pool: BufferPool,
+    wants_values: Callable[[str], bool],
+    unfoldings: Mapping[str, Unfolding],
+) -> None:
     """Copy the calls of one layer: together where they are small, in the order of their forwards."""
     arrivals.sort(key=_number)
-    rows = [_rows(arrival, values=wants_values(arrival.call.layer.name)) for arrival in arrivals]
+    layer = arrivals[0].call.layer
+    wanted, unfolding = wants_values(layer.name), unfoldings.get(layer.name)
+    if _has_plain_rows(type(layer.kind)) and _copy_plain(arrivals, values=wanted and not layer.keys_only):
+        return
+    rows = [_rows(arrival, values=wanted, unfolding=unfolding) for arrival in arrivals]
     keys = _joined([keys for keys, _ in rows])
     values = _joined([values for _, values in rows if values is not None])
     for i, (arrival, (key, value)) in enumerate(zip(arrivals, rows, strict=True)):
@@ -118,30 +137,73 @@ def _copy_several(arrivals: list["Arrival"], pool: BufferPool, wants_values: Cal
         arrival.accumulated = True
 
 
+@functools.cache
+def _has_plain_rows(kind: type[LayerKind]) -> bool:
+    """Say whether keys and values of a kind of layer are the input and the error of a call themselves."""
+    own = [kind.keys, kind.values, kind.errors, kind.release]
+    return own == [LayerKind.keys, LayerKind.values, LayerKind.errors, LayerKind.release]
+
+
+def _copy_plain(arrivals: Sequence["Arrival"], *, values: bool) -> bool:
+    """Copy small calls of a layer together whose rows are the input and the error themselves, as `_copy_several` would.
+
+    False, and nothing is done, where any of them is large, has other axes, or another dtype than the parameters.
+    """
+    dtype = next(iter(arrivals[0].call.layer.parameters.values()))[1].dtype
+    keys = [arrival.call.inputs for arrival in arrivals]
+    errors = [arrival.errors[0] for arrival in arrivals] if values else []
+    for rows in (*keys, *errors):
+        if rows is None or rows.dim() != 2 or rows.dtype is not dtype or rows.nbytes > MAX_JOINED_BYTES:
+            return False
+    if [arrival for arrival in arrivals if arrival.call.coarse is not None]:
+        return False
+    counts = [len(one) for one in keys]
+    copied = torch.cat(keys).split(counts)
+    of_values: Sequence[Tensor | None] = torch.cat(errors).split(counts) if values else [None] * len(counts)  # type: ignore[arg-type]
+    for arrival, count, key, value in zip(arrivals, counts, copied, of_values, strict=True):
+        arrival.leading = (count,)
+        arrival.keys = key
+        if value is not None:
+            arrival.values = value
+        arrival.accumulated = True
+    return True
+
+
 def _number(arrival: "Arrival") -> int:
     return arrival.call.number
 
 
-def _rows(arrival: "Arrival", *, values: bool = True, widened: bool = True) -> tuple[Tensor, Tensor | None]:
+def _rows(
+    arrival: "Arrival", *, values: bool = True, widened: bool = True, unfolding: Unfolding | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return the keys (T, d_in) and the values (T, d_out) of a call, which may be views of the user's tensors.
+
+    With an unfolding return the inputs, (B, channels, ...), in place of the keys, where these have more elements.
 
     Args:
         arrival: the call.
         values: whether values are wanted, where the layer's are kept.
         widened: whether rows that autocast computed coarsely come in the parameters' dtype, and not in its own.
+        unfolding: how keys are taken from inputs, where these may come in their place.
     """
     call = arrival.call
     layer = call.layer
     dtype = next(iter(layer.parameters.values()))[1].dtype
     if call.coarse is not None and (layer.shares_only or not widened):
         dtype = call.coarse  # sums of such rows are computed in autocast's own dtype
-    keys = layer.kind.keys(layer.module, call.inputs)
-    arrival.leading = keys.shape[:-1]
+    inputs = None if unfolding is None else layer.kind.repeated_inputs(layer.module, call.inputs)
+    if inputs is not None and unfolding is not None and unfolding.is_smaller(inputs.shape[2:]):
+        keys, arrival.unfolding = inputs, unfolding
+        arrival.leading = len(inputs), *unfolding.locations(inputs.shape[2:])
+    else:
+        keys = layer.kind.keys(layer.module, call.inputs)
+        arrival.leading = keys.shape[:-1]
     if keys.is_floating_point():
         if call.coarse is not None:
             keys = keys.to(call.coarse)  # as the layer saw them
         keys = keys if keys.dtype is dtype else keys.to(dtype)
-    keys = as_rows(keys, layer.d_in)
+    if arrival.unfolding is None:
+        keys = as_rows(keys, layer.d_in)
     if layer.keys_only or not values:
         layer.kind.release(call.inputs)
         return keys, None
@@ -150,8 +212,11 @@ def _rows(arrival: "Arrival", *, values: bool = True, widened: bool = True) -> t
 
 
 def _joined(rows: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """Return copies of several small tensors (t, width), all parts of one new tensor; None where any is not small."""
-    if not rows or any(one.nbytes > MAX_JOINED_BYTES for one in rows):
+    """Return copies of several small tensors (t, ...), all parts of one new tensor; None where any is not small.
+
+    None too where they differ in more than their number of rows: inputs of a convolution may.
+    """
+    if not rows or any(one.nbytes > MAX_JOINED_BYTES or one.shape[1:] != rows[0].shape[1:] for one in rows):
         return None
     return torch.cat(tuple(rows)).split([len(one) for one in rows])  # type: ignore[no-any-return]
 

@@ -19,6 +19,11 @@ ARRIVAL_SECONDS = 300.0
 CLOSING_SECONDS = 60.0
 """How long a process that has closed its recording waits for the others to close theirs."""
 
+RECORD_IN_ALL = (
+    "Each of the processes that train together has its own patterns: call dualform.record in all of them, with the "
+    "same folder."
+)
+
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 """Global ranks -> the default group of the time, and the group of these ranks over gloo; kept for later recordings."""
 _made: dict[tuple[int, ...], int] = {}
@@ -33,10 +38,16 @@ class ProcessGroup:
         size: the number of processes.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        """Wait for the other processes of a group, by default of the default group, and make a way to talk to them."""
+    def __init__(self, group: Any = None, *, purpose: str = "records", remedy: str = RECORD_IN_ALL) -> None:
+        """Wait for the other processes of a group, by default of the default group, and make a way to talk to them.
+
+        Args:
+            group: a process group of torch.distributed.
+            purpose: what the processes come together for, in words, as what one of them does.
+            remedy: what to do where some of them do not come.
+        """
         ranks = tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
-        _await_all(ranks)
+        _await_all(ranks, purpose, remedy)
         self._ranks = ranks
         self._group = _gloo_group(ranks)
         self.rank = dist.get_rank(self._group)
@@ -66,7 +77,7 @@ class ProcessGroup:
             _groups.pop(self._ranks, None)  # in which an exchange is left open
 
 
-def _await_all(ranks: tuple[int, ...]) -> None:
+def _await_all(ranks: tuple[int, ...], purpose: str, remedy: str) -> None:
     """Wait until every process has come here as often as this one, or refuse: a process would wait for ever later."""
     store = dist.distributed_c10d._get_default_store()
     number = _made[ranks] = _made.get(ranks, 0) + 1
@@ -77,9 +88,8 @@ def _await_all(ranks: tuple[int, ...]) -> None:
     except RuntimeError as error:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         raise RefusedError(
-            f"Process {dist.get_rank()} records, and processes {missing} did not begin to within {ARRIVAL_SECONDS:.0f} "
-            "s. Each of the processes that train together has its own patterns: call dualform.record in all of them, "
-            "with the same folder."
+            f"Process {dist.get_rank()} {purpose}, and processes {missing} did not come to it within "
+            f"{ARRIVAL_SECONDS:.0f} s. {remedy}"
         ) from error
 
 

@@ -90,6 +90,18 @@ def find_world(model: nn.Module, layers: Sequence[Watched]) -> World:
     return ProcessGroup(group)
 
 
+def refuse_some_of_all(world: World) -> None:
+    """Refuse to keep steps where only some of the processes of torch.distributed train together.
+
+    A replay needs all processes that trained, and has those of torch.distributed.
+    """
+    if world.size > 1 and (here := torch.distributed.get_world_size()) != world.size:
+        raise RefusedError(
+            f"keep=Steps() is for trainings of all processes of torch.distributed: {world.size} of {here} train "
+            f"together here. Start {world.size} processes alone, or keep patterns or shares."
+        )
+
+
 def rounds_reduced(model: nn.Module) -> bool:
     """Say whether a communication hook of `DistributedDataParallel` may round the gradients that are reduced."""
     return bool(getattr(model, "_comm_hooks", ()))
@@ -111,13 +123,3 @@ def is_first_process() -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return True
     return torch.distributed.get_rank() == 0
-
-
-def refuse_join(model: nn.Module) -> None:
-    """Refuse a step inside of `model.join()`: a process without batches takes no steps, and the others would wait."""
-    config = getattr(model, "_join_config", None)
-    if config is not None and getattr(config, "enable", False):
-        raise RefusedError(
-            "This step is inside of DistributedDataParallel.join(), where processes may run out of batches; that is "
-            "not supported. Give every process the same number of batches (torch.utils.data.DistributedSampler does)."
-        )

@@ -18,6 +18,7 @@ from dualform.recording.annotations import RANK
 from dualform.recording.check_schedule import CheckOrNone
 from dualform.recording.divided import find_own_rows, localized
 from dualform.recording.estimate import Estimate, estimate
+from dualform.recording.joint_uneven import JoinHook, UnevenWorld
 from dualform.recording.media import Files, example_files, media_files
 from dualform.recording.model_state import UncoveredState
 from dualform.recording.processes import find_world, refuse_whole_matrix_steps, refuse_wrapped, unwrap_model
@@ -86,7 +87,8 @@ class Recorder:
         self._layers = watch(model, layers, optimizers, patterns=patterns)
         if world is None:  # a replay is one process's own, whatever the program around it does
             world = OneProcess() if known is not None else find_world(wrapper, self._layers)
-        self._world = world
+        self._wrapper = wrapper
+        self._world = world if wrapper is model else UnevenWorld(world)
         if known is None or known.rows is None:
             self._alignment = Alignment(model, self._layers, batch_axis, enabled=check_rows)
         else:
@@ -283,6 +285,31 @@ class Recorder:
             raise RuntimeError("Load the state before the recorder is started.")
         self._sink.load_state(state["sink"])
 
+    # What `with torch.distributed.algorithms.join.Join([model, recorder]):` asks for, where processes may run out of
+    # batches at different times.
+
+    @property
+    def join_process_group(self) -> Any:
+        """The processes that train together, as the model's DistributedDataParallel has them."""
+        return getattr(self._wrapper, "join_process_group", None)
+
+    @property
+    def join_device(self) -> Any:
+        """The device on which the model's DistributedDataParallel counts the processes that have batches."""
+        return getattr(self._wrapper, "join_device", None)
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """Return what this recorder does when its process has no batches left."""
+        return self._steps.join_hook()
+
+    @property
+    def _join_config(self) -> Any:
+        return None
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._steps.join(config)
+
     def estimate(self, inputs: Any, *, steps: int) -> Estimate:
         """Say how many bytes the run will take, per layer, if every step sees a batch like this one."""
         return estimate(self._model, inputs, steps=steps, layers={
@@ -305,5 +332,12 @@ class Recorder:
 def _describe(layer: Watched) -> LayerStart:
     uses = tuple(layer.parameters)
     return LayerStart(
-        layer.kind.name, layer.d_in, layer.d_out, uses, layer.keys_only, layer.kind.optional, layer.shares_only
+        layer.kind.name,
+        layer.d_in,
+        layer.d_out,
+        uses,
+        layer.keys_only,
+        layer.kind.optional,
+        layer.shares_only,
+        layer.kind.unfolding(layer.module),
     )

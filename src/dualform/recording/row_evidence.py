@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -15,6 +16,8 @@ from dualform.recording.rowcheck import Placement, RowCheck
 FEW_ROWS = 3  # batches in which a permutation without fixed points may commute with what the model does to its rows
 SAME = 0.05  # how far a row may be from where it should be, relative to how far the permutation moved it
 ROUNDING = 64  # units in the last place of a tensor's largest element that rounding may move its elements by
+FIRST_ROWS = 2  # of a batch, that are looked at before the others
+MAX_CHUNK_ELEMENTS = 1 << 15  # that are compared at once on a CPU, so that they stay in its cache
 FLAT = 50  # times the rounding: rows that differ by less count as equal
 
 NO_ROW = "its patterns belong to no row of the batch"
@@ -101,20 +104,33 @@ def _states(before: SeenCall, after: SeenCall, place: Placement, order: Tensor) 
 
 def _state(before: Tensor, after: Tensor, order: Tensor) -> Literal["moved", "equal", "other"]:
     """Say whether rows (B, ...) moved as ordered, are all equal, or did something else."""
-    before, after = before.flatten(1), after.flatten(1)
     if not before.numel():
         return "equal"
     rounding = _rounding(before)
-    before, after = before.double(), after.double()
-    expected = before[order.to(before.device)]
-    distance = (expected - before).norm(dim=1)  # (B,)
-    error = (after - expected).norm(dim=1)
-    if not bool(torch.isfinite(error).all()):
-        return "other"
-    limit = torch.maximum(SAME * distance, torch.full_like(distance, rounding))
-    if float(distance.max()) <= FLAT * rounding:
-        return "equal" if float(error.max()) <= FLAT * rounding else "other"
-    return "moved" if bool((error <= limit).all()) else "other"
+    order, rows = order.to(before.device), len(before)
+    size = max(1, MAX_CHUNK_ELEMENTS // (before.numel() // rows)) if before.device.type == "cpu" else rows
+    apart, wrong, all_moved = 0.0, 0.0, True  # the greatest distance, the greatest error
+    # The first rows are looked at alone: in most places where rows are not, they tell already.
+    for start, stop in pairwise([0, *range(min(FIRST_ROWS, rows), rows, size), rows]):
+        expected = before[order[start:stop]].flatten(1).double()
+        distance = (expected - before[start:stop].flatten(1).double()).norm(dim=1)  # (b,)
+        error = (after[start:stop].flatten(1).double() - expected).norm(dim=1)
+        if not bool(torch.isfinite(error).all()):
+            return "other"
+        limit = torch.maximum(SAME * distance, torch.full_like(distance, rounding))
+        all_moved = all_moved and bool((error <= limit).all())
+        apart, wrong = _larger(apart, distance), _larger(wrong, error)
+        if not all_moved and apart > FLAT * rounding:
+            return "other"
+    if apart <= FLAT * rounding:
+        return "equal" if wrong <= FLAT * rounding else "other"
+    return "moved" if all_moved else "other"
+
+
+def _larger(one: float, others: Tensor) -> float:
+    """Return the largest of these numbers; NaN where any of them is."""
+    largest = float(others.max())
+    return largest if largest > one or math.isnan(largest) else one
 
 
 def _unchanged(before: Tensor | None, after: Tensor | None) -> bool:
@@ -127,11 +143,11 @@ def _unchanged(before: Tensor | None, after: Tensor | None) -> bool:
 
 
 def _rounding(rows: Tensor) -> float:
-    """Return how far rounding may move a row (B, d), as a norm; nothing rounds whole numbers."""
+    """Return how far rounding may move a row of (B, ...), as a norm; nothing rounds whole numbers."""
     if not rows.is_floating_point():
         return 0.0
-    largest = float(rows.abs().max())
-    return ROUNDING * torch.finfo(rows.dtype).eps * largest * math.sqrt(rows.shape[1])
+    largest = float(torch.stack(torch.aminmax(rows)).abs().max())
+    return ROUNDING * torch.finfo(rows.dtype).eps * largest * math.sqrt(rows.numel() / len(rows))
 
 
 def row_order(rows: int) -> Tensor:
@@ -141,7 +157,6 @@ def row_order(rows: int) -> Tensor:
     rows and fewer that cannot be had.
     """
     generator = random.Random(2022)
-    plain = {tuple((i + shift) % rows for i in range(rows)) for shift in range(rows)} | {tuple(reversed(range(rows)))}
     while True:
         cycle = list(range(rows))
         for i in range(rows - 1, 0, -1):  # Sattolo's shuffle gives one cycle
@@ -149,10 +164,17 @@ def row_order(rows: int) -> Tensor:
             cycle[i], cycle[j] = cycle[j], cycle[i]
         if rows <= FEW_ROWS:
             return torch.tensor(cycle)
-        power = tuple(cycle)
+        power = cycle
         commutes = False
         for _ in range(min(rows, 12) - 2):
-            commutes = commutes or power in plain
-            power = tuple(cycle[i] for i in power)
+            commutes = commutes or _rolls_or_flips(power)
+            power = [cycle[i] for i in power]
         if not commutes:
             return torch.tensor(cycle)
+
+
+def _rolls_or_flips(order: Sequence[int]) -> bool:
+    """Say whether an order is a roll, or the reverse."""
+    rows, first = len(order), order[0]
+    rolled = all(place == (first + i) % rows for i, place in enumerate(order))
+    return rolled or list(order) == list(reversed(range(rows)))

@@ -4,6 +4,7 @@ The disk writer (`dualform.store.writer`) is a sink. A sink sees patterns when t
 copied, and steps in the order in which they happened.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.annotations import Binding
 from dualform.recording.media import Files
 from dualform.recording.model_state import StatePart
@@ -34,6 +36,7 @@ class LayerStart:
     keys_only: bool
     optional: bool = False  # whether it is no layer of the run when it has no patterns
     shares_only: bool = False  # whether its patterns are not kept, but only sums over groups of them
+    unfolding: Unfolding | None = None  # how its keys repeat elements of its inputs; None where they do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +83,20 @@ class CallRecord(NamedTuple):
     number: int  # among all calls that were handed over in this recording
     backward: int  # number of the backward among all of this recording that accumulated anything
     layer: str
-    keys: Tensor  # (T, d_in), on the training device
+    keys: Tensor  # (T, d_in), on the training device; or, with an `unfolding`, the inputs that they are patches of
     values: Tensor | None  # (T, d_out), on the training device
     raw: bool = False  # whether its keys owe nothing to the parameters, so that the same may come again
+    unfolding: Unfolding | None = None  # for a `RepeatingSink`: how keys are taken from inputs, (B, channels, ...)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values in memory."""
         return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
+
+    @property
+    def width(self) -> int:
+        """The width of a key, d_in."""
+        return self.keys.shape[1] * (1 if self.unfolding is None else math.prod(self.unfolding.kernel))
 
 
 class StepCall(NamedTuple):
@@ -109,7 +118,7 @@ class StepCall(NamedTuple):
     finite: bool = False  # whether NaN and infinity among its keys are to be taken for 0; see `keys_of`
 
     def keys_of(self, record: CallRecord) -> Tensor:
-        """Return the keys of this call as the step uses them, (T, d_in).
+        """Return the keys of this call as the step uses them, (T, d_in), or the inputs that they are patches of.
 
         A weight gradient that is not finite may be zeroed before the step (`nan_to_num_`) while the bias of the same
         layer is trained on. The keys then multiply a factor of 0, but 0 · NaN is NaN in every sum; so they are 0.
@@ -288,6 +297,17 @@ class SelectiveSink(Protocol):
 
     def wants_values(self, layer: str) -> bool:
         """Say whether the sink has a use for the values of a layer. Asked while a recording is open."""
+
+
+@runtime_checkable
+class RepeatingSink(Protocol):
+    """A sink that takes the inputs of a convolution in place of its keys, which repeat elements of them many times."""
+
+    def takes_inputs(self, layer: str) -> bool:
+        """Say whether it does so with a layer that has an `unfolding`. Asked once, when it is open.
+
+        A call of such a layer comes with its keys all the same where they have fewer elements than its inputs.
+        """
 
 
 @runtime_checkable

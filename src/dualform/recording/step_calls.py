@@ -63,21 +63,26 @@ def gather_calls(
                 continue
             if binding is not None and not binding.belongs_to(arrival.call.forward):
                 gathered.skipped, binding = True, None
+            if binding is None or binding.is_plain:
+                where = address(arrival.leading, mine.axis)
+                of_step = accumulated.number, micro, mine.calls
+                gathered.calls.append(StepCall(*of_step, *where, binding, arrival.layout, mine.finite))
+                mine.calls += 1
+                continue
             placed = _place(arrival, mine.axis, binding)
-            if binding is not None:
-                taken = fitted.get(id(binding))
-                if taken is None:
-                    taken = fitted[id(binding)] = set()
-                if placed.settled or placed.binding is binding:
-                    taken.update(binding.columns)
-                else:
-                    names = set() if placed.binding is None else set(placed.binding.columns)
-                    taken.update(names)
-                    for name in binding.columns.keys() - names:
-                        text = binding.misfit(name, layer.name, placed.rows, placed.positions)
-                        unfitting.append((binding, layer.name, name, text))
-                if placed.check is not None:
-                    gathered.checks[layer.name] = placed.check
+            taken = fitted.get(id(binding))
+            if taken is None:
+                taken = fitted[id(binding)] = set()
+            if placed.settled or placed.binding is binding:
+                taken.update(binding.columns)
+            else:
+                names = set() if placed.binding is None else set(placed.binding.columns)
+                taken.update(names)
+                for name in binding.columns.keys() - names:
+                    text = binding.misfit(name, layer.name, placed.rows, placed.positions)
+                    unfitting.append((binding, layer.name, name, text))
+            if placed.check is not None:
+                gathered.checks[layer.name] = placed.check
             gathered.calls.append(
                 StepCall(
                     accumulated.number,
@@ -147,14 +152,10 @@ class _Placed(NamedTuple):
     check: RowCheck | None = None
 
 
-def _place(arrival: Arrival, axis: int, binding: Binding | None) -> _Placed:
+def _place(arrival: Arrival, axis: int, binding: Binding) -> _Placed:
     """Find the rows of a call's patterns: as the user gave them, as a trial found them, or by the batch axis."""
     layer, leading = arrival.call.layer.name, arrival.leading
     plain = address(leading, axis)
-    if binding is None:
-        return _Placed(*plain, None)
-    if binding.constant and not binding.checks and not binding.given:
-        return _Placed(*plain, binding)
     if layer in binding.given:
         patterns = math.prod(leading)
         return _Placed(patterns, 1, 1, binding.at_given_rows(layer, patterns), settled=True)

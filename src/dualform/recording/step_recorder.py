@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import AnnotationError, DualformError, RefusedError, StoreError
 from dualform.identity.parameter_use import takes_ids
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.accumulation import Accumulations
 from dualform.recording.agreement import join_samples
 from dualform.recording.alignment import Alignment
@@ -35,11 +36,20 @@ from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.host_clock import HostClock
 from dualform.recording.joint_preparation import JointPreparation
 from dualform.recording.joint_start import open_together
+from dualform.recording.joint_uneven import (
+    JoinHook,
+    UnevenWorld,
+    begin_join,
+    refuse_join,
+    refuse_moved,
+    refuse_to_join,
+    state_digest,
+)
 from dualform.recording.late_steps import LateStep
 from dualform.recording.made_steps import MadeSteps
 from dualform.recording.media import Files
 from dualform.recording.module_hooks import HookHandle, hook_step
-from dualform.recording.processes import refuse_join, rounds_reduced
+from dualform.recording.processes import rounds_reduced
 from dualform.recording.proven_steps import KnownSteps, ProvenAccumulations, ProvenChanges, ProvenPreparation
 from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closure
 from dualform.recording.rowcheck import RowCheck
@@ -50,6 +60,7 @@ from dualform.recording.sinks import (
     LateWatchingSink,
     ParameterFacts,
     PreparedStep,
+    RepeatingSink,
     SelectiveSink,
     Sink,
     Start,
@@ -78,6 +89,12 @@ CAPTURED = (
 def is_capturing() -> bool:
     """Say whether what is computed now on the current GPU is captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
+
+
+def _unfoldings(sink: RepeatingSink, layers: Sequence[Watched]) -> dict[str, Unfolding]:
+    """Return how keys are taken from inputs, of the layers whose inputs the sink takes."""
+    found = {layer.name: layer.kind.unfolding(layer.module) for layer in layers}
+    return {name: one for name, one in found.items() if one is not None and sink.takes_inputs(name)}
 
 
 def _wants_values(sink: SelectiveSink, schedule: CheckSchedule, layer: str) -> bool:
@@ -166,7 +183,8 @@ class StepRecorder:
         settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
         shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
         takes_all_rows = sink.takes_all_rows if isinstance(sink, AllRowsSink) else lambda parameter: False
-        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if several else None
+        joint = several and known is None  # a replay knows from the recording all that processes tell each other
+        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if joint else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, divided=own_rows, clock=self.clock)
@@ -179,6 +197,9 @@ class StepRecorder:
         self._finalizer: Callable[[], object] = lambda: None
         self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
         self._untold: Exception | None = None  # a failure that the other processes hear of at the next step
+        self._joining: Any = None  # how the wrapper joins processes without batches, where the recorder takes part
+        self._has_joined = False  # whether processes have joined since the last step
+        self._missed: Mapping[str, Tensor] | None = None  # samples after the last step that others made alone
 
     # The beginning and the end ------------------------------------------------------------------------------------
 
@@ -193,6 +214,8 @@ class StepRecorder:
         try:
             self.steps = open_together(self._world, self._sink, start)
             opened = True
+            if isinstance(self._sink, RepeatingSink):
+                self._hooks.unfoldings = _unfoldings(self._sink, self._layers)
             self._attach_hooks()
             self._finalizer = end_when_dropped(self, self._hooks, self._handles, self._sink, self._made.hand_on)
             leave_in_forks(self)
@@ -409,6 +432,8 @@ class StepRecorder:
             self._settle()
             if id(optimizer) in step.done.ids:
                 self._end_step()
+            for rows in self._own_rows.values():
+                rows.follow()
             self._look_for_joined(owned)
             self._follow_moved()
             if self._may_be_late(optimizer):
@@ -425,7 +450,7 @@ class StepRecorder:
 
     def _prepare_together(self, joint: JointPreparation, owned: RecordedOptimizer) -> PreparedStep:
         """Return what an optimizer is about to do in all processes, or refuse its step in all of them."""
-        refuse_join(self._wrapper)
+        refuse_join(self._wrapper, self._joining)
         step = self._step_now
         if id(owned.optimizer) in step.done.ids:
             try:
@@ -444,7 +469,7 @@ class StepRecorder:
             self._follow_moved()
             self._changes.check(owned, self.steps)
 
-        return joint.prepare_together(
+        prepared = joint.prepare_together(
             owned,
             step,
             self.steps,
@@ -452,7 +477,10 @@ class StepRecorder:
             coarse=rounds_reduced(self._wrapper) or reduces_coarsely(self._model),
             look_first=look_first,
             then=self._sink.before_step,
+            state_mark=lambda: state_digest(self._owned, self._parameters) if self._has_joined else 0,
         )
+        self._has_joined = False
+        return prepared
 
     def _may_be_late(self, optimizer: Optimizer) -> bool:
         """Say whether the numbers of a step may be read at the next step, so that nobody waits for the GPU now.
@@ -576,6 +604,39 @@ class StepRecorder:
         )
         self.steps += 1
         self.last_facts = facts
+        if isinstance(self._world, UnevenWorld):
+            self._world.tell(facts, self._samples)
+
+    # Processes that run out of batches ------------------------------------------------------------------------------
+
+    def join_hook(self) -> JoinHook:
+        """Return what this recording does when its process has no batches left; or refuse."""
+        recording, detaches = self.state == "recording", self._on_failure == "detach"
+        world = refuse_to_join(self._world, self._sink, recording=recording, detaches=detaches)
+        return JoinHook(world, self._end_step, self._take_elsewhere, self._go_on)
+
+    def join(self, config: Any) -> None:
+        """Begin to tell processes without batches of every exchange."""
+        begin_join(self._world, config)
+        self._joining = getattr(self._wrapper, "_join_config", None)
+
+    def _take_elsewhere(self, facts: Sequence[ParameterFacts], samples: Mapping[str, Tensor]) -> None:
+        """Hand on a step that other processes have made, of which this one has no patterns."""
+        if self.state == "recording":
+            rows = dict(self._alignment.outcomes)
+            self._sink.step(StepFacts(self.steps, [], facts, samples, dict, rows, self._parameters))
+            self.steps += 1
+            self._missed = samples
+
+    def _go_on(self) -> None:
+        """Go on after a join, with the parameters that the last process has given all of them."""
+        self._has_joined = True
+        missed, self._missed = self._missed, None
+        if missed is not None and self.state == "recording":
+            for owned in self._owned:
+                self._samples |= self._changes.note(owned, owned.parameters)
+            self._changes.forget_states()  # they may be loaded now, and are compared at the next step
+            self._untold = self._untold or refuse_moved(missed, self._samples)
 
     # Changes that no recorded step made ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ Reads the model only; hooks are attached elsewhere.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import CoverageError, RefusedError, UnknownLayerError
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.layers import Composite, LayerKind, composites, find_composite, find_kind, kinds
 from dualform.recording.unrecordable import advise, describe_unrecordable
 from dualform.recording.user_warnings import warn_user
@@ -220,6 +222,20 @@ def stored_dtype(dtype: Dtype, layer: str) -> StoredDtype | None:
     if not isinstance(dtype, Mapping):
         return dtype
     return next((found for pattern, found in dtype.items() if fnmatchcase(layer, pattern)), None)
+
+
+def stores_inputs(unfolding: Unfolding, stored: StoredDtype | None, trained: torch.dtype) -> bool:
+    """Say whether inputs of a convolution take less than its keys, whose rows would be stored in a dtype.
+
+    Inputs are stored in the dtype that is trained, so that they give the keys to the bit: the scale of a row of float16
+    or int8 is that of its largest element, which is another one in a key than in the whole input.
+
+    >>> unfolding = Unfolding((3,), (1,), (1,))
+    >>> stores_inputs(unfolding, "float16", torch.float32), stores_inputs(unfolding, "int8", torch.float32)
+    (True, False)
+    """
+    itemsize = trained.itemsize if stored is None else getattr(torch, stored).itemsize
+    return math.prod(unfolding.kernel) * itemsize > math.prod(unfolding.stride) * trained.itemsize
 
 
 def _check_shared(watched: Sequence[Watched]) -> None:

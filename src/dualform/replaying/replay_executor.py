@@ -27,7 +27,7 @@ from dualform.recording.estimate import size_text
 from dualform.recording.watch import What
 from dualform.replaying.job_names import name_job, pack_answer, unpack_answer
 from dualform.replaying.joined_best import JoinedBest
-from dualform.replaying.replay_sink import UnsureRowsError
+from dualform.replaying.joint_replay import UnsureRowsError
 from dualform.replaying.replayed_patterns import ReplayedPart, ReplayedPatterns
 from dualform.replaying.unfinished_passes import UnfinishedPasses
 

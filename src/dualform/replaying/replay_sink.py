@@ -1,23 +1,27 @@
 """The sink of a replay: proves each step of a training that is run again, and hands its patterns on."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from dualform.engine.proofs import ParameterMark, ParameterMarker, checksum, mark_checksum, unpack_mark
-from dualform.errors import ReplayError
+from dualform.errors import DualformError, ReplayError
 from dualform.recording.annotations import Binding
 from dualform.recording.media import Files
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, PreparedStep, Start, StepCall, StepFacts
 from dualform.recording.watch import What
+from dualform.recording.world import OneProcess, World
+from dualform.replaying.joint_replay import UnsureRowsError, alone, exchange
 from dualform.replaying.step_proof import Difference, StepProof
 from dualform.store.reader import Run
 from dualform.store.resume import count_updates
 
+T = TypeVar("T")
 OnDifference = Literal["stop", "report"]
 PROVED_TOGETHER = 16
 """Number of steps on a GPU that are proved at once: to look at each by itself would make the GPU wait."""
@@ -27,10 +31,6 @@ class ReplayEnded(ReplayError):
     """Ends a training that is run again when all steps that were asked for are there."""
 
 
-class UnsureRowsError(ReplayError):
-    """A step differs in calls or annotations, maybe only because the layers' rows were not tried again."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:
     """The patterns of one call of a wanted layer in a replayed step."""
@@ -38,6 +38,14 @@ class ReplayedCall:
     layer: str
     keys: Tensor  # (n, d_in), on the training device
     values: Tensor | None  # (n, d_out)
+
+    def sent(self) -> "ReplayedCall":
+        """Return the call as it is sent to another process."""
+        return ReplayedCall(self.layer, alone(self.keys), None if self.values is None else alone(self.values))
+
+    def on(self, device: torch.device) -> "ReplayedCall":
+        """Return the call with its patterns on a device."""
+        return ReplayedCall(self.layer, self.keys.to(device), None if self.values is None else self.values.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ class ReplaySink:
     """
 
     _failure: Exception | None = None  # the error that ended the replay, which the training may have caught
+    _told = False  # whether all processes know that it has ended
 
     def __init__(
         self,
@@ -74,6 +83,7 @@ class ReplaySink:
         on_difference: OnDifference,
         first: int = 0,
         rows: Mapping[str, RowCheck] | None = None,
+        world: World | None = None,
     ) -> None:
         """Prepare a replay.
 
@@ -85,12 +95,14 @@ class ReplaySink:
             on_difference: whether to end a replay that is not the recorded training, or to measure how far it drifts.
             first: the number of the first step that comes; the training starts in the middle where it is not 0.
             rows: the layers that are known not to have the batch's rows; None where the layers' rows are tried again.
+            world: the processes that run the training again together; this one alone by default.
         """
+        self._world = OneProcess() if world is None else world
         self.difference: Difference | None = None
         self.drift: dict[str, float] = {}
         self.steps = first
         self._run = run
-        self._proof = StepProof(run)
+        self._proof = StepProof(run, self._world.rank)
         self._marker = ParameterMarker()
         self.needed = layers
         self.rows = rows
@@ -103,13 +115,27 @@ class ReplaySink:
 
     def open(self, start: Start) -> int:
         """Compare the start of the training with that of the run."""
+        self._together(lambda: self.check_start(start))
+        if not self._wanted:
+            raise ReplayEnded("No step of this training is asked for.")
+        return self.steps
+
+    def check_start(self, start: Start) -> None:
+        """Compare the start of this process's training with that of the run."""
         if self.steps:
             self._meet(self._proof.check_restart(start, self.steps))
         else:
             self._meet(self._proof.check_start(start))
-        if not self._wanted:
-            raise ReplayEnded("No step of this training is asked for.")
-        return self.steps
+
+    def _together(self, find: Callable[[], T]) -> list[T]:
+        """Return what all processes have found, or end the replay in all of them where one has failed."""
+        try:
+            return exchange(self._world, find)
+        except Exception as error:
+            self._failure, self._told = error, True
+            if isinstance(error, DualformError):
+                raise
+            raise ReplayEnded("The question that the training is run for has failed.") from error
 
     def updates(self) -> Mapping[str, int]:
         """Return how many updates of each parameter come before the first step of a replay that starts later."""
@@ -134,8 +160,39 @@ class ReplaySink:
 
     def step(self, facts: StepFacts) -> None:
         """Prove a step, and hand its patterns on."""
-        if self.steps >= self._wanted or self._failure is not None:
+        if self.steps >= self._wanted or (self._failure is not None and (self._told or self._world.size == 1)):
             raise ReplayEnded("All steps that were asked for are there.")
+        wanted = self._proved_together(facts)
+        try:
+            self._take(facts.step, wanted)
+        except Exception as error:  # of the question, not of the training
+            self._failure = error
+            if self._world.size == 1:  # several processes hear of it when they meet after the next step
+                raise ReplayEnded("The question that the training is run for has failed.") from error
+        self.steps = facts.step + 1
+        if self.steps >= self._wanted and self._wanted < self._run.steps:
+            self._prove()
+            raise ReplayEnded("All steps that were asked for are there.")
+
+    def _proved_together(self, facts: StepFacts) -> list[ReplayedCall]:
+        """Prove a step in all processes, and return the wanted calls of all of them, in the order of ranks."""
+        if self._world.size == 1:
+            return self._proved(facts)
+        own: list[ReplayedCall] = []
+
+        def find() -> list[ReplayedCall]:
+            if self._failure is not None:
+                raise self._failure
+            own.extend(self._proved(facts))
+            return [call.sent() for call in own]
+
+        found = self._together(find)
+        device = next(iter(facts.parameters.values())).device
+        found[self._world.rank] = own
+        return [call.on(device) for calls in found for call in calls]
+
+    def _proved(self, facts: StepFacts) -> list[ReplayedCall]:
+        """Prove a step of this process, and return its wanted calls."""
         records = [self._records[call.number] for call in facts.calls]
         placed = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
         inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
@@ -144,22 +201,13 @@ class ReplaySink:
         else:
             marks = self._marker.measure(facts.parameters)
             self._unproved.append(_Unproved(facts.step, placed, inputs, facts.facts, marks))
-            if len(self._unproved) >= PROVED_TOGETHER:
+            if len(self._unproved) >= PROVED_TOGETHER or self._world.size > 1:  # several wait for each other anyway
                 self._prove()
-        wanted = [
+        return [
             ReplayedCall(record.layer, call.keys_of(record), record.values)
             for call, record in zip(facts.calls, records, strict=True)
             if record.layer in self.needed
         ]
-        try:
-            self._take(facts.step, wanted)
-        except Exception as error:  # of the question, not of the training
-            self._failure = error
-            raise ReplayEnded("The question that the training is run for has failed.") from error
-        self.steps = facts.step + 1
-        if self.steps >= self._wanted and self._wanted < self._run.steps:
-            self._prove()
-            raise ReplayEnded("All steps that were asked for are there.")
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards."""
@@ -199,6 +247,13 @@ class ReplaySink:
 
     def finish(self) -> None:
         """Raise what ended the replay, or where it has fewer steps than the recorded training."""
+        if not self._told:
+            with contextlib.suppress(ReplayEnded):
+                self._together(self._check_end)
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_end(self) -> None:
         if self._failure is not None:
             raise self._failure
         self._prove()

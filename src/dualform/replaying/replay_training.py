@@ -16,6 +16,7 @@ from dualform.recording.keep import Keep, Patterns, Shares, Steps, as_keeps
 from dualform.recording.media import Files
 from dualform.recording.sinks import CallRecord, PreparedStep, Sink, Start, StepFacts
 from dualform.recording.watch import plain_name
+from dualform.replaying.joint_replay import find_replaying_world
 from dualform.replaying.replay_sink import ReplaySink
 from dualform.replaying.replayed_patterns import ReplayedPatterns, run_again
 from dualform.replaying.training import Train, record_training
@@ -142,7 +143,8 @@ def _store(train: Train, run: Run, keeps: Sequence[Keep], to: str | os.PathLike[
         training=find_name(train) or (None if training is None else training.function),
     )
     with bar("replaying", total=run.steps) as advance:
-        proof = ReplaySink(run, {}, lambda step, calls: advance(1), steps=run.steps, on_difference="stop")
+        world = find_replaying_world(run)
+        proof = ReplaySink(run, {}, lambda step, calls: advance(1), steps=run.steps, on_difference="stop", world=world)
         result = run_again(train, _ProvedSink(proof, writer))
     proof.finish()
     return result
@@ -157,7 +159,7 @@ class _ProvedSink:
         self._both: tuple[Sink, ...] = (proof, sink)
 
     def open(self, start: Start) -> int:
-        self._proof.open(start)
+        self._proof.check_start(start)
         return self._sink.open(start)
 
     def updates(self) -> Mapping[str, int]:

@@ -33,13 +33,19 @@ from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import Sink
 from dualform.recording.user_warnings import warn_user
 from dualform.recording.watch import What
+from dualform.recording.world import World
+from dualform.replaying.joint_replay import (
+    SumsOfProcesses,
+    common_start,
+    find_replaying_world,
+    require_same_question,
+)
 from dualform.replaying.replay_sink import OnDifference, ReplayedCall, ReplayEnded, ReplaySink
 from dualform.replaying.restart_points import RestartPoints
 from dualform.replaying.restartable import Restartable
 from dualform.replaying.training import OneRecording, Recording, Train
 from dualform.replaying.walked_back import StateWatch, walk_training_back
 from dualform.store.reader import Run
-from dualform.store.shard_reading import Shard
 from dualform.torch_modes import call_without_autocast, with_gradients, without_filling
 
 RECORDER_OPTIONS = ("layers", "strict", "batch_axis", "check_rows")
@@ -65,7 +71,7 @@ class ReplayedPart(PatternPart):
         windows: layer -> the number of the first pattern that is here, keys (n, d_in) and values (n, d_out).
     """
 
-    def __init__(self, source: "ReplayedPatterns", shard: Shard) -> None:
+    def __init__(self, source: "ReplayedPatterns", shard: PatternPart) -> None:
         self.index, self.start, self.stop = shard.index, shard.start, shard.stop
         self.windows: dict[str, tuple[int, Tensor, Tensor | None]] = {}
         self._source = source
@@ -212,7 +218,7 @@ class ReplayedPatterns(PatternSource):
         self._trust = trust
         self._on_difference = on_difference
         self._held_bytes = held_bytes
-        self._parts = tuple(ReplayedPart(self, shard) for shard in run.shards)
+        self._parts = tuple(ReplayedPart(self, part) for part in run.parts())
 
     @property
     def description(self) -> RunDescription:
@@ -267,7 +273,9 @@ class ReplayedPatterns(PatternSource):
     @property
     def derived_sums(self) -> DerivedSums | None:
         """Where tensors that were computed from the patterns are kept; nowhere where a replay may differ."""
-        return self.run.derived_sums if self._on_difference == "stop" else None
+        if self._on_difference != "stop":
+            return None
+        return self.run.derived_sums if self.description.processes == 1 else SumsOfProcesses(self.run.derived_sums)
 
     @cached_property
     def answers(self) -> AnswerCache:
@@ -341,6 +349,8 @@ class ReplayedPatterns(PatternSource):
             watch: looks at the state of a training that can start anywhere.
         """
         train = self.require_train()
+        world = find_replaying_world(self.run)
+        require_same_question(world, repr((self.digest, sorted(layers.items()), steps, hold, first, self.tries_rows)))
         windows = _Windows(self, layers, take, hold=hold, first=first)
         seconds = self.recorded_seconds
         title = f"replaying ({seconds:.0f} s when it was recorded)" if seconds >= 1 else "replaying"
@@ -362,10 +372,17 @@ class ReplayedPatterns(PatternSource):
                     ask(windows.flush)
                     ask(lambda: at_point(step))
 
-            start, again = self._restarted(train, first, look, watch)
+            start, again = self._restarted(train, first, look, watch, world)
             rows = None if self.tries_rows else known_rows(self.description)
             sink = ReplaySink(
-                self.run, layers, add, steps=steps, on_difference=self._on_difference, first=start, rows=rows
+                self.run,
+                layers,
+                add,
+                steps=steps,
+                on_difference=self._on_difference,
+                first=start,
+                rows=rows,
+                world=world,
             )
             self.replays += 1
             run_again(again, sink)
@@ -375,7 +392,7 @@ class ReplayedPatterns(PatternSource):
         return sink
 
     def _restarted(
-        self, train: Train, step: int, look: Callable[[int], None], watch: StateWatch | None
+        self, train: Train, step: int, look: Callable[[int], None], watch: StateWatch | None, world: World
     ) -> tuple[int, Train]:
         """Return a step up to a given one that a training can start at, and the training from there on.
 
@@ -384,11 +401,12 @@ class ReplayedPatterns(PatternSource):
             step: the given step.
             look: is called at each restart point, when all steps before are there and proved.
             watch: looks at the state before each step.
+            world: the processes that run it again together, each with restart points of its own.
         """
         if not isinstance(train, Restartable):
             return 0, train
-        points = self.restart_points()
-        start, point = points.before(step)
+        points = self.restart_points(world.rank)
+        start, point = points.before(common_start(world, lambda step: points.before(step)[0], step))
 
         def keep(step: int, take: Callable[[], dict[str, Any]], settle: Callable[[], None]) -> None:
             if points.is_at(step) and step > start and self._on_difference == "stop":  # a state that drifts is no point
@@ -409,11 +427,11 @@ class ReplayedPatterns(PatternSource):
         """Whether the training can start anywhere, so that patterns can be asked for in any order of steps."""
         return isinstance(self._train, Restartable)
 
-    def restart_points(self) -> RestartPoints:
-        """Return the restart points of the training."""
+    def restart_points(self, rank: int = 0) -> RestartPoints:
+        """Return the restart points of the training, or of one of its processes."""
         train = self.require_train()
         assert isinstance(train, Restartable), "only such a training has restart points"
-        return RestartPoints(self.run, train.every)
+        return RestartPoints(self.run, train.every, rank=rank)
 
     @contextlib.contextmanager
     def paging(self, layers: Collection[str]) -> Iterator[None]:
@@ -437,6 +455,11 @@ class ReplayedPatterns(PatternSource):
 
     def walk_back(self, visit: VisitStep, *, steps: int) -> None:
         """Show each of so many steps, the last one first, with the training put back to just before it."""
+        if self.description.processes > 1:
+            raise QueryError(
+                f"Unrolled effects differentiate a training in one process; {self.name} was recorded by "
+                f'{self.description.processes}. Ask for effects without method="unrolled".'
+            )
         train = self.require_train()
         if not isinstance(train, Restartable):
             raise QueryError(

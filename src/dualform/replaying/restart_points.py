@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform._version import __version__
 from dualform.errors import CorruptError, StoreError
 from dualform.store.blobs import Blob
-from dualform.store.format import RESTART, restart_file
+from dualform.store.format import RESTART, rank_folder, restart_file
 from dualform.store.reader import Run
 from dualform.store.tensors import TensorFile, publish_tensors
 
@@ -25,12 +25,18 @@ LAYOUT = "layout"
 
 
 class RestartPoints:
-    """The restart points of one run."""
+    """The restart points of one run; of several processes each has its own, beside its patterns."""
 
-    def __init__(self, run: Run, every: int | None = None) -> None:
-        """Take a run, and the number of steps between two points; by default the root of the number of steps."""
+    def __init__(self, run: Run, every: int | None = None, *, rank: int = 0) -> None:
+        """Take a run, and the number of steps between two points; by default the root of the number of steps.
+
+        Args:
+            run: the run.
+            every: the number of steps between two points.
+            rank: the number of the process, of several.
+        """
         self.every = max(1, math.isqrt(run.steps)) if every is None else every
-        self._run = run
+        self._blobs = run.blobs.within(rank_folder(rank)) if rank else run.blobs
         self._digest = run.digest
         self._known: dict[int, bool] = {}
 
@@ -58,10 +64,10 @@ class RestartPoints:
         tensors: dict[str, Tensor] = {}
         layout = json.dumps(_taken_apart(take(), tensors))
         with contextlib.suppress(OSError, StoreError):  # a run that cannot be written to can be replayed all the same
-            self._run.blobs.remove_unpublished(RESTART, older_than_seconds=STALE_SECONDS)
-            if self._run.blobs.size(restart_file(step)) is not None:
-                self._run.blobs.remove(restart_file(step))
-            publish_tensors(self._run.blobs, restart_file(step), tensors, metadata={LAYOUT: layout, **self._stamp()})
+            self._blobs.remove_unpublished(RESTART, older_than_seconds=STALE_SECONDS)
+            if self._blobs.size(restart_file(step)) is not None:
+                self._blobs.remove(restart_file(step))
+            publish_tensors(self._blobs, restart_file(step), tensors, metadata={LAYOUT: layout, **self._stamp()})
             self._known[step] = True
 
     def _is_kept(self, step: int) -> bool:
@@ -73,10 +79,10 @@ class RestartPoints:
         return {"run": self._digest, "dualform": __version__}
 
     def _load(self, step: int) -> dict[str, Any] | None:
-        if self._run.blobs.size(restart_file(step)) is None:
+        if self._blobs.size(restart_file(step)) is None:
             return None
         try:
-            file = TensorFile(Blob(self._run.blobs, restart_file(step)))
+            file = TensorFile(Blob(self._blobs, restart_file(step)))
             if any(file.metadata.get(name) != text for name, text in self._stamp().items()):
                 return None
             point = _put_together(json.loads(file.metadata[LAYOUT]), file.tensors())

@@ -23,11 +23,10 @@ from dualform.engine.proofs import (
 )
 from dualform.errors import ReplayError
 from dualform.identity.families.naming import same_optimizer
-from dualform.recording.sinks import RESIDUAL, ParameterFacts, Start, StepCall
+from dualform.recording.sinks import ParameterFacts, Start, StepCall
 from dualform.recording.surroundings import find_surroundings
+from dualform.replaying.logged_steps import LoggedSteps
 from dualform.store.reader import Run
-from dualform.store.shard_reading import Shard
-from dualform.store.tables import MARKS, STEPS
 
 What = Literal["start", "calls", "annotations", "inputs", "settings", "parameters", "length"]
 FACTOR_TOLERANCE = 1e-4
@@ -80,7 +79,8 @@ class Difference:
 class StepProof:
     """Compares a replay with a recorded run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, rank: int = 0) -> None:
+        """Compare with what a process of the recording has marked, given by its number among several."""
         self._run = run
         training = run.description.training
         before, now = {} if training is None else training.surroundings, find_surroundings()
@@ -89,23 +89,23 @@ class StepProof:
             for name in before
             if name in now and before[name] != now[name]
         )
-        self._shard: Shard | None = None
-        self._rows: dict[str, list[Any]] = {}  # columns of the open shard's steps
-        self._first_row: dict[int, int] = {}  # of each step in these columns
-        self._settings: list[str] = []  # those of the columns that are an optimizer's settings
-        self._logged_settings: list[dict[str, Any]] = []  # of each row, without empty cells
+        self._facts = LoggedSteps(run, run.shards)
+        own = run.others[rank - 1] if rank else None
+        self._marks = self._facts if own is None else LoggedSteps(run, own.shards)
 
     def check_start(self, start: Start) -> Difference | None:
         """Compare the model and the optimizers before the first step; raise where they are others altogether."""
         self._require_same_network(start)
-        recorded, states = self._run.initial, self._run.initial_states
+        recorded = {name: _own_rows(start, name, tensor) for name, tensor in self._run.initial.items()}
+        states = self._run.initial_states
         apart = {name: _distance(recorded[name], tensor) for name, tensor in start.parameters.items()}
         if any(size for size, _ in apart.values()):
             name = max(apart, key=lambda one: apart[one][1])
             return self._difference("start", None, f"parameter {name!r} starts elsewhere", name, *apart[name])
         for name, state in start.states.items():
             for entry, tensor in state.items():
-                if entry not in states.get(name, {}) or not torch.equal(states[name][entry].to(tensor), tensor.cpu()):
+                before = states.get(name, {}).get(entry)
+                if before is None or not torch.equal(_own_rows(start, name, before).to(tensor), tensor.cpu()):
                     return self._difference("start", None, f"the optimizer's {entry} of {name!r} starts elsewhere")
         return None
 
@@ -132,7 +132,7 @@ class StepProof:
     def check_restart(self, start: Start, step: int) -> Difference | None:
         """Compare the parameters of a training that starts in the middle with those after the step before."""
         self._require_same_network(start)
-        row = self._find_rows(step - 1)
+        row = self._marks.find(step - 1)
         if row is None:
             return None  # a step that moved no recorded parameter
         marker = ParameterMarker()
@@ -162,9 +162,9 @@ class StepProof:
             checksums: the checksum of each parameter after the step.
             mark_of: returns the mark of a parameter after the step, to find how far it is off.
         """
-        row = self._find_rows(step)
-        logged = self._rows
-        if row is None:
+        row, fact_row = self._marks.find(step), self._facts.find(step)
+        logged = self._marks.rows
+        if row is None or fact_row is None:
             return None  # a step that moved no recorded parameter
         if logged["calls_digest"][row] != digest_calls(calls):
             return self._difference("calls", step, "the layers were called with other numbers of rows, or other layers")
@@ -172,16 +172,16 @@ class StepProof:
             return self._difference("annotations", step, "the annotations are not those that were recorded")
         if logged["inputs"][row] != list(inputs):
             return self._difference("inputs", step, "the network's inputs are not those that were recorded")
-        if found := self._settings_difference(step, row, facts):
+        if found := self._settings_difference(step, fact_row, facts):
             return found
         return self._parameters_difference(step, row, len(facts), checksums, mark_of)
 
     def known_factors(self, step: int) -> Mapping[str, Sequence[float]]:
         """Return what the gradient of each backward was multiplied with in a recorded step, by parameter."""
-        row = self._find_rows(step) if step < self._run.steps else None
+        row = self._facts.find(step) if step < self._run.steps else None
         if row is None:
             return {}
-        steps, names, factors = (self._rows[name] for name in ("step", "parameter", "factors"))
+        steps, names, factors = (self._facts.rows[name] for name in ("step", "parameter", "factors"))
         found = {}
         while row < len(steps) and steps[row] == step:
             found[names[row]] = factors[row]
@@ -195,44 +195,16 @@ class StepProof:
             return None
         return self._difference("length", min(steps, recorded), f"it took {steps} steps; recorded were {recorded}")
 
-    def _find_rows(self, step: int) -> int | None:
-        """Open the shard of a step, and return the first of the step's rows in its table."""
-        if self._shard is None or not self._shard.start <= step < self._shard.stop:
-            found = next((shard for shard in self._run.shards if shard.start <= step < shard.stop), None)
-            if found is None:
-                raise ReplayError(
-                    f"The replay goes on after {self._run.steps} steps, which is where the recording ended. Give the "
-                    "training function of this very run."
-                )
-            table = found.steps
-            if missing := [name for name in MARKS if name not in table.column_names]:
-                raise ReplayError(
-                    f"{self._run.name} keeps no {missing[0]} of its steps, so that a replay cannot be proved. Record "
-                    "it with dualform.record_training."
-                )
-            self._shard = found
-            self._rows = {name: table[name].to_pylist() for name in table.column_names}
-            self._settings = [one for one in self._rows if one not in STEPS and one not in MARKS and one != RESIDUAL]
-            columns = [self._rows[name] for name in self._settings]
-            self._logged_settings = [
-                {name: cell for name, cell in zip(self._settings, cells, strict=True) if cell is not None}
-                for cells in zip(*columns, strict=True)
-            ] or [{}] * len(self._rows["step"])
-            self._first_row = {}
-            for row, number in enumerate(self._rows["step"]):
-                self._first_row.setdefault(number, row)
-        return self._first_row.get(step)
-
     def _settings_difference(self, step: int, row: int, facts: Sequence[ParameterFacts]) -> Difference | None:
-        logged = self._rows
-        names = self._settings
+        logged = self._facts.rows
+        names = self._facts.setting_names
         for at, fact in enumerate(facts, start=row):
             if at >= len(logged["step"]) or (logged["step"][at], logged["parameter"][at]) != (step, fact.parameter):
                 return self._difference("settings", step, f"the optimizer's groups are others at {fact.parameter!r}")
             if logged["updated"][at] != fact.updated or not _near(logged["factors"][at], fact.factors):
                 detail = f"the gradient of {fact.parameter!r} reaches the step otherwise"
                 return self._difference("settings", step, detail, fact.parameter)
-            if self._logged_settings[at] == fact.settings:
+            if self._facts.settings[at] == fact.settings:
                 continue
             for name in names:
                 logged_setting, setting = logged[name][at], fact.settings.get(name)
@@ -250,10 +222,11 @@ class StepProof:
         mark_of: Callable[[str], ParameterMark],
     ) -> Difference | None:
         worst: tuple[float, float, str] | None = None
+        logged = self._marks.rows
         for at in range(row, row + count):
-            name = self._rows["parameter"][at]
-            if self._rows["checksum"][at] != checksums[name]:
-                before = ParameterMark(self._rows["checksum"][at], tuple(self._rows["projections"][at]))
+            name = logged["parameter"][at]
+            if logged["checksum"][at] != checksums[name]:
+                before = ParameterMark(logged["checksum"][at], tuple(logged["projections"][at]))
                 size = before.distance(mark_of(name))
                 norm = before.distance(ParameterMark(0, (0.0,) * len(before.projections)))
                 found = (size / norm if norm else np.inf if size else 0.0, size, name)
@@ -291,6 +264,14 @@ def _same(before: Any, now: Any) -> bool:
     if before is None or now is None:
         return (before is None or before != before) and (now is None or now != now)
     return bool(before == now) or (before != before and now != now)
+
+
+def _own_rows(start: Start, name: str, whole: Tensor) -> Tensor:
+    """Return of a recorded parameter, or of its state, the rows that a process has where it is divided by rows."""
+    divided = start.divided.get(name)
+    if divided is None or tuple(whole.shape) != tuple(divided.shape):
+        return whole
+    return whole[divided.first : divided.first + len(start.parameters[name])]
 
 
 def _distance(recorded: Tensor, now: Tensor) -> tuple[float, float]:

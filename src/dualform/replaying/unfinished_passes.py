@@ -24,7 +24,8 @@ class UnfinishedPasses:
         self._source = source
         self._jobs = jobs
         names = [name_job(job) for job in jobs]
-        known = source.is_restartable and bool(names) and None not in names
+        alone = source.description.processes == 1  # several processes would have to have come equally far
+        known = alone and source.is_restartable and bool(names) and None not in names
         self._what = ("unfinished", *names) if known else None
 
     def find(self) -> tuple[int, list[Any]] | None:

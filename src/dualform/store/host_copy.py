@@ -31,7 +31,7 @@ def _nothing() -> None:
 
 def is_elsewhere(tensor: Tensor) -> bool:
     """Say whether a tensor is in another memory than the CPU's, so that it has to be copied to be written."""
-    return tensor.device.type != "cpu"
+    return not tensor.is_cpu
 
 
 class HostCopier:
@@ -42,9 +42,9 @@ class HostCopier:
 
     def copy(self, tensors: Sequence[Tensor]) -> HostCopy:
         """Return tensors in the CPU's memory: themselves where they are there, else copies that may be on their way."""
-        devices = {tensor.device for tensor in tensors}
-        if all(device.type == "cpu" for device in devices):
+        if {tensor.is_cpu for tensor in tensors} <= {True}:
             return HostCopy(tensors, _nothing)
+        devices = {tensor.device for tensor in tensors}
         device = devices.pop()
         if devices or device.type != "cuda":
             return HostCopy([tensor.cpu() for tensor in tensors], _nothing)

@@ -165,6 +165,10 @@ class JoinedPart(PatternPart):
         ranges = [found for _, shard in self._shards if (found := shard.key_range(layer)) is not None]
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
 
+    def key_bytes(self, layer: str) -> int:
+        """Return about how many bytes a layer's keys take in memory, of all steps of the processes' shards."""
+        return sum(shard.key_bytes(layer) for _, shard in self._shards)
+
     def stored_bytes(self, layer: str) -> int:
         """Return about how many bytes a layer's patterns take in the files of all processes."""
         total = 0.0

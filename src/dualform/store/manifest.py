@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
+import torch
 import xxhash
 
 from dualform.engine.description import Count, LayerEntry, ParameterEntry, RowsEntry, Shape, TrainingEntry
@@ -27,9 +28,13 @@ from dualform.store.documents import indented, parse_json
 from dualform.store.format import MANIFEST
 from dualform.store.manifest_check import problems
 from dualform.store.places import as_blobs
+from dualform.store.row_encoding import ROW_SCALED
 
 FORMAT = "dualform"
-VERSION = 4
+VERSION = 5
+"""The version of a run with a layer whose inputs are stored in place of its keys."""
+DIVIDED_VERSION = 4
+"""The version of a run of several processes that have rows of parameters, and of no such layer."""
 WHOLE_VERSION = 3
 """The version of a run of several processes that have whole parameters, which readers of that version can read too."""
 PLAIN_VERSION = 2
@@ -162,10 +167,24 @@ class Manifest:
         """The number of published steps."""
         return self.shards[-1].stop if self.shards else 0
 
+    def inputs_dtype(self, layer: str) -> torch.dtype:
+        """Return the dtype of a layer's inputs where they are stored in place of keys: one without scales of rows.
+
+        Where rows have scales it is the one that is trained: the scale of a key is that of its own largest element.
+        """
+        entry = self.layers[layer]
+        stored: torch.dtype = getattr(torch, entry.dtype)
+        if stored not in ROW_SCALED:
+            return stored
+        trained: torch.dtype = getattr(torch, self.parameters[entry.uses[0].parameter].dtype)
+        return trained
+
     def to_json(self) -> str:
         """Return the manifest as it stands in the folder."""
         several = bool(self.rank or self.processes)
-        version = VERSION if self.divided else WHOLE_VERSION if several else PLAIN_VERSION
+        version = DIVIDED_VERSION if self.divided else WHOLE_VERSION if several else PLAIN_VERSION
+        if any(layer.unfolding is not None for layer in self.layers.values()):
+            version = VERSION
         head = {"format": FORMAT, "version": version, "steps": self.steps}
         body = msgspec.to_builtins(self, enc_hook=_plain)
         if not several:
@@ -184,6 +203,8 @@ class Manifest:
         if self.checkpoints is None:
             del body["checkpoints"]
         for layer in body["layers"].values():
+            if layer["unfolding"] is None:
+                del layer["unfolding"]
             layer["uses"] = [{name: x for name, x in use.items() if x not in (None, (), [])} for use in layer["uses"]]
         return sealed(head | body)
 

@@ -29,6 +29,7 @@ from dualform.store.format import (
     unexplained_file,
 )
 from dualform.store.label_text import label_problem
+from dualform.store.unfolding_check import unfolding_problem
 from dualform.store.use_check import use_problem
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def _layer_problems(manifest: "Manifest", name: str, layer: "LayerEntry") -> Ite
         yield f"layer {name!r} has no uses of parameters, or two of one name"
     if layer.dtype != "int8" and not (_is_dtype(layer.dtype) and getattr(torch, layer.dtype).is_floating_point):
         yield f"layer {name!r} is stored as {layer.dtype!r}; expected a dtype of floating-point numbers, or 'int8'"
+    if layer.unfolding is not None and (problem := unfolding_problem(layer, manifest.inputs_dtype(name))):
+        yield f"layer {name!r}: {problem}"
     for use in layer.uses:
         parameter = use.parameter
         entry = manifest.parameters.get(parameter)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from dualform.errors import RefusedError, ResumeError, RunFactoryError
 from dualform.recording.check_schedule import Check
 from dualform.recording.keep import Keep, Shares, Steps, as_keeps, divided
-from dualform.recording.processes import unwrap_model
+from dualform.recording.processes import refuse_some_of_all, unwrap_model
 from dualform.recording.recorder import Recorder
 from dualform.recording.step_preparation import OnFailure
 from dualform.recording.watch import Dtype, Layers, StoredDtype, stored_dtype
@@ -127,7 +127,7 @@ def record(
         keep=keeps,
         training=training,
     )
-    return Recorder(
+    recorder = Recorder(
         model,
         optimizer,
         writer if shares is None else ShareWriter(writer, shares, unwrap_model(model)),
@@ -140,3 +140,6 @@ def record(
         check=check,
         stored_loosely=lambda layer: stored_dtype(dtype, layer) == "int8",
     )
+    if again:
+        refuse_some_of_all(recorder.world)
+    return recorder

@@ -50,7 +50,7 @@ def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) ->
         raise ResumeError(
             f"{run.name} was made from checkpoints, and no training can be added to it. Record to another folder."
         )
-    _same_shape(run.manifest, wanted)
+    _same_shape(run.manifest, as_stored(run.manifest, wanted))
     if start.processes > 1 and RANK in run.manifest.columns:
         raise ResumeError(
             f"The run has a column {RANK!r}, which is the name of a process's number in a run of several processes. "
@@ -79,7 +79,7 @@ def join_at(blobs: Blobs, wanted: Manifest, step: int) -> tuple[Manifest, Tag]:
         step: where the first process continues the run.
     """
     run = Run(blobs, rank=wanted.rank)
-    _same_shape(run.manifest, wanted)
+    _same_shape(run.manifest, as_stored(run.manifest, wanted))
     manifest = _cut(run.published, step)
     manifest = dataclasses.replace(manifest, divided=manifest.divided or wanted.divided)
     tag = manifest.publish(blobs, was=run.manifest_tag)
@@ -131,6 +131,17 @@ def read_pools(run: Run) -> tuple[set[str], dict[str, Pool]]:
         for layer, (base, _) in shard.entry.pools.items():
             pools.setdefault(layer, Pool()).remember(base, shard.digests(layer))
     return seen, pools
+
+
+def as_stored(old: Manifest, new: Manifest) -> Manifest:
+    """Return the description of a recording that goes on with a run which stores keys, where it would store inputs."""
+    layers = {
+        name: dataclasses.replace(layer, unfolding=None)
+        if name in old.layers and old.layers[name].unfolding is None
+        else layer
+        for name, layer in new.layers.items()
+    }
+    return dataclasses.replace(new, layers=layers)
 
 
 def _same_shape(old: Manifest, new: Manifest) -> None:

@@ -24,8 +24,9 @@ from dualform.printable import cut
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.row_encoding import ROW_SCALED, SCALE, stored_dtypes
-from dualform.store.tables import CALLS, MARKS, STEPS
+from dualform.store.tables import CALLS, MARKS, SIZES, STEPS
 from dualform.store.tensors import TensorPlace
+from dualform.store.unfolding_check import stored_elements
 
 MAX_CALL_PATTERNS = 1 << 40
 """Number of rows, positions or patterns of one call, above which a table of calls is refused: sums stay in 64 bits."""
@@ -34,6 +35,8 @@ MAX_EMPTY_STEPS = 100_000
 LARGEST_LAYOUT = (1 << 20, 4096)
 """Elements that an error may have reached over in memory: this many, or this many times its own elements."""
 SETTING_TYPES = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
+INPUTS = "inputs"
+"""What follows a layer's name in that of the tensor of its inputs."""
 _LAYOUT = re.compile(r"(\d{1,12}(?:,\d{1,12})*):(\d{1,12}(?:,\d{1,12})*)", re.ASCII)
 
 Ints = npt.NDArray[np.int64]
@@ -43,7 +46,8 @@ def calls_columns_problem(schema: pa.Schema) -> str:
     """Say what is wrong with the columns of a table of calls; the first runs had no layouts."""
     expected = {field.name: field.type for field in CALLS}
     found = {field.name: field.type for field in schema}
-    if len(found) != len(schema) or found not in (expected, {k: v for k, v in expected.items() if k != "layout"}):
+    known = {name: kind for name, kind in found.items() if (name, kind) != (SIZES.name, SIZES.type)}
+    if len(found) != len(schema) or known not in (expected, {k: v for k, v in expected.items() if k != "layout"}):
         return f"its columns are {_column_names_text(schema)}; expected those of a table of calls"
     return ""
 
@@ -101,7 +105,7 @@ def calls_problem(
     if problem := _annotation_problem(table, column, annotated):
         return problem
     layers = np.asarray(encoded.indices)
-    layouts = _layouts(table)
+    layouts, input_sizes = texts_of_calls(table, "layout"), texts_of_calls(table, SIZES.name)
     expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
     for i, name in enumerate(names):
         here = np.flatnonzero(layers == i)
@@ -113,18 +117,28 @@ def calls_problem(
             if count and entry.d_in and name not in shard.key_range:
                 return f"the manifest has no range of the keys of layer {name!r}"
             expected |= _expected(name, entry, count, shard.pools.get(name))
-        known = set(zip(layouts[here].tolist(), sizes.tolist(), strict=True)) if len(layouts) else set()
+            if entry.unfolding is not None and name not in shard.pools:
+                texts = [None] * len(here) if input_sizes is None else input_sizes[here].tolist()
+                stored = stored_elements(entry.unfolding, entry.d_in, texts, sizes)
+                if isinstance(stored, str):
+                    return f"{cut(repr(stored))} are no sizes of inputs that make the keys of a call of layer {name!r}"
+                expected[f"{name}/{INPUTS}"] = ((stored,), (manifest.inputs_dtype(name),))
+                for gone in (f"{name}/keys", f"{name}/keys{SCALE}"):
+                    expected.pop(gone, None)
+            elif input_sizes is not None and any(text is not None for text in input_sizes[here]):
+                return f"a call of layer {name!r} has sizes of inputs, but its keys are stored"
+        known = set() if layouts is None else set(zip(layouts[here].tolist(), sizes.tolist(), strict=True))
         for layout, size in known:
             if layout is not None and not _is_layout(layout, size, entry.d_out):
                 return f"{cut(repr(layout))} is no layout of the errors of layer {name!r}"
     return _tensors_problem(places, expected) or _pools_problem(shard, names)
 
 
-def _layouts(table: pa.Table) -> npt.NDArray[np.object_]:
-    """Return the layout of each call; an empty array where no call has a layout."""
-    if "layout" not in table.column_names or table["layout"].null_count == table.num_rows:
-        return np.zeros(0, dtype=object)
-    return np.asarray(table["layout"].to_pylist(), dtype=object)
+def texts_of_calls(table: pa.Table, column: str) -> npt.NDArray[np.object_] | None:
+    """Return each call's entry in a column of texts, None for none; None where no call has any."""
+    if column not in table.column_names or table[column].null_count == table.num_rows:
+        return None
+    return np.asarray(table[column].to_pylist(), dtype=object)
 
 
 def _address_problem(column: Mapping[str, Ints], shard: ShardEntry) -> str:

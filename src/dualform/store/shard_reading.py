@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dualform.engine.source import PatternPart
 from dualform.errors import CorruptError, ReplayError
+from dualform.identity.unfolding import Unfolding
 from dualform.lazy import compute as pc
 from dualform.store.blobs import Blob, Blobs
 from dualform.store.checked_tables import (
@@ -26,15 +27,18 @@ from dualform.store.format import shard_files
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.shard_check import (
+    INPUTS,
     annotations_columns_problem,
     calls_columns_problem,
     calls_problem,
     steps_columns_problem,
     steps_problem,
+    texts_of_calls,
 )
 from dualform.store.stored_rows import FileRows, PooledRows
-from dualform.store.tables import CALLS
+from dualform.store.tables import CALLS, SIZES
 from dualform.store.tensors import OpenFiles, TensorFile
+from dualform.store.unfolded_rows import InputBlocks, UnfoldedRows
 
 CallColumns = dict[str, npt.NDArray[Any]]
 
@@ -60,6 +64,7 @@ class Shard(PatternPart):
         self._names = shard_files(entry.index)
         self._calls: dict[str, CallColumns] = {}
         self._counts: dict[str, int] = {}
+        self._inputs: dict[str, InputBlocks] = {}
 
     def count(self, layer: str) -> int:
         """Return how many patterns of a layer this shard holds."""
@@ -76,13 +81,13 @@ class Shard(PatternPart):
             columns: CallColumns = {
                 name: np.asarray(table[name].fill_null(-1), dtype=np.int64) for name in whole_columns
             }
-            known = "layout" in table.column_names  # which the first runs did not have
-            columns["layout"] = np.asarray(table["layout"] if known else [None] * table.num_rows, dtype=object)
+            layouts = texts_of_calls(table, "layout")
+            columns["layout"] = np.full(table.num_rows, None, dtype=object) if layouts is None else layouts
             columns["batch_axis"] = np.full(table.num_rows, self._manifest.batch_axis)
             self._calls[layer] = columns
         return self._calls[layer]
 
-    def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows:
+    def rows(self, layer: str, what: Literal["keys", "values"]) -> FileRows | PooledRows | UnfoldedRows:
         """Return the stored keys or values of a layer; they are read from the file when some of them are taken."""
         if self._manifest.layers[layer].store == "steps":
             raise ReplayError(
@@ -90,6 +95,9 @@ class Shard(PatternPart):
                 "the run with its training function, dualform.open(path, train=train), and ask with its own executor."
             )
         count = self.count(layer)
+        unfolding = self._manifest.layers[layer].unfolding
+        if what == "keys" and layer not in self.entry.pools and unfolding is not None:
+            return UnfoldedRows(self._tensors, f"{layer}/{INPUTS}", self._blocks(layer, unfolding))
         if what == "keys" and layer not in self.entry.pools:
             return self._stored(f"{layer}/keys", count, below=self._table_rows(layer))
         if what != "keys":
@@ -100,6 +108,17 @@ class Shard(PatternPart):
             bases=[shard.entry.pools[layer][0] for shard in shards],
             sources=[shard.pool(layer) for shard in shards],
         )
+
+    def _blocks(self, layer: str, unfolding: Unfolding) -> InputBlocks:
+        """Return where the inputs of a layer's calls lie."""
+        if layer not in self._inputs:
+            mine = self._calls_table.filter(pc.field("layer") == layer)
+            texts = texts_of_calls(mine, SIZES.name)
+            found = [None] * mine.num_rows if texts is None else texts.tolist()
+            counts = self.calls(layer)["rows"] * self.calls(layer)["positions"]
+            d_in = self._manifest.layers[layer].d_in
+            self._inputs[layer] = InputBlocks.of_calls(unfolding, d_in, found, counts.tolist())
+        return self._inputs[layer]
 
     def references(self, layer: str) -> Tensor:
         """Return the key id of each pattern's key in the layer's pool, (n,)."""
@@ -133,6 +152,13 @@ class Shard(PatternPart):
         """Return the number of rows of the table that a layer's keys are looked up in; None for other layers."""
         tables = [use.parameter for use in self._manifest.layers[layer].uses if use.parameter_map.takes_ids]
         return min((math.prod(self._manifest.parameters[table].shape[:-1]) for table in tables), default=None)
+
+    def key_bytes(self, layer: str) -> int:
+        """Return the bytes that a layer's keys take in memory: more than their inputs in the file, where these are."""
+        entry = self._manifest.layers[layer]
+        if entry.unfolding is None or layer in self.entry.pools:
+            return super().key_bytes(layer)
+        return self.count(layer) * entry.d_in * self._manifest.inputs_dtype(layer).itemsize
 
     def _tensors(self) -> TensorFile:
         return self._files.get(self.blob("patterns"))

@@ -28,6 +28,7 @@ from dualform.store.pool import DIGESTS, REFERENCES, Pool
 from dualform.store.reader import Run
 from dualform.store.resume import read_pools
 from dualform.store.row_encoding import SCALE, address_seed, encode, stored_dtypes
+from dualform.store.shard_check import INPUTS
 from dualform.store.tables import call_tables, merge_columns, steps_table
 from dualform.store.taken_steps import PooledLayers, TakenCall, TakenRows, TakenStep
 from dualform.store.tensors import publish_tensors, write_parts
@@ -167,7 +168,7 @@ class ShardWriter:
     def _take_call(self, step: int, call: TakenCall) -> None:
         """Add the patterns of a call to the shard that is open."""
         shard = self._open
-        if len(ends := _ends(call.keys)):
+        if len(ends := tuple(float(end) for end in call.keys.ends())):
             least, greatest = shard.key_range.get(call.layer, ends)
             shard.key_range[call.layer] = (min(ends[0], least), max(ends[1], greatest))
         keys = call.keys
@@ -180,7 +181,10 @@ class ShardWriter:
             keys = keys if len(new) == len(keys.rows) else TakenRows(keys.rows[new])
         stored: torch.dtype = getattr(torch, self.manifest.layers[call.layer].dtype)
         key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
-        self._add(shard.tensors, step, call, "keys", keys, key_dtype)
+        if call.pooled or self.manifest.layers[call.layer].unfolding is None:
+            self._add(shard.tensors, step, call, "keys", keys, key_dtype)
+        else:
+            self._add(shard.tensors, step, call, INPUTS, keys, self.manifest.inputs_dtype(call.layer))
         if call.values is not None:
             self._add(shard.tensors, step, call, "values", call.values, value_dtype)
 
@@ -216,12 +220,6 @@ class ShardWriter:
         """Change entries of the manifest, and publish it."""
         self.manifest = dataclasses.replace(self.manifest, **changes)
         self._tag = self.manifest.publish(self._blobs, was=self._tag)
-
-
-def _ends(keys: TakenRows) -> tuple[float, ...]:
-    """Return the least and the greatest element of keys; nothing where there are no keys."""
-    found = keys.range or (torch.aminmax(keys.rows) if keys.rows.numel() else ())
-    return tuple(float(end) for end in found)
 
 
 def _publish_table(blobs: Blobs, name: str, table: pa.Table) -> FileEntry:

@@ -74,7 +74,9 @@ class ShareWriter:
             )
         self._kept_layers = {name for name, layer in start.layers.items() if not layer.shares_only}
         self._run.shares = SharesEntry(self._entries())
-        first = self._run.open(start)
+        # The fold of groups takes keys, so the run gets them too.
+        layers = {name: dataclasses.replace(layer, unfolding=None) for name, layer in start.layers.items()}
+        first = self._run.open(dataclasses.replace(start, layers=layers))
         try:
             self._open_fold(start, first)
         except BaseException:

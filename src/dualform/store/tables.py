@@ -32,6 +32,8 @@ CALLS = pa.schema(
     ]
 )
 
+SIZES = pa.field("sizes", pa.string())
+"""In a run with layers whose inputs are stored: the sizes of a call's inputs, padded; null where keys are stored."""
 
 COLUMN_TYPES = {"b": "bool", "i": "int64", "f": "double", "U": "string"}
 """The kind of a numpy array -> the type of a column, by Arrow's name for it."""
@@ -57,14 +59,16 @@ MARKS = {  # beside the others in a run whose training is to be run again
 
 def call_tables(records: Sequence[TakenStep]) -> tuple[pa.Table, pa.Table]:
     """Return the calls table and the annotations table of a shard, of steps that are compacted."""
-    rows: dict[str, list[Any]] = {name: [] for name in CALLS.names}
+    sized = any(row[-1] is not None for record in records for row in record.call_rows)
+    schema = CALLS.append(SIZES)
+    rows: dict[str, list[Any]] = {name: [] for name in schema.names}
     offsets: dict[str, int] = {}
     before = 0  # rows of the annotation table that earlier steps take
     for record in records:
-        for layer, micro, call, count, positions, inner, annotation, *annotated, layout in record.call_rows:
+        for layer, micro, call, count, positions, inner, annotation, *more in record.call_rows:
             offset = offsets.get(layer, 0)
             first = None if annotation is None else before + annotation
-            values = (layer, record.step, micro, call, count, positions, inner, offset, first, *annotated, layout)
+            values = (layer, record.step, micro, call, count, positions, inner, offset, first, *more)
             for column, value in zip(rows.values(), values, strict=True):
                 column.append(value)
             offsets[layer] = offset + count * positions
@@ -77,18 +81,17 @@ def call_tables(records: Sequence[TakenStep]) -> tuple[pa.Table, pa.Table]:
         or [pa.table({})],
         promote_options="permissive",
     )
-    return pa.table(rows, schema=CALLS), annotations
+    calls = pa.table(rows, schema=schema)
+    return calls if sized else calls.drop_columns([SIZES.name]), annotations
 
 
 def check_columns(known: dict[str, str], binding: Binding) -> None:
     """Raise where a column has changed its type since it was first seen; integers may become floats."""
     merged = {}
     for name, column in binding.columns.items():
-        if not column.size:
-            continue  # an empty batch says nothing about its columns
         kind = COLUMN_TYPES[column.dtype.kind]
         before = known.get(name)
-        if before == kind:
+        if before == kind or not column.size:  # an empty batch says nothing about its columns
             continue
         before = kind if before is None else before
         if before != kind and {before, kind} != {"int64", "double"}:
@@ -96,7 +99,8 @@ def check_columns(known: dict[str, str], binding: Binding) -> None:
                 f"Column {name!r} held {before} so far and now holds {kind}. Keep one type, or use another column."
             )
         merged[name] = "double" if "double" in (before, kind) else kind
-    known |= merged
+    if merged:
+        known |= merged
 
 
 def merge_columns(known: Mapping[str, str], schema: pa.Schema) -> dict[str, str]:

@@ -24,7 +24,8 @@ from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
 from dualform.store.host_copy import HostCopier, HostCopy, is_elsewhere
 from dualform.store.pool import MIN_POOLED_WIDTH
-from dualform.store.row_encoding import address_seed, encode, stored_dtypes
+from dualform.store.row_encoding import ROW_SCALED, address_seed, encode, stored_dtypes
+from dualform.store.unfolding_check import sizes_text
 
 MAX_JOINED_BYTES = 1 << 16
 """Bytes of a call's patterns up to which they are put together with those of other calls of the same layer."""
@@ -38,12 +39,14 @@ class TakenRows(NamedTuple):
         scales: of stored rows that have some, (T,) float32.
         encoded: whether the rows are as they are stored.
         range: the least and the greatest element of keys, () each, where a GPU has found them.
+        seen: of stored inputs the part that lies in any key, whose elements' range is that of the keys.
     """
 
     rows: Tensor
     scales: Tensor | None = None
     encoded: bool = False
     range: tuple[Tensor, ...] = ()
+    seen: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +57,11 @@ class TakenRows(NamedTuple):
         """Return the tensors that are there, in a fixed order."""
         return [self.rows, *(() if self.scales is None else (self.scales,)), *self.range]
 
+    def ends(self) -> tuple[Tensor, ...]:
+        """Return the least and the greatest element of keys, () each; nothing where there are no keys."""
+        seen = self.rows if self.seen is None else self.seen
+        return self.range or (tuple(torch.aminmax(seen)) if seen.numel() else ())
+
 
 class TakenCall(NamedTuple):
     """The patterns of one call, or of several small calls of one layer one after the other.
@@ -62,7 +70,7 @@ class TakenCall(NamedTuple):
         layer: the layer's name.
         micro: which backward of the step accumulated them; of several calls the first one's.
         call: which call of its layer in that backward; of several calls the first one's.
-        keys: (T, d_in)
+        keys: (T, d_in); of a layer whose inputs are stored the elements of these, or of keys, (n,).
         values: (T, d_out), or None where only keys are kept.
         pooled: whether the layer's identical keys are stored once.
         joinable: whether the rows are encoded without regard to their address, so that those of calls may be joined.
@@ -99,10 +107,11 @@ class StepMarks:
     annotations: str
 
 
-CallRow = tuple[str, int, int, int, int, int, int | None, int | None, int | None, str | None]
+CallRow = tuple[str, int, int, int, int, int, int | None, int | None, int | None, str | None, str | None]
 """A call's row in the calls table, without its step and the offset of its patterns.
 
-layer, micro, call, rows, positions, inner, and layout are those of `StepCall`. Before the layout come the call's first
+layer, micro, call, rows, positions, inner, and layout are those of `StepCall`. Behind them come the sizes of the call's
+inputs, where these are stored. Before the layout come the call's first
 row among the step's rows of columns (None without columns), and the rows and positions of its columns. A plain tuple of
 numbers and strings is something that the garbage collector need not look through.
 """
@@ -132,6 +141,7 @@ class TakenStep:
     rows: Mapping[str, RowCheck]
     copy: HostCopy | None  # until it is released: it refers to all tensors
     marks: StepMarks | None = None  # where the training is to be run again
+    sizes: Sequence[str | None] = ()  # of each call's inputs, where any of the run are stored, until it is compacted
     call_rows: list[CallRow] = field(default_factory=list)  # once it is compacted
     columns: list[ColumnRows] = field(default_factory=list)  # once it is compacted
 
@@ -148,8 +158,8 @@ class TakenStep:
 
     def compact(self) -> None:
         """Turn the places of the calls into rows, and put small calls of a layer together; after `wait`."""
-        self.call_rows, self.columns = _rows_of(self.places)
-        self.places = ()
+        self.call_rows, self.columns = _rows_of(self.places, self.sizes or [None] * len(self.places))
+        self.places, self.sizes = (), ()
         by_layer: dict[str, list[TakenCall]] = {}
         for call in self.calls:
             by_layer.setdefault(call.layer, []).append(call)
@@ -169,21 +179,30 @@ def _joined(calls: Sequence[TakenCall]) -> TakenCall:
     if len(calls) == 1:
         return calls[0]
     values = [call.values.rows for call in calls if call.values is not None]
+    ends: tuple[Tensor, ...] = ()
+    if any(call.keys.seen is not None for call in calls) and (each := list(filter(None, map(_ends, calls)))):
+        ends = torch.stack([low for low, _ in each]).min(), torch.stack([high for _, high in each]).max()
     return calls[0]._replace(
-        keys=TakenRows(torch.cat([call.keys.rows for call in calls])),
+        keys=TakenRows(torch.cat([call.keys.rows for call in calls]), range=ends),
         values=TakenRows(torch.cat(values)) if values else None,
     )
 
 
-def _rows_of(places: Sequence[tuple[str, StepCall]]) -> tuple[list[CallRow], list[ColumnRows]]:
+def _ends(call: TakenCall) -> tuple[Tensor, ...]:
+    return call.keys.ends()
+
+
+def _rows_of(
+    places: Sequence[tuple[str, StepCall]], sizes: Sequence[str | None]
+) -> tuple[list[CallRow], list[ColumnRows]]:
     """Return the rows of a step's calls, and the columns that they refer to, each batch's once."""
     found: list[CallRow] = []
     offsets: dict[int, int] = {}  # id of a binding -> its first row
     bindings: list[Binding] = []
     rows_before = 0
-    for layer, (_, micro, call, rows, positions, inner, binding, layout, _) in places:
+    for (layer, (_, micro, call, rows, positions, inner, binding, layout, _)), size in zip(places, sizes, strict=True):
         if binding is None or not rows * positions:  # an empty batch has nothing to annotate
-            found.append((layer, micro, call, rows, positions, inner, None, None, None, layout))
+            found.append((layer, micro, call, rows, positions, inner, None, None, None, layout, size))
             continue
         offset = offsets.get(id(binding))
         if offset is None:
@@ -191,7 +210,7 @@ def _rows_of(places: Sequence[tuple[str, StepCall]]) -> tuple[list[CallRow], lis
             bindings.append(binding)
             rows_before += binding.size
         annotated = offset, binding.rows, binding.positions
-        found.append((layer, micro, call, rows, positions, inner, *annotated, layout))
+        found.append((layer, micro, call, rows, positions, inner, *annotated, layout, size))
     if len(bindings) > 1 and all(binding.constant for binding in bindings):
         columns = [ColumnRows({name: column[None] for name, column in b.columns.items()}, None) for b in bindings]
     else:
@@ -228,7 +247,7 @@ class PooledLayers:
         """Say whether a call's layer has a pool; the layer's first call decides."""
         decided = self._decided.get(record.layer)
         if decided is None:
-            wide = record.keys.is_floating_point() and record.keys.shape[1] >= MIN_POOLED_WIDTH
+            wide = record.keys.is_floating_point() and record.width >= MIN_POOLED_WIDTH
             decided = self._decided[record.layer] = record.raw and wide and call.positions == 1
         return decided
 
@@ -242,6 +261,7 @@ class AccumulatedCalls:
         pooled: PooledLayers,
         *,
         unstored: Collection[str] = (),
+        inputs: Collection[str] = (),
         marker: ParameterMarker | None = None,
         rank: int = 0,
     ) -> None:
@@ -251,12 +271,14 @@ class AccumulatedCalls:
             dtypes: layer -> the dtype that it is stored in.
             pooled: says which layers' identical keys are stored once.
             unstored: the layers whose patterns are let go of at once; only their calls' places are kept.
+            inputs: the layers whose inputs are stored in place of their keys.
             marker: marks the parameters after each step; None where the training is not to be run again.
             rank: the number of this process, of several.
         """
         self._dtypes = dtypes
         self._pooled = pooled
         self._unstored = frozenset(unstored)
+        self._with_inputs = frozenset(inputs)
         self._marker = marker
         self._rank = rank
         self._copier = HostCopier()
@@ -307,17 +329,31 @@ class AccumulatedCalls:
             for record, call in zip(records, facts.calls, strict=True)
         ]
         found: list[TakenRows] = []
+        sizes: list[str | None] = []
         for call, record, in_pool in zip(facts.calls, records, pooled, strict=True):
-            keys, values = call.keys_of(record), record.values
+            keys, values, seen = call.keys_of(record), record.values, None
+            sizes.append(None)
+            if record.unfolding is not None and in_pool:
+                keys = record.unfolding.rows(keys)
+            elif record.layer in self._with_inputs and not in_pool:
+                seen = keys
+                if record.unfolding is not None:
+                    seen = record.unfolding.used(keys)
+                    sizes[-1] = sizes_text(keys.shape[2:])
+                keys = keys.reshape(-1)
             if not is_elsewhere(keys):
-                found.extend([TakenRows(keys)] if values is None else [TakenRows(keys), TakenRows(values)])
+                found.append(TakenRows(keys, seen=seen))
+                if values is not None:
+                    found.append(TakenRows(values))
                 continue
             of_keys, of_values = stored_dtypes(self._dtypes[record.layer], pooled=in_pool)
             seed = partial(_seed, record.layer, facts.step, call, self._rank)
+            if seen is not None:
+                of_keys = keys.dtype if self._dtypes[record.layer] in ROW_SCALED else of_keys
             # Keys of a pool are known by the bytes that were trained with.
-            found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys"))
+            found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys", keys if seen is None else seen))
             if values is not None:
-                found.append(_encoded(values, of_values, seed, "values"))
+                found.append(_encoded(values, of_values, seed, "values", None))
         marked = {} if self._marker is None else self._marker.measure(facts.parameters)
         inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
         patterns = [tensor for rows in found for tensor in rows.tensors()]
@@ -345,7 +381,7 @@ class AccumulatedCalls:
         if self._marker is not None:
             packed = {name: next(here) for name in marked}
             marks = StepMarks(packed, list(here), digest_calls(places), digest_annotations(places))
-        return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy, marks)
+        return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy, marks, sizes)
 
 
 def _seed(layer: str, step: int, call: StepCall, rank: int, what: str) -> int:
@@ -353,7 +389,9 @@ def _seed(layer: str, step: int, call: StepCall, rank: int, what: str) -> int:
     return address_seed(layer, what, step, call.micro, call.call, rank)
 
 
-def _encoded(rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int], what: str) -> TakenRows:
+def _encoded(
+    rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int], what: str, seen: Tensor | None
+) -> TakenRows:
     """Return rows as they go to the CPU's memory from another one: keys with their range, and encoded.
 
     Args:
@@ -361,8 +399,9 @@ def _encoded(rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int]
         dtype: what to store them in; None where they are to be encoded later.
         seed: returns the seed of the noise that keys or values are rounded with.
         what: "keys" or "values".
+        seen: what the range of keys is of; None for values.
     """
-    ends = tuple(torch.aminmax(rows)) if what == "keys" and rows.numel() else ()
+    ends = tuple(torch.aminmax(seen)) if seen is not None and seen.numel() else ()
     if dtype is None:
         return TakenRows(rows, range=ends)
     return TakenRows(*encode(rows, dtype, seed=seed(what)), encoded=True, range=ends)

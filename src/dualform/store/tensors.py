@@ -263,6 +263,20 @@ class TensorFile:
         self._read_into(buffer, place.offset + start * place.row_bytes)
         return buffer.view(place.dtype).view(shape)
 
+    def read_parts(self, name: str, begins: Sequence[int], size: int) -> Tensor:
+        """Return parts of a tensor, each of `size` rows and given by its first, (parts, size, ...), in new memory."""
+        place = self.place(name)
+        width = place.row_bytes
+        if isinstance(self._content, _FileBytes):
+            buffer = torch.empty(len(begins) * size, *place.shape[1:], dtype=place.dtype)
+            for i, begin in enumerate(begins):
+                self.read(place, begin, begin + size, buffer[i * size :][:size].view(torch.uint8).view(-1))
+        else:
+            found = self.blob.ranges([(place.offset + begin * width, size * width) for begin in begins])
+            joined = np.concatenate([np.frombuffer(content, dtype=np.uint8) for content in found])
+            buffer = torch.from_numpy(joined).view(place.dtype)
+        return buffer.view(len(begins), size, *place.shape[1:])
+
     def tensor(self, name: str) -> Tensor:
         """Return a whole tensor: as a map of the file, which is read where it is used, or read into memory."""
         place = self.place(name)

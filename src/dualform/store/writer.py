@@ -25,13 +25,14 @@ from dualform._version import __version__
 from dualform.engine.description import LayerEntry, ParameterEntry, Stored, TrainingEntry
 from dualform.engine.proofs import ParameterMarker
 from dualform.errors import CorruptError, RefusedError, ResumeError, RunExistsError, StoreError
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.annotations import Binding
 from dualform.recording.estimate import size_text
 from dualform.recording.keep import Keep, Patterns, Steps, keeps_patterns
 from dualform.recording.media import Files
 from dualform.recording.sinks import CallRecord, LayerStart, PreparedStep, Start, StepFacts
 from dualform.recording.surroundings import find_surroundings
-from dualform.recording.watch import Dtype, stored_dtype
+from dualform.recording.watch import Dtype, StoredDtype, stored_dtype, stores_inputs
 from dualform.store.blobs import Blob, Blobs, FileEntry
 from dualform.store.format import FINAL, FROZEN, INITIAL, MANIFEST, STARTING, STATE, rank_folder
 from dualform.store.host_copy import HostCopier, HostCopy
@@ -39,7 +40,7 @@ from dualform.store.kept_state import ShardState, StateKeeper
 from dualform.store.manifest import Manifest, SharesEntry
 from dualform.store.queue import MAX_WAIT_SECONDS, ByteQueue
 from dualform.store.reader import Run
-from dualform.store.resume import count_updates, find_step, join_at, resume_at
+from dualform.store.resume import as_stored, count_updates, find_step, join_at, resume_at
 from dualform.store.shard_writing import ShardWriter
 from dualform.store.tables import check_columns
 from dualform.store.taken_steps import AccumulatedCalls, PooledLayers, TakenRows, TakenStep
@@ -153,23 +154,11 @@ class DiskWriter:
         Of several processes the first has to open its writer before the others, which join the run where it begins.
         """
         self.rank = start.rank
-        if start.processes > 1 and self._training is not None:
-            raise RefusedError(
-                "keep=Steps() is not supported for a training in several processes: a replay runs in one process. "
-                "Keep patterns, or shares."
-            )
         if self.rank:
             self.place = self.blobs.within(rank_folder(self.rank))
         self._divided = frozenset(start.divided)
         self._shards = ShardWriter(self.place, self._describe(start))
-        layers = self._shards.manifest.layers
-        self._accumulated = AccumulatedCalls(
-            self._dtypes(),
-            PooledLayers(),
-            unstored=[name for name, layer in layers.items() if layer.store == "steps"],
-            marker=None if self._training is None else ParameterMarker(),
-            rank=self.rank,
-        )
+        self._accumulated = self._new_accumulated(PooledLayers())
         kept = start.state if start.divided or not self.rank else None
         self._keeper = StateKeeper(kept, divided_only=self.rank > 0)
         steps = 0
@@ -231,6 +220,10 @@ class DiskWriter:
         """Say whether the values of a layer are stored, or looked at before they are."""
         return self._accumulated.stores(layer)
 
+    def takes_inputs(self, layer: str) -> bool:
+        """Say whether the inputs of a layer are stored in place of its keys."""
+        return self._shards.manifest.layers[layer].unfolding is not None
+
     def needs_whole_steps(self) -> bool:
         """Say whether the run keeps steps, to be made again."""
         return self._training is not None
@@ -257,8 +250,7 @@ class DiskWriter:
         self._check_whole()
         try:
             self._queue.wait_for_room(self._accumulated.nbytes())  # before memory is taken for the copies
-            # Facts and samples are the same in every process; process 0 logs them.
-            taken = self._accumulated.join(replace(facts, facts=(), samples={}) if self.rank else facts)
+            taken = self._accumulated.join(self._own_facts(facts) if self.rank else facts)
             if not self._checked:
                 self._check_space(taken)
             size = taken.nbytes
@@ -273,6 +265,15 @@ class DiskWriter:
                 self._put_seal(moments[0])
         elif self._is_full():
             self._put_seal(self._look(facts.snapshot))
+
+    def _own_facts(self, facts: StepFacts) -> StepFacts:
+        """Return a step without what is the same in every process, which process 0 logs: settings, factors, samples.
+
+        Where the training is to be run again, every process logs the marks of its own parameters and calls.
+        """
+        if self._training is None:
+            return replace(facts, facts=(), samples={})
+        return replace(facts, facts=[one._replace(settings={}, factors=()) for one in facts.facts])
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards; what was queued stays queued."""
@@ -438,6 +439,7 @@ class DiskWriter:
                     store=self._store(name, layer),
                     dtype=self._stored_dtype(name, layer) or _name(start.parameters[layer.uses[0].parameter].dtype),
                     optional=layer.optional,
+                    unfolding=self._unfolding(name, layer, start.parameters[layer.uses[0].parameter].dtype),
                 )
                 for name, layer in start.layers.items()
             },
@@ -462,7 +464,16 @@ class DiskWriter:
             processes=((0, start.processes),) if start.processes > 1 and not start.rank else (),
         )
 
-    def _stored_dtype(self, name: str, layer: LayerStart) -> str | None:
+    def _unfolding(self, name: str, layer: LayerStart, trained: torch.dtype) -> Unfolding | None:
+        """Return how keys are taken from inputs, if these are stored in their place.
+
+        A run that keeps steps is compared with replays by the checksums of its keys.
+        """
+        if layer.unfolding is None or self._training is not None:
+            return None
+        return layer.unfolding if stores_inputs(layer.unfolding, self._stored_dtype(name, layer), trained) else None
+
+    def _stored_dtype(self, name: str, layer: LayerStart) -> StoredDtype | None:
         """Return the dtype in which a layer's patterns are stored; None for the one that is trained."""
         return None if self._store(name, layer) == "steps" else stored_dtype(self.dtype, name)
 
@@ -510,21 +521,24 @@ class DiskWriter:
             )
         step = None if self._resume is True else int(self._resume)
         pooled = self._shards.continue_from(*resume_at(self.blobs, self._shards.manifest, start, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
+        self._accumulated = self._new_accumulated(pooled)
         self._columns = dict(self._shards.manifest.columns)
         state, files = self._keeper.begin(self.blobs)
         self._shards.publish_manifest(files={**self._shards.manifest.files, **files}, uncovered_state=state)
 
     def _join(self, start: Start) -> int:
         """Join the run that process 0 has just begun or continued, and return the number of its first step to come."""
-        step = Manifest.read(self.blobs).steps
+        first = Manifest.read(self.blobs)
+        step = first.steps
         if self.place.size(MANIFEST) is None:
+            self._shards.manifest = as_stored(first, self._shards.manifest)
+            self._accumulated = self._new_accumulated(PooledLayers())
             self.place.remove_unpublished()
             files = self._publish_rows(INITIAL, _start_tensors(start)) if not step and self._begins(start) else {}
             self._publish_divided_state(files)
             return step
         pooled = self._shards.continue_from(*join_at(self.place, self._shards.manifest, step))
-        self._accumulated = AccumulatedCalls(self._dtypes(), pooled, rank=self.rank)
+        self._accumulated = self._new_accumulated(pooled)
         self._columns = dict(self._shards.manifest.columns)
         self._publish_divided_state(self._shards.manifest.files)
         return step
@@ -550,9 +564,24 @@ class DiskWriter:
         }
         return {name: publish_tensors(self.place, name, mine)} if mine else {}
 
+    def _new_accumulated(self, pooled: PooledLayers) -> AccumulatedCalls:
+        """Return what takes the calls of a recording whose manifest is there."""
+        return AccumulatedCalls(
+            self._dtypes(),
+            pooled,
+            unstored=[name for name, layer in self._shards.manifest.layers.items() if layer.store == "steps"],
+            inputs=self._with_inputs(),
+            marker=None if self._training is None else ParameterMarker(),
+            rank=self.rank,
+        )
+
     def _dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype that each layer is stored in."""
         return {name: getattr(torch, layer.dtype) for name, layer in self._shards.manifest.layers.items()}
+
+    def _with_inputs(self) -> list[str]:
+        """Return the layers whose inputs are stored in place of their keys."""
+        return [name for name in self._shards.manifest.layers if self.takes_inputs(name)]
 
     def _check_space(self, record: TakenStep) -> None:
         self._checked = True
@@ -570,7 +599,7 @@ class DiskWriter:
             if taken is None:
                 return 0
             dtype = stored_dtype(self.dtype, layer)
-            if taken.encoded or dtype is None or not taken.rows.is_floating_point():
+            if taken.encoded or dtype is None or not taken.rows.is_floating_point() or taken.rows.dim() == 1:
                 return taken.nbytes
             itemsize: int = getattr(torch, dtype).itemsize
             return itemsize * taken.rows.numel() + 4 * len(taken.rows)  # and a scale for each row

@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adagrad, filled": (torch.optim.Adagrad, {"lr": 3e-2, "initial_accumulator_value": 0.1}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0, "weight_decay": 0.01}),
 }
-STEPS = 30
+STEPS = 20
 WITHIN = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -127,7 +127,7 @@ def test_shares_add_up_and_contributions_are_what_they_sum_to(name: str) -> None
 def test_top_contributions_equal_the_dense_ones(run: Path) -> None:
     model, _ = train(run, *SETTINGS["AdamW"])
     inputs, _ = batch(1000, torch.float64)
-    for memory in (dualform.open(run), dualform.open(run).where("label > 0").at(step=27)):
+    for memory in (dualform.open(run), dualform.open(run).where("label > 0").at(step=18)):
         layer = memory.attend(model, inputs, other_model=True)["0"]
         each = layer.contributions()
         units = torch.arange(len(inputs)) % 5

@@ -87,7 +87,7 @@ def schedules(draw: st.DrawFn) -> list[Step]:
 
 
 @given(steps=schedules(), warm=st.booleans(), foreach=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_schedule_gives_torchs_coefficients(steps: list[Step], *, warm: bool, foreach: bool) -> None:
     facts = facts_of(steps, warm=warm, dtype="float64")
     for horizon in {0, len(steps) // 2, len(steps)}:
@@ -184,7 +184,7 @@ def folded(steps: list[Step], *, warm: bool, dtype: torch.dtype) -> tuple[Tensor
     return weights, averages, replay.parameter.detach()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules(), st.booleans())
 def test_step_maps_are_the_optimizer_and_the_coefficients(steps: list[Step], warm: bool) -> None:
     weight, buffer, replayed = folded(steps, warm=warm, dtype=torch.float64)

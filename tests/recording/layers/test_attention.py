@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
-from helpers.loops import leftovers
+from helpers.loops import WITHIN, leftovers
+from helpers.pairs import pairwise
 
 E, L, S, B = 8, 5, 4, 3
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
 }
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 EVERY_OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
@@ -57,7 +57,6 @@ CASES = {
     ),
     "zero attention": Case(("in_proj", "out_proj"), {"add_zero_attn": True}),
 }
-EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 class Net(nn.Module):
@@ -101,10 +100,9 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, dtype: t
 
 
 @pytest.mark.mostly_slow(fast=11)
-@DTYPES
-@EVERY_OPTIMIZER
-@EVERY_CASE
-def test_rebuilds_every_projection(tmp_path: Path, case: Case, optimizer: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(CASES, OPTIMIZERS, WITHIN), ids=str)
+def test_rebuilds_every_projection(tmp_path: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
     torch.manual_seed(1)
     plain = Net(case).to(dtype)
     model = copy.deepcopy(plain)
@@ -113,14 +111,14 @@ def test_rebuilds_every_projection(tmp_path: Path, case: Case, optimizer: str, d
         fit(model, chosen, case, dtype)
     assert not leftovers(model, chosen)
     fit(plain, OPTIMIZERS[optimizer](plain), case, dtype)
-    for name, parameter in model.named_parameters():  # recording changes nothing, dropout included
-        assert torch.equal(parameter, plain.get_parameter(name)), name
+    for own, parameter in model.named_parameters():  # recording changes nothing, dropout included
+        assert torch.equal(parameter, plain.get_parameter(own)), own
     memory = dualform.open(tmp_path / "run")
     found = memory.verify(model)
     assert found.passed, found
     if dtype == torch.float64:
         assert all((layer.error or 0.0) <= 1e-10 for layer in found.layers), found
-    mine = [name.removeprefix("attention.") for name in memory.layers if name.startswith("attention.")]
+    mine = [layer.removeprefix("attention.") for layer in memory.layers if layer.startswith("attention.")]
     assert tuple(mine) == case.projections
 
 

@@ -10,9 +10,11 @@ from torch.nn import functional
 
 import dualform
 from dualform.experiments.datasets import load, standardised
-from dualform.recording.layers import conv as conv_kinds
+from dualform.identity import unfolding as unfoldings
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.layers import find_kind
-from dualform.recording.layers.conv import patches_on_cpu, unfolded_patches
+from helpers.loops import WITHIN
+from helpers.pairs import pairwise
 
 OPTIONS: dict[str, tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], dict[str, Any], tuple[int, ...]]] = {
     "1-D": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (9,)),
@@ -52,9 +54,7 @@ STEPS = 24  # of which checks see all of the first 20, and some of the others
 
 
 @pytest.mark.mostly_slow(fast=4)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(OPTIONS, OPTIMIZERS, WITHIN), ids=str)
 def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
     make, options, size = OPTIONS[name]
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.
     memory = dualform.open(run)
     found = memory.verify(model)
     assert found.passed
-    assert all((layer.error or 0) <= (1e-5 if dtype == torch.float32 else 1e-12) for layer in found.layers)
+    assert all((layer.error or 0) <= WITHIN[dtype] for layer in found.layers)
     assert memory.at(step=STEPS // 2).verify(middle).passed
     layer = memory.attend(model, inputs)["0"]
     kind = find_kind(model[0])
@@ -146,11 +146,14 @@ def test_a_network_on_digits_learns_and_is_covered(run: Path) -> None:
     assert set(top["label"].to_pylist()) <= set(range(10))
 
 
-@pytest.mark.parametrize("most", [0, conv_kinds.MAX_PLACES])
+@pytest.mark.parametrize("most", [0, unfoldings.MAX_PLACES])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_patches_are_the_same_in_every_way(option: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_kinds, "MAX_PLACES", most)
+    monkeypatch.setattr(unfoldings, "MAX_PLACES", most)
     kind, settings, size = OPTIONS[option]
-    conv, padded = kind(4, 8, **settings), torch.randn(3, 4, *(length + 4 for length in size))
+    conv = kind(4, 8, **settings)
+    unfolding = Unfolding(conv.kernel_size, conv.stride, conv.dilation)
+    padded = torch.randn(3, 4, *(length + 4 for length in size))
     for inputs in (padded, padded[:0], padded.bfloat16(), padded.movedim(1, -1).contiguous().movedim(-1, 1)):
-        assert torch.equal(patches_on_cpu(conv, inputs), unfolded_patches(conv, inputs))
+        plain = unfolding.patches(inputs)
+        assert torch.equal(unfolding.rows(inputs), plain.reshape(-1, plain.shape[-1]))

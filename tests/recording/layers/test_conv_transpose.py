@@ -11,6 +11,7 @@ import dualform
 from dualform.errors import RefusedError
 from dualform.recording.layers import find_kind
 from helpers.loops import tolerances
+from helpers.pairs import pairwise
 
 OPTIONS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
     "1-D": (nn.ConvTranspose1d, {"kernel_size": 3}, (5,)),
@@ -72,9 +73,9 @@ def train(layer: nn.Module, size: tuple[int, ...], run: Path, name: str, dtype: 
 
 
 @pytest.mark.mostly_slow(fast=4)
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "dtype"), pairwise(OPTIONS, ["SGD", "AdamW"], [torch.float32, torch.float64]), ids=str
+)
 def test_kernels_are_rebuilt(run: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
     make, options, size = OPTIONS[name]
     memory, model = train(make(4, 4, **options), size, run, optimizer, dtype)

@@ -11,12 +11,13 @@ from torch.nn import functional
 
 import dualform
 from dualform.recording.layers import find_kind
+from helpers.loops import WITHIN
+from helpers.pairs import pairwise
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
     "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-3),
 }
-WITHIN = {torch.float32: 1e-5, torch.float64: 1e-12}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 EVERY = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
@@ -79,9 +80,7 @@ def check(memory: dualform.Memory, model: nn.Module, layer: str, inputs: Tensor,
 
 
 @pytest.mark.mostly_slow(fast=7)
-@DTYPES
-@EVERY
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("name", "optimizer", "dtype"), pairwise(NORMS, OPTIMIZERS, WITHIN), ids=str)
 def test_normalisations(run: Path, name: str, optimizer: str, dtype: torch.dtype) -> None:
     make, shape = NORMS[name]
     torch.manual_seed(0)
@@ -95,9 +94,7 @@ def test_normalisations(run: Path, name: str, optimizer: str, dtype: torch.dtype
     check(memory, model, "0", batch(999), dtype)
 
 
-@DTYPES
-@EVERY
-@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize(("optimizer", "dtype", "padding"), pairwise(OPTIMIZERS, WITHIN, [None, 2]), ids=str)
 def test_embeddings(run: Path, optimizer: str, dtype: torch.dtype, padding: int | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 5, padding_idx=padding), nn.Tanh(), nn.Linear(5, 3)).to(dtype)

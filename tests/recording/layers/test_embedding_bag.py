@@ -11,6 +11,7 @@ import dualform
 from dualform.errors import CoverageError
 from dualform.recording.layers import find_kind
 from helpers.loops import tolerances
+from helpers.pairs import pairwise
 
 OFFSETS = torch.tensor([0, 3, 3, 4])  # the second bag is empty
 CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {  # the module's options; with offsets; with weights
@@ -46,9 +47,9 @@ class Reader(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    ("case", "optimizer", "dtype"), pairwise(CASES, ["SGD", "AdamW"], [torch.float32, torch.float64]), ids=str
+)
 def test_bags_are_recorded(run: Path, case: str, optimizer: str, dtype: torch.dtype) -> None:
     options, offsets, weights = CASES[case]
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import dualform
 from helpers.loops import WITHIN, leftovers
+from helpers.pairs import pairwise
 
 D, H, T, B = 3, 4, 5, 6
 STEPS = 16
@@ -55,9 +56,7 @@ CASES = {
     "packed, unsorted": Case({"num_layers": 2, "bidirectional": True}, packed="unsorted", given=True),
     "packed, last states only": Case({"bidirectional": True, "bias": False}, packed="unsorted", losses="states"),
 }
-EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 
 
 class Net(nn.Module):
@@ -124,10 +123,9 @@ def make(kernel: str, case: Case, dtype: torch.dtype) -> Net:
 
 
 @pytest.mark.mostly_slow(fast=13)
-@DTYPES
-@EVERY_KERNEL
-@EVERY_CASE
-def test_rebuilds_every_parameter(tmp_path: Path, case: Case, kernel: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "kernel", "dtype"), pairwise(CASES, KERNELS, WITHIN), ids=str)
+def test_rebuilds_every_parameter(tmp_path: Path, name: str, kernel: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
     plain = make(kernel, case, dtype)
     model = copy.deepcopy(plain)
     optimizer = OPTIMIZERS["SGD"](model)
@@ -135,8 +133,8 @@ def test_rebuilds_every_parameter(tmp_path: Path, case: Case, kernel: str, dtype
         fit(model, optimizer, lambda step: batch(case, dtype, step), steps=STEPS)
     assert not leftovers(model, optimizer)
     fit(plain, OPTIMIZERS["SGD"](plain), lambda step: batch(case, dtype, step), steps=STEPS)
-    for name, parameter in model.named_parameters():  # recording changes nothing, dropout included
-        assert torch.equal(parameter, plain.get_parameter(name)), name
+    for own, parameter in model.named_parameters():  # recording changes nothing, dropout included
+        assert torch.equal(parameter, plain.get_parameter(own)), own
     memory = dualform.open(tmp_path / "run")
     found = memory.verify(model)
     assert found.passed, found
@@ -144,8 +142,8 @@ def test_rebuilds_every_parameter(tmp_path: Path, case: Case, kernel: str, dtype
     assert all((layer.error or 0.0) <= within for layer in found.layers), found
     directions = 2 if case.options.get("bidirectional") else 1
     parts = [f"rnn.l{i}{side}" for i in range(case.options.get("num_layers", 1)) for side in ("", "_reverse")]
-    assert [name for name in memory.layers if name.startswith("rnn")] == [
-        name for name in parts if directions == 2 or "reverse" not in name
+    assert [layer for layer in memory.layers if layer.startswith("rnn")] == [
+        part for part in parts if directions == 2 or "reverse" not in part
     ]
     assert memory.info().layers["rnn.l0"]["patterns"] == STEPS * (T * B if case.batched else T)
 
@@ -178,9 +176,7 @@ class Loop(nn.Module):
 
 
 @pytest.mark.mostly_slow(fast=5)
-@DTYPES
-@pytest.mark.parametrize("rows", [(B,), ()], ids=["batched", "unbatched"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("cell", "rows", "dtype"), pairwise(CELLS, [(B,), ()], WITHIN), ids=str)
 def test_rebuilds_cells(tmp_path: Path, cell: str, rows: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     model = Loop(CELLS[cell]()).to(dtype)

@@ -4,23 +4,18 @@ A convolution is a linear layer that is applied to every patch of its input: `z[
 as a (d_out, channels × kernel) matrix. A pattern's position is its output location.
 """
 
-import functools
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.buffer_pool import new_rows
 from dualform.recording.layers.layer_kind import LayerKind, present, records
-
-MAX_PLACES = 1 << 20
-"""Elements of all patches of one image up to which their places in the image are kept, 8 bytes each."""
 
 
 class Convolution(LayerKind):
@@ -44,14 +39,33 @@ class Convolution(LayerKind):
 
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the patches, (B, *output locations, channels × kernel)."""
+        conv, unfolding = cast("_ConvNd", module), _unfolding_of(module)
+        padded = self.repeated_inputs(conv, inputs)
+        if padded.device.type != "cpu":
+            return unfolding.patches(padded)
+        width = padded.shape[1] * math.prod(unfolding.kernel)
+        patches = new_rows((len(padded), *unfolding.locations(padded.shape[2:]), width), padded)
+        unfolding.fill(patches, padded)
+        return patches
+
+    def unfolding(self, module: nn.Module) -> Unfolding | None:
+        """Return how keys are taken from inputs; None where they take no more memory than the inputs."""
+        found = _unfolding_of(module)
+        return found if found.repeats else None
+
+    def repeated_inputs(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the inputs with their padding, (B, channels, ...), whose patches are the keys."""
         conv = cast("_ConvNd", module)
-        axes = len(conv.kernel_size)
-        if inputs.dim() == axes + 1:  # one image
+        if inputs.dim() == len(conv.kernel_size) + 1:  # one image
             inputs = inputs[None]
-        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         padding = conv._reversed_padding_repeated_twice
-        padded = functional.pad(inputs, padding, mode=mode) if any(padding) else inputs
-        return patches_on_cpu(conv, padded) if padded.device.type == "cpu" else unfolded_patches(conv, padded)
+        if not any(padding):
+            return inputs
+        if conv.padding_mode != "zeros":
+            return functional.pad(inputs, padding, mode=conv.padding_mode)
+        if inputs.device.type == "cpu":
+            return _with_zeros(inputs, padding)
+        return functional.pad(inputs, padding)
 
     def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
         """Return the errors, (B, *output locations, out_channels)."""
@@ -59,64 +73,30 @@ class Convolution(LayerKind):
         return (error[None] if error.dim() == axes + 1 else error).movedim(1, -1)
 
 
-def unfolded_patches(conv: _ConvNd, padded: Tensor) -> Tensor:
-    """Return the patches of a padded input, (B, *output locations, channels × kernel)."""
-    return _unfolded(padded, conv.kernel_size, conv.stride, conv.dilation)
+def _with_zeros(inputs: Tensor, margins: Sequence[int]) -> Tensor:
+    """Return inputs on the CPU with zeros around them, in memory of the recording's pool while training is recorded.
 
-
-def _unfolded(padded: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Tensor:
-    axes, patches = len(kernel), padded
-    for axis, (size, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True)):
-        patches = patches.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    # (B, channels, *locations, *kernel) -> (B, *locations, channels, *kernel)
-    return patches.movedim(1, axes + 1).flatten(axes + 1)
-
-
-def patches_on_cpu(conv: _ConvNd, padded: Tensor) -> Tensor:
-    """Return what `unfolded_patches` returns, in the CPU's memory several times as fast, and not for autograd."""
-    channels, sizes = padded.shape[1], tuple(padded.shape[2:])
-    locations = _locations(sizes, conv.kernel_size, conv.stride, conv.dilation)
-    width = channels * math.prod(conv.kernel_size)
-    patches = new_rows((padded.shape[0], *locations, width), padded)
-    if math.prod(locations) * width <= MAX_PLACES:
-        places = _places(channels, sizes, conv.kernel_size, conv.stride, conv.dilation)
-        torch.index_select(padded.flatten(1), 1, places, out=patches.view(len(patches), len(places)))
-    else:
-        _copy_by_offset(conv, padded, patches.unflatten(-1, (channels, *conv.kernel_size)), locations)
-    return patches
-
-
-def _locations(
-    sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> list[int]:
-    """Return how many output locations there are along each axis of a padded input."""
-    every = zip(sizes, kernel, stride, dilation, strict=True)
-    return [(length - spread * (size - 1) - 1) // step + 1 for length, size, step, spread in every]
-
-
-@functools.lru_cache(maxsize=64)
-def _places(
-    channels: int, sizes: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
-) -> Tensor:
-    """Return where in a padded image the elements of all its patches are, one patch after the other."""
-    image = torch.arange(channels * math.prod(sizes)).view(1, channels, *sizes)
-    return _unfolded(image, kernel, stride, dilation).reshape(-1)
-
-
-def _copy_by_offset(conv: _ConvNd, padded: Tensor, patches: Tensor, locations: Sequence[int]) -> None:
-    """Copy an input into its patches, (B, *locations, channels, *kernel), all locations at once for each kernel offset.
-
-    A copy patch by patch has runs of memory that are only as long as a row of the kernel.
+    Args:
+        inputs: (B, channels, ...).
+        margins: how many zeros each axis gets before and behind it, the last axis first; none is negative.
     """
-    axes = len(conv.kernel_size)
-    for offset in itertools.product(*(range(size) for size in conv.kernel_size)):
-        begins = [at * dilation for at, dilation in zip(offset, conv.dilation, strict=True)]
-        places = [
-            slice(begin, begin + stride * (count - 1) + 1, stride)
-            for begin, stride, count in zip(begins, conv.stride, locations, strict=True)
-        ]
-        there: tuple[Any, ...] = (..., *offset)
-        patches[there] = padded[(slice(None), slice(None), *places)].movedim(1, axes + 1)
+    before, behind = margins[-2::-2], margins[::-2]
+    sizes = [size + sum(around) for size, *around in zip(inputs.shape[2:], before, behind, strict=True)]
+    padded = new_rows((*inputs.shape[:2], *sizes), inputs)
+    inner = padded
+    for axis, (begin, end) in enumerate(zip(before, behind, strict=True), start=2):
+        size = inner.shape[axis] - begin - end
+        inner.narrow(axis, 0, begin).zero_()
+        inner.narrow(axis, begin + size, end).zero_()
+        inner = inner.narrow(axis, begin, size)
+    inner.copy_(inputs)
+    return padded
+
+
+def _unfolding_of(module: nn.Module) -> Unfolding:
+    """Return how patches are taken from a convolution's padded inputs."""
+    conv = cast("_ConvNd", module)
+    return Unfolding(tuple(conv.kernel_size), tuple(conv.stride), tuple(conv.dilation))
 
 
 @records(nn.Conv1d)

@@ -12,6 +12,7 @@ import torch  # noqa: F401 (for the example)
 from torch import Tensor, nn
 
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.unfolding import Unfolding
 from dualform.recording.sharded_modules import original_type
 
 
@@ -51,6 +52,17 @@ class LayerKind(ABC):
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the keys of a call, (..., d_in): here the input itself."""
         return inputs
+
+    def unfolding(self, module: nn.Module) -> Unfolding | None:
+        """Return how keys repeat elements of `repeated_inputs`, which may be kept in their place; None if they do not.
+
+        The keys are then to the bit `unfolding.patches(repeated_inputs)`.
+        """
+        return None
+
+    def repeated_inputs(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the inputs, (B, channels, ...), whose patches are the keys, where there is an `unfolding`."""
+        raise NotImplementedError(f"{self.name} has no unfolding")
 
     def values(self, module: nn.Module, inputs: Tensor, error: Tensor) -> Tensor:
         """Return the values of a call, (..., d_out), from the error at its output: here the error itself."""
