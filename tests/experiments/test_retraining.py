@@ -278,6 +278,7 @@ def test_results_are_kept_with_cells_of_earlier_runs(tmp_path: Path) -> None:
     assert "ahead of every peer" in section([Evaluation(SMALL, {"effects": [0.5], "EK-FAC, damping 1": [0.4]})]).text[1]
     assert "**Not compared with any peer:** other." in section(found).text
     assert "**Splits run with both filters:** other 1 of 2; all of the other rows." in section(found).text
+    assert f"a dash in the table:** {ekfac} on other." in section(found).text[3]
     grid = decision(found)
     assert [row[4] for row in grid.rows] == ["+0.050", "-0.100"]
     new = [Evaluation(dataclasses.replace(SMALL, name=name), {"joint": [0.5], "layerwise": [0.4]}) for name in NEW_ROWS]

@@ -65,7 +65,8 @@ SOURCE is Bae et al. 2024, "Training Data Attribution via Approximate Unrolled D
 formulas (`benchmarks/source_peer.py`): bergson, which has it, asks for checkpoints of Hugging Face's causal language
 models, and so for none of these networks. kronfluence, captum and SOURCE see linear layers and convolutions, and the
 LSTM, which they do not know, written out with linear layers; TRAK sees all parameters, and of a passage the mean margin
-of its characters. Absolute attention was left out where it costs more than everything else."""
+of its characters. Where no mean over networks stands below it, EK-FAC is of one network alone. Absolute attention was
+left out where it costs more than everything else."""
 COSTS = """\
 Seconds of a processor (one thread, one run, on a machine that others used too) to score all samples for all test inputs
 of a split, and bytes that are kept of the training for it: recordings of effects, the network and its factors of
@@ -217,6 +218,11 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
         )
     if unasked:
         lines.append(f"**Not compared with any peer:** {', '.join(unasked)}.")
+    dashes = {row: [e.config.name for e in _ordered(found) if _cell(e, row, METHOD_ROWS[row]) == "-"] for row in PEERS}
+    dashes = {row: names for row, names in dashes.items() if 0 < len(names) < len(found)}
+    if dashes:
+        said = [f"{row} on {', '.join(names)}" for row, names in dashes.items()]
+        lines.append(f"**Not asked for want of time, and a dash in the table:** {'; '.join(said)}.")
     if short:
         lines.append(f"**Splits run with both filters:** {', '.join(short)}; all of the other rows.")
     return lines
