@@ -208,9 +208,9 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
     short = [f"{e.config.name} {e.splits} of {e.config.splits}" for e in _ordered(found) if e.splits < e.config.splits]
     lines = [behind]
     pairs = [(_cost(each, "effects"), _cost(each, METHOD_ROWS[EKFAC])) for each in _ordered(found)]
-    both = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
-    if both:
-        sizes, seconds = ([getattr(a, of) / getattr(b, of) for a, b in both] for of in ("size", "seconds"))
+    measured = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    if measured:
+        sizes, seconds = ([getattr(a, of) / getattr(b, of) for a, b in measured] for of in ("size", "seconds"))
         lines.append(
             f"**What effects cost beside EK-FAC, where both were measured:** {_digits(min(sizes))} to "
             f"{_digits(max(sizes))} times the bytes, and {_digits(min(seconds))} to {_digits(max(seconds))} times the "
