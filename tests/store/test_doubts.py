@@ -97,6 +97,28 @@ def failing(check: audit.Verification) -> list[str]:
     return [p.parameter for layer in check.layers for p in layer.parameters if not p.passed]
 
 
+def test_shares_of_a_key_bias_sum_to_it_by_every_grouping(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first grouping leaves of a gradient that is rounding alone is not what another one leaves."""
+    model = trained(run, adamw, keep=dualform.Shares(by=[["row"], ["position"]]))
+    memory = dualform.open(run)
+    check = memory.verify(model)
+    assert check.passed, check
+    found = {p.parameter: p for layer in check.layers for p in layer.parameters}
+    assert found["key.bias"].relative > 1e-4, "or this shows nothing"
+    for name in ("key.bias", "key.weight", "out.weight"):
+        assert failing(memory.verify(edited(run, model, name, 1.0 if name == "key.bias" else 1e-3))) == [name]
+    shares = type(memory._run.kept_shares).shares
+
+    def off(source: Any, parameter: str, by: tuple[str, ...], **of: Any) -> Any:
+        kept = shares(source, parameter, by, **of)
+        if (parameter, by) == ("key.bias", ("position",)):
+            kept.shares[0] += 10 * found["key.bias"].change  # of each element: more than rounding explains
+        return kept
+
+    monkeypatch.setattr(type(memory._run.kept_shares), "shares", off)
+    assert failing(memory.verify(model)) == ["key.bias"]
+
+
 OPTIMIZERS = [
     kind.optimizer.__name__ for kind in optimizer_kinds().values() if not kind.rounds and not kind.has_coefficients
 ]
