@@ -3,12 +3,13 @@
     python benchmarks/process_overhead.py
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py --rows
+    torchrun --nproc_per_node 2 benchmarks/process_overhead.py --rows --shares
     torchrun --nproc_per_node 2 benchmarks/process_overhead.py --replay
 
-With `--rows` the processes divide the weights by rows (fully_shard); without, each has all of them. Plain
-and recorded steps alternate in one program, ten at a time; the least and the median time of each are printed.
-With `--replay` the training alone alternates with replays of it that find the 10 best patterns for 16 queries in
-every layer.
+With `--rows` the processes divide the weights by rows (fully_shard); without, each has all of them. With `--shares`
+shares by the ten labels are kept, instead of patterns. Plain and recorded steps alternate in one program, ten at a
+time; the least and the median time of each are printed. With `--replay` the training alone alternates with replays of
+it that find the 10 best patterns for 16 queries in every layer.
 """
 
 import contextlib
@@ -119,7 +120,8 @@ def measure_recording(folder: str, *, wrapped: bool, divided: bool) -> tuple[lis
     plain, recorded = (make(wrapped=wrapped, divided=divided) for _ in range(2))
     alone: list[float] = []
     with_recording: list[float] = []
-    with dualform.record(*recorded, f"{folder}/run") as recorder:
+    keep = dualform.Shares(by="label") if "--shares" in sys.argv else None
+    with dualform.record(*recorded, f"{folder}/run", keep=keep) as recorder:
         take_steps(*recorded, recorder, FIRST_STEPS)
         take_steps(*plain, None, STEPS)
         for _ in range(ROUNDS):

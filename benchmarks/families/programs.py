@@ -21,10 +21,10 @@ WHY = {
     "language": "22 MB of keys and values a step: copying them takes 5 ms of a step of 50 on one core, the hooks, "
     "samples and facts of 28 parameters 5, and the writer 10 on another core. Full checks add 6 ms to each of the "
     "first 20 steps, and each of the four trials of rows takes 37.",
-    "cnn": "patches and errors are 9.8 MB a step, nine times the images: gathering and copying them takes 2.4 ms of a "
-    "step of 13 on one core, the hooks' Python, samples and facts 1.9, and the writer 4.5 on another core, of which "
-    "2.6 copy, sum and write. Full checks add 3 ms to each of the first 20 steps, and each of the four trials of rows "
-    "takes 10.",
+    "cnn": "inputs and errors are 4.9 MB a step (10 with patches in place of inputs): recording adds 2.8 ms of "
+    "processor time to the training thread's 8.1 on one core (4.2 with patches), and 3.9 with the "
+    "writer's (6.3). Full checks unfold the inputs in each of the first 20 steps, and each of the four "
+    "trials of rows takes 10.",
     "lstm": "of 5 ms that recording adds to a step of 11 on one core, reading the gates' errors out of the kernel's "
     "workspace and copying them takes 3, a dozen passes over arrays of 0.7 MB; the hooks, samples and facts take the "
     "rest, and the writer 1.5 on another core. Each of the four trials of rows takes 7.",

@@ -307,8 +307,9 @@ def test_demo_touches_no_folder_but_its_own(monkeypatch, capsys, tmp_path):
 
 def test_script_is_installed():
     script = Path(sys.executable).with_name("dualform")
-    found = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == dualform.__version__
+    for command in ([script], [sys.executable, "-m", "dualform"]):
+        found = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == dualform.__version__
 
 
 def test_the_support_page_is_what_the_registries_say(monkeypatch, capsys):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dualform
@@ -44,6 +44,11 @@ def test_several_processes(tmp_path: Path) -> None:
         divided = network()
         weight = divided.get_parameter("0.weight").detach()
         divided[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        inner = nn.Sequential(nn.Linear(5, 8))
+        flat = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
+        parts = [tuple(parameter.shape) for parameter in flat.parameters()]
+        zero = network()
+        setattr(zero.get_parameter("0.weight"), "ds_id", 0)  # noqa: B010 (as DeepSpeed ZeRO marks what it divides)
         model = sharded(mesh=mesh)
         muon = torch.optim.Muon([model.get_parameter("0.weight")], lr=0.1)
         try:
@@ -57,10 +62,22 @@ def test_several_processes(tmp_path: Path) -> None:
             "columns": attempt(sharded(mesh=mesh, shard_placement_fn=lambda _: Shard(1)), name="columns"),
             "replicas": attempt(sharded(mesh=both), name="replicas"),
             "muon": matrices,
+            "parts": str(parts),
+            "FSDP1": attempt(flat, name="flat"),
+            "inside of FSDP1": attempt(inner, name="flat"),
+            "ZeRO": attempt(zero, name="zero"),
         }
 
-    for told in run_together(tmp_path, work):
+    both = run_together(tmp_path, work)
+    # Of a weight (8, 5) and a bias (8,) the first process has four rows and four fifths of the next, and no bias.
+    assert [told["parts"] for told in both] == ["[(24,), (0,)]", "[(16,), (8,)]"]
+    for told in both:
         assert told["keys"] == "recorded"  # in a folder for each process
+        assert "it divides all weights of a module as one flat vector" in told["FSDP1"]
+        assert "Parameter '0.weight' is divided by FullyShardedDataParallel" in told["inside of FSDP1"]
+        assert "Parameter '0.weight' is divided by DeepSpeed ZeRO" in told["ZeRO"]
+        for name in ("FSDP1", "inside of FSDP1", "ZeRO"):
+            assert "fully_shard" in told[name]
         assert told["tensor parallel"].startswith("RefusedError Parameter '0.weight' is a DTensor that fully_shard did")
         assert "is divided along 2 axes of processes (HSDP, tensor parallelism)" in told["replicas"]
         assert "not by rows; that is not supported" in told["columns"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dualform
-from dualform.recording.share_fold import share_bytes
+from dualform.recording.share_bytes import share_bytes
 from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
 

@@ -15,6 +15,7 @@ import dualform
 from dualform.identity import unfolding as unfoldings
 from dualform.identity.unfolding import Unfolding
 from dualform.store.manifest import Manifest
+from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
 from dualform.store.stored_rows import FileRows
 from dualform.store.unfolded_rows import UnfoldedRows
@@ -81,7 +82,7 @@ def make(layer: str, dtype: torch.dtype) -> tuple[nn.Sequential, Tensor]:
 
 
 def train(
-    path: Path, layer: str, *, trained: torch.dtype = torch.float32, steps: int = 6, **options: Any
+    path: Path | MemoryBlobs, layer: str, *, trained: torch.dtype = torch.float32, steps: int = 6, **options: Any
 ) -> tuple[nn.Sequential, list[Tensor]]:
     """Record a small training with several calls a step; return the model and each call's inputs."""
     model, inputs = make(layer, trained)
@@ -247,6 +248,20 @@ def test_shares_are_kept_beside_keys(run: Path) -> None:
     model, _ = train(run, "2-D", keep=dualform.Shares(by="label"))
     assert Manifest.read(run).layers["0"].unfolding is None
     assert dualform.open(run).verify(model).passed
+
+
+@pytest.mark.parametrize("most", [0, unfoldings.MAX_PLACES])
+def test_inputs_are_read_by_ranges_where_there_is_no_file(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = MemoryBlobs()
+    model, seen = train(blobs, "2-D, all")
+    monkeypatch.setattr(unfoldings, "MAX_PLACES", most)
+    expected = torch.cat([dense_patches(model[0], inputs) for inputs in seen])
+    parts = Run(blobs).parts()
+    assert torch.equal(torch.cat([part.rows("0", "keys").take(slice(None))[0] for part in parts]), expected)
+    rows = parts[0].rows("0", "keys")
+    index = torch.randperm(len(rows))[:20]
+    assert torch.equal(rows.take(index)[0], expected[index])
+    assert torch.equal(rows.take(slice(5, 31))[0], expected[5:31])
 
 
 def test_inputs_of_several_sizes(run: Path) -> None:

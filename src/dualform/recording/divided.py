@@ -7,7 +7,6 @@ backward that gradient is reduced over all processes, and each keeps its rows of
 What is read of such a parameter comes from here. Nothing is exchanged between processes in this file.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import RefusedError
+from dualform.identity.row_division import own_rows
 from dualform.recording.sharded_modules import is_divided, is_sharded_module, own_part
-from dualform.recording.sinks import SAMPLE
+from dualform.recording.sinks import SAMPLE, LiveParameter
 from dualform.recording.watch import plain_name
 
 
@@ -92,13 +92,25 @@ class OwnRows(nn.Parameter):
         return place, self.detach().reshape(-1)[place * step - begin :: step]
 
 
+class LiveRows(LiveParameter):
+    """This process's rows of a divided parameter, as its optimizer holds them: gradient and state have these rows."""
+
+    __slots__ = ()
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The optimizer's state of these rows, as it is now."""
+        rows = cast("OwnRows", self.parameter)
+        state = self.optimizer.state.get(rows.divided, {})
+        return {name: own_part(entry) if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+
+
 def _own_rows(divided: nn.Parameter, place: tuple[dict[str, Any], str], state: Any) -> OwnRows:
     rows = torch.Tensor._make_subclass(OwnRows, own_part(divided), divided.requires_grad)
     rows.divided, rows.whole, rows.leaf = divided, divided.shape, None
     rows._place, rows._state = place, state
     mesh = cast("Any", divided).device_mesh
-    most = math.ceil(divided.shape[0] / mesh.size())  # of a process, as torch.chunk divides
-    rows.first = min(divided.shape[0], most * mesh.get_local_rank())
+    rows.first = own_rows(divided.shape[0], mesh.get_local_rank(), mesh.size()).start
     return rows
 
 
@@ -166,7 +178,7 @@ def refuse_divided(model: nn.Module) -> None:
 
     Raises:
         RefusedError: a parameter is divided by columns, along several axes of processes (HSDP, tensor parallelism), or
-            by something else than `fully_shard`.
+            by something else than `fully_shard` (FSDP's first version, DeepSpeed).
     """
     inside: set[int] = set()
     for module in model.modules():
@@ -174,6 +186,12 @@ def refuse_divided(model: nn.Module) -> None:
             inside.update(id(parameter) for parameter in module.parameters())
     meshes: list[Any] = []
     for path, parameter in model.named_parameters():
+        if (owner := _other_division(parameter)) is not None:
+            raise RefusedError(
+                f"Parameter {plain_name(path)!r} is divided by {owner}, which is not supported: a process has some "
+                "elements of it, not whole rows. Divide the model by torch.distributed.fsdp.fully_shard, or train it "
+                "with DistributedDataParallel."
+            )
         if not is_divided(parameter):
             continue
         placed = cast("Any", parameter)
@@ -193,6 +211,16 @@ def refuse_divided(model: nn.Module) -> None:
                 "it with DistributedDataParallel."
             )
         meshes.append(placed.device_mesh)
+
+
+def _other_division(parameter: nn.Parameter) -> str | None:
+    """Name the library that has divided a parameter's elements and left a plain parameter in its place; else None.
+
+    A training may hand over the inner module, whose parameters alone tell that something around it divides them.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        return "FullyShardedDataParallel (FSDP's first version)"
+    return "DeepSpeed ZeRO" if hasattr(parameter, "ds_id") else None
 
 
 def group_of(model: nn.Module) -> Any:

@@ -132,7 +132,7 @@ def _stored_elements(layer: "Watched", unfolding: Unfolding, call: CaughtCall) -
 
 def _add_shares(sizes: dict[str, int], watched: "Sequence[Watched]", shares: "Shares") -> tuple[int, int | None]:
     """Add the bytes of layers' shares on disk; return those that they take in memory, and those that are free there."""
-    from dualform.recording.share_fold import fold_dtype, free_bytes, path_bytes, share_bytes  # see above
+    from dualform.recording.share_bytes import fold_dtype, free_bytes, path_bytes, share_bytes  # see above
 
     groups = shares.groups * len(shares.groupings)
     each: dict[str, int] = {}

@@ -51,6 +51,11 @@ class GroupLabels:
         self.labels = list(labels)
         self._places = {label_mark(label): place for place, label in enumerate(self.labels[: self._most])}
 
+    def see(self, labels: Sequence[Any]) -> None:
+        """Number groups, in their order, unless they have a number."""
+        for label in labels:
+            self._place(label)
+
     def codes(self, step: int, call: StepCall, *, batch_last: bool) -> Codes:
         """Return the group of each pattern of a call, (T,); a value that is new becomes a new group.
 

@@ -15,8 +15,7 @@ from dualform.errors import RefusedError
 from dualform.recording.agreement import sum_numbers
 from dualform.recording.alignment import Alignment
 from dualform.recording.check_schedule import CheckSchedule
-from dualform.recording.divided import OwnRows, localized, whole_shape
-from dualform.recording.gathered import gather_before
+from dualform.recording.divided import LiveRows, OwnRows, localized, whole_shape
 from dualform.recording.gradient_check import GradientCheck, GradientView, PredictedSum, Resolution, compare_sum
 from dualform.recording.gradient_history import Factors, Seen, fetch_histories
 from dualform.recording.gradient_samples import GradientSample
@@ -25,7 +24,7 @@ from dualform.recording.optimizers import pending_scale
 from dualform.recording.parameter_facts import StepContext, gather_all_facts, look_before_step
 from dualform.recording.probes import COARSE_ROUNDING, Float64Array, as_float64, norm_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
-from dualform.recording.sinks import LiveParameter, PreparedStep
+from dualform.recording.sinks import PreparedStep
 from dualform.recording.step_in_progress import StepInProgress
 from dualform.recording.step_preparation import (
     OnFailure,
@@ -52,23 +51,19 @@ class JointPreparation(StepPreparation):
         warn_once: WarnOnce,
         world: World,
         own_rows: Mapping[str, OwnRows],
-        takes_all_rows: Callable[[str], bool],
         *,
         batch_axis: int,
         on_failure: OnFailure,
     ) -> None:
         """Prepare the steps of one recording.
 
-        Arguments as `StepPreparation` has them, and the processes, this process's rows of divided parameters, and
-        whether the sink looks at one of these with all rows.
+        Arguments as `StepPreparation` has them, and the processes, and this process's rows of divided parameters.
         """
         super().__init__(
             exact, measured, alignment, check, schedule, warn_once, batch_axis=batch_axis, on_failure=on_failure
         )
         self._world = world
         self._own_rows = own_rows
-        self._takes_all_rows = takes_all_rows
-        self._has_gathered = False
 
     def prepare_together(
         self,
@@ -121,8 +116,8 @@ class JointPreparation(StepPreparation):
         )
         seen.update({name: (seen[name][0], final) for name, final in joint.finals.items()})
         live = self._live(owned, owned.parameters, scale)
-        if joint.finals:
-            live = {**live, **self._gathered(owned, joint.finals, scale)}
+        rows = {name: self._own_rows[name] for name, final in joint.finals.items() if final is not None}
+        live = {**live, **{name: LiveRows(one, owned.optimizer, scale) for name, one in rows.items()}}
         context = StepContext(self._explainable, step.graph_of, joint.micros, scale, skipped)
         step.graph_of = None
         followed: list[Factors] = []
@@ -172,15 +167,6 @@ class JointPreparation(StepPreparation):
 
             sum_numbers(world, 0, finish_checked)
         return prepared[-1]
-
-    def _gathered(
-        self, owned: RecordedOptimizer, finals: Mapping[str, GradientSample | None], scale: float
-    ) -> Mapping[str, LiveParameter]:
-        """Return the divided parameters that the sink looks at with all rows, where they have a gradient."""
-        wanted = {name: self._own_rows[name] for name, one in finals.items() if one is not None}
-        wanted = {name: rows for name, rows in wanted.items() if self._takes_all_rows(name)}
-        first, self._has_gathered = not self._has_gathered, self._has_gathered or bool(wanted)
-        return gather_before(owned, wanted, scale, first=first)
 
     def _sample_count(self, name: str, parameter: nn.Parameter) -> int:
         """Return the number of elements of a sample of a parameter's gradient."""

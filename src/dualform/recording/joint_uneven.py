@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.errors import RefusedError
 from dualform.recording.recorded_optimizers import RecordedOptimizer
-from dualform.recording.sinks import AllRowsSink, ParameterFacts, Sink, WholeStepSink
+from dualform.recording.sinks import AgreeingSink, ParameterFacts, Sink, WholeStepSink
 from dualform.recording.world import World
 
 T = TypeVar("T")
@@ -63,6 +63,10 @@ class UnevenWorld:
     def gather(self, value: T) -> list[T]:
         """Return the value of every process; not where exchanges are announced."""
         return self._world.gather(value)
+
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> Sequence[Tensor]:
+        """Return what every process sends to this one; not where exchanges are announced."""
+        return self._world.exchange(outgoing, sizes, incoming)
 
     def barrier(self) -> None:
         """Return when every process has come here, or is not expected to any more."""
@@ -210,7 +214,7 @@ def refuse_to_join(world: World, sink: Sink, *, recording: bool, detaches: bool)
             'Join([model, recorder]) has a recorder with on_failure="detach": a process without batches would wait for '
             "a recording that has ended. Leave on_failure out."
         )
-    if isinstance(sink, AllRowsSink) or (isinstance(sink, WholeStepSink) and sink.needs_whole_steps()):
+    if isinstance(sink, AgreeingSink) or (isinstance(sink, WholeStepSink) and sink.needs_whole_steps()):
         raise RefusedError(
             "Join([model, recorder]) has a recorder that keeps shares or steps: a process without batches has no steps "
             "of its own to fold or to prove. Keep patterns, or give every process the same number of batches."

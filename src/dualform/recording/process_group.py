@@ -4,6 +4,7 @@ What processes tell each other here is small and in the CPU's memory, so it goes
 gloo, whatever the training uses: it never comes between the collectives of the training.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -48,7 +49,8 @@ class ProcessGroup:
         """
         ranks = tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
         _await_all(ranks, purpose, remedy)
-        self._ranks = ranks
+        self._ranks, self._training = ranks, group
+        self._there: Any = None  # a group that exchanges what lies on a GPU
         self._group = _gloo_group(ranks)
         self.rank = dist.get_rank(self._group)
         self.size = len(ranks)
@@ -68,6 +70,25 @@ class ProcessGroup:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> Sequence[Tensor]:
+        """Return what every process sends to this one, in the order of ranks, on the device where it lies."""
+        found = outgoing.new_empty(sum(incoming))
+        group = self._group_on(outgoing.device)
+        dist.all_to_all_single(found, outgoing, list(incoming), list(sizes), group=group)
+        parts: list[Tensor] = list(found.split(list(incoming)))
+        return parts
+
+    def _group_on(self, device: torch.device) -> Any:
+        """Return the group that exchanges what lies on a device; on a GPU one of the training's backend."""
+        if device.type == "cpu":
+            return self._group
+        if self._there is None:
+            backend = dist.get_backend(self._training)
+            self._there = dist.new_group(
+                list(self._ranks), backend=backend, use_local_synchronization=True, group_desc="dualform"
+            )
+        return self._there
 
     def barrier(self) -> None:
         """Return when every process has come here, when one has ended, or when some have not come for a minute."""

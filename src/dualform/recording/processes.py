@@ -19,7 +19,8 @@ from dualform.recording.world import OneProcess, World
 _WRAPPERS = {
     "DataParallel": "it trains in several replicas, each of which sees a part of the patterns",
     "DistributedDataParallel": "it is a part of the model that is recorded",
-    "FullyShardedDataParallel": "it divides flattened weights, not by rows as fully_shard does",
+    "FullyShardedDataParallel": "it divides all weights of a module as one flat vector, so that a "
+    "process has a part of a row of one weight, and nothing of another; fully_shard, which follows it, divides by rows",
     "DeepSpeedEngine": "it divides weights, gradients or the optimizer's state among several processes",
 }
 _WRAPPED = "DistributedDataParallel"

@@ -14,23 +14,31 @@ from torch import Tensor
 from dualform.binning import Bins
 from dualform.errors import RefusedError
 from dualform.identity.families import optimizer_kinds
+from dualform.identity.families.divided_fold import DividedFold, StepUse
 from dualform.identity.families.optimizer_kind import (
-    DoubtfulStep,
     Move,
     OptimizerKind,
     ReplayedStep,
-    Spread,
     StepMatrix,
     follow_together,
     require_optimizer_kind,
 )
-from dualform.identity.families.parameter_fold import GroupShare, ParameterFold, RowScratch, UseRows, bias_roundings
-from dualform.identity.grouped_products import RowGroups, sum_unsorted_by_group
-from dualform.identity.parameter_use import takes_ids
+from dualform.identity.families.parameter_fold import (
+    GroupShare,
+    ParameterFold,
+    RowScratch,
+    UseKey,
+    UseRows,
+)
+from dualform.identity.grouped_products import RowGroups
+from dualform.recording.agreed_groups import AgreedGroups, StepGroups
+from dualform.recording.bias_doubts import BiasDoubts, BiasPlace
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
 from dualform.recording.keep import Shares
-from dualform.recording.packing import NumbersUnderWay
+from dualform.recording.key_sums import KeySums
+from dualform.recording.row_exchange import make_exchanges
+from dualform.recording.share_bytes import ShareBytes, fold_dtype, free_bytes, path_bytes, share_bytes
 from dualform.recording.sinks import (
     CallRecord,
     LayerStart,
@@ -41,6 +49,8 @@ from dualform.recording.sinks import (
     StepCall,
     StepFacts,
 )
+from dualform.recording.states_after import StatesAfter
+from dualform.recording.world import World
 from dualform.torch_modes import call_without_autocast, without_gradients
 
 MAX_WAITING_STEPS = 16
@@ -49,8 +59,6 @@ MAX_MOVED_BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
 """Bytes of shares that are moved together, by the device's type: a CPU finds more than these no longer in its cache."""
 MAX_READ_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}
 """Bytes of parameters whose steps are read together, by the device's type; as above."""
-PATH_COPIES = 4
-"""Copies of the shares that a question about the path holds: at its last look and now, and two segments' changes."""
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of patterns that may wait for it."""
 
@@ -64,54 +72,6 @@ class _Captured:
     live: LiveParameter
     gradient: Tensor  # without elements where only its dtype is needed
     before: Mapping[str, Any]  # state entries that the step overwrites
-
-
-class _StatesAfter:
-    """The optimizer's states as a step left them, to be read later: nobody waits for numbers that lie on a GPU."""
-
-    def __init__(self, live: Mapping[str, LiveParameter]) -> None:
-        self._states = {name: dict(one.state) for name, one in live.items()}
-        self._tensors = [
-            (name, entry, tensor, tensor._version)
-            for name, state in self._states.items()
-            for entry, tensor in state.items()
-            if isinstance(tensor, Tensor)
-        ]
-        self._far = [
-            (name, entry)
-            for name, entry, tensor, _ in self._tensors
-            if tensor.device.type != "cpu" and not tensor.dim() and live[name].parameter.dim()
-        ]
-        far = [self._states[name][entry].double() for name, entry in self._far]
-        self._numbers = NumbersUnderWay([torch.stack(far)] if far else [])
-
-    def read(self) -> dict[str, dict[str, Any]]:
-        """Return the states, with their numbers in the CPU's memory; refuse states that were written to since."""
-        for name, entry, tensor, version in self._tensors:
-            if tensor._version != version:
-                raise RefusedError(
-                    f"The optimizer's state {entry!r} of parameter {name!r} was edited after its step, before its "
-                    "shares were folded. Edit it before record(), or end this recording first."
-                )
-        if self._far:
-            for (name, entry), number in zip(self._far, self._numbers.read()[0], strict=True):
-                self._states[name][entry] = number
-        return self._states
-
-
-@dataclass(slots=True)
-class _KeySum:
-    """The keys of one layer by group in one grouping."""
-
-    sums: Tensor  # (G, d_in) float64
-    counts: list[int]  # (G,)
-
-    def grow(self, groups: int) -> None:
-        """Make room for so many groups."""
-        if groups > len(self.sums):
-            more = groups - len(self.sums)
-            self.sums = torch.cat([self.sums, self.sums.new_zeros(more, self.sums.shape[1])])
-            self.counts += [0] * more
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,78 +91,6 @@ class FoldState:
     resume: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class ShareBytes:
-    """The bytes that shares take.
-
-    Attributes:
-        device: on the device that they are folded on, averages included.
-        disk: in the run folder, for one horizon and what is needed to go on.
-        per_group: what one more group adds on the device.
-    """
-
-    device: int
-    disk: int
-    per_group: int
-
-
-def share_bytes(
-    uses: Mapping[str, Sequence[str]], sizes: Mapping[str, int], averages: Mapping[str, int], *, groups: int
-) -> ShareBytes:
-    """Return the bytes that shares take for a number of groups.
-
-    Args:
-        uses: parameter -> the layers that use it.
-        sizes: parameter -> bytes of one share of it.
-        averages: parameter -> how many averages its optimizer keeps, 0 or 1.
-        groups: how many groups there are, over all groupings.
-
-    >>> share_bytes({"w": ["layer"]}, {"w": 100}, {"w": 1}, groups=3)
-    ShareBytes(device=800, disk=1000, per_group=200)
-    """
-    per_group = sum(len(layers) * sizes[name] * (1 + averages[name]) for name, layers in uses.items())
-    whole = sum(sizes[name] * (1 + averages[name]) for name in uses)
-    readable = sum(len(layers) * sizes[name] * groups + 2 * sizes[name] for name, layers in uses.items())
-    resumed = sum(
-        len(layers) * sizes[name] * averages[name] * groups + 2 * sizes[name] for name, layers in uses.items()
-    )
-    return ShareBytes(groups * per_group + whole, readable + resumed, per_group)
-
-
-def path_bytes(sizes: Mapping[str, int], shares: Shares) -> int:
-    """Return the bytes that questions about the path take at the most: copies of shares, and of their changes.
-
-    Args:
-        sizes: parameter -> bytes of one share of it.
-        shares: what is kept, with the questions.
-
-    >>> path_bytes({"w": 100}, Shares(by="label", groups=3))
-    0
-    """
-    return PATH_COPIES * len(shares.paths) * (shares.groups + 2) * sum(sizes.values())
-
-
-def fold_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which shares of a parameter are folded: its own, and at least float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes a device has free; None where nobody knows."""
-    if device.type == "cuda":
-        return (
-            int(torch.cuda.mem_get_info(device)[0])
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (a file of the system's)
-            found = next(line for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    return int(found.split()[1]) * 1024
-
-
 class ShareFold:
     """The shares of one training on their way through its steps.
 
@@ -218,21 +106,14 @@ class ShareFold:
         )
         self._layers: dict[str, tuple[int, LayerStart]] = {}
         self._folds: dict[str, ParameterFold] = {}
-        self._biases: frozenset[str] = frozenset()  # parameters with shares that are nothing but biases
-        self._spreads: dict[
-            str, Spread[Any]
-        ] = {}  # of biases, how far rounding of their gradients may have carried them
-        self._earlier_spreads: dict[str, dict[str, Tensor]] = {}  # of a resumed recording, until the next step
+        self._doubts = BiasDoubts({})
         self._places: dict[str, int] = {}  # of each parameter with shares, among all covered ones
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._devices: dict[str, torch.device] = {}
-        self._sums: dict[tuple[int, str], _KeySum] = {}
-        self._lowest: dict[str, Tensor] = {}
-        self._negative: set[str] = set()  # layers that are known to have had a negative key: nothing is lower than that
-        self._lowest_under_way: tuple[list[str], NumbersUnderWay] | None = None
+        self._key_sums = KeySums()
         self._captured: dict[str, _Captured] = {}
-        self._after: _StatesAfter | None = None  # of a late step
+        self._after: StatesAfter | None = None  # of a late step
         self._records: dict[int, CallRecord] = {}
         self._codes: dict[tuple[int, ...], tuple[Tensor, RowGroups]] = {}  # of the step that comes next
         self._by_address = any(
@@ -244,7 +125,12 @@ class ShareFold:
         self._scratch = RowScratch()
         self._batch_last = False
         self._several = False
-        self._live_rows: dict[str, slice] = {}  # the rows that live parameters have of divided ones
+        self._rank = 0  # of this process
+        self._whole_shapes: dict[str, tuple[int, ...]] = {}  # of parameters of which this process has rows
+        self._agreed = AgreedGroups(self.groupings)
+        self._step_groups = StepGroups({}, {})  # of the step that comes next, in all processes
+        self._step_calls: tuple[int, list[StepCall]] = (0, [])  # the number of the step that comes next, and its calls
+        self._world: World | None = None  # those that have rows of the parameters
         self._warm: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict
         self._initial: Callable[[str], Tensor] = lambda name: torch.empty(0)
 
@@ -269,9 +155,9 @@ class ShareFold:
                 for use in layer.uses:
                     tensor = start.parameters[use.parameter]
                     divided = start.divided.get(use.parameter)
-                    self._shapes[use.parameter] = tuple(tensor.shape) if divided is None else divided.shape
+                    self._shapes[use.parameter] = tuple(tensor.shape)
                     if divided is not None:
-                        self._live_rows[use.parameter] = slice(divided.first, divided.first + len(tensor))
+                        self._whole_shapes[use.parameter] = divided.shape
                     self._dtypes[use.parameter] = fold_dtype(tensor.dtype)
                     there = start.devices.get(use.parameter, tensor.device)
                     self._devices[use.parameter] = (
@@ -284,9 +170,16 @@ class ShareFold:
             for use in layer.uses
             if layer.keys_only or not use.parameter_map.is_bias
         }
-        self._biases = frozenset(self._shapes) - others
+        self._doubts = BiasDoubts(
+            {
+                name: BiasPlace(shape, self._whole_shapes.get(name), self._dtypes[name], self._devices[name])
+                for name, shape in self._shapes.items()
+                if name not in others
+            }
+        )
         self._batch_last = start.batch_axis > 0
         self._several = len(start.optimizers) > 1
+        self._rank = start.rank
         self._initial, self._warm = initial, states
 
     def require_memory(self, averages: Mapping[str, int]) -> None:
@@ -313,15 +206,21 @@ class ShareFold:
                     uses.setdefault(use.parameter, []).append(name)
         return share_bytes(uses, self._share_sizes(), averages, groups=groups)
 
+    def _whole_bytes(self, name: str) -> int:
+        """Return the bytes of a share of a parameter with the rows of all processes."""
+        shape = self._whole_shapes.get(name, self._shapes[name])
+        return torch.Size(shape).numel() * self._dtypes[name].itemsize
+
     def _share_sizes(self) -> dict[str, int]:
         """Return the bytes of one share of each parameter."""
         return {name: torch.Size(shape).numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
 
     # A step -------------------------------------------------------------------------------------------------------
 
-    def takes_all_rows(self, parameter: str) -> bool:
-        """Say whether shares of a parameter are folded."""
-        return parameter in self._shapes
+    @property
+    def divided(self) -> bool:
+        """Whether each process folds the shares of its own rows."""
+        return bool(self._whole_shapes)
 
     def call(self, record: CallRecord) -> None:
         """Take the patterns of a call that was just accumulated."""
@@ -343,10 +242,12 @@ class ShareFold:
         """
         self._codes = {}
         self._after = None
-        for call in prepared.calls:
-            if call.number in self._records:
-                for place in range(len(self.groupings)):
-                    self._codes_of(prepared.step, call, place)
+        if self.divided:
+            self._agreed.forget_new()
+        self._step_calls = prepared.step, [call for call in prepared.calls if call.number in self._records]
+        for call in self._step_calls[1]:
+            for place in range(len(self.groupings)):
+                self._codes_of(prepared.step, call, place)
         kinds: dict[int, tuple[OptimizerKind[Any], Mapping[str, Any]]] = {}  # by the settings' id
         for fact in prepared.facts:
             if fact.updated and fact.parameter in self._shapes:
@@ -356,9 +257,29 @@ class ShareFold:
                 live, of = prepared.live[fact.parameter], kinds[id(fact.settings)]
                 self._captured[fact.parameter] = self._capture(fact.parameter, *of, live, late=late)
 
+    def agree(self, world: World) -> None:
+        """Number the groups of a step as all processes do that have rows of the parameters; each comes here."""
+        if not self.divided:
+            return
+        self._world = world
+        step, calls = self._step_calls
+        mine: dict[tuple[int, int], set[int]] = {}
+        rows: dict[tuple[int, int], int] = {}
+        for call in calls:
+            record = self._records[call.number]
+            place, _ = self._layers[record.layer]
+            rows[place, call.micro] = rows.get((place, call.micro), 0) + len(record.keys)
+            for grouping in range(len(self.groupings)):
+                mine.setdefault((grouping, place), set()).update(self._codes_of(step, call, grouping)[1].present)
+        try:
+            self._step_groups = self._agreed.agree(world, mine, rows)
+        except TooManyGroupsError as error:
+            raise self._too_many(error) from error
+        self._codes = {}  # numbered otherwise where other processes had new groups
+
     def stepped(self) -> None:
         """Keep the optimizer's state as a late step left it."""
-        self._after = _StatesAfter({name: captured.live for name, captured in self._captured.items()})
+        self._after = StatesAfter({name: captured.live for name, captured in self._captured.items()})
 
     def _capture(
         self, name: str, kind: OptimizerKind[Any], settings: Mapping[str, Any], live: LiveParameter, *, late: bool
@@ -386,14 +307,16 @@ class ShareFold:
         return self._folds[name]
 
     def _new_fold(self, name: str, warm: Tensor | None) -> ParameterFold:
-        return ParameterFold(
-            self._shapes[name],
-            dtype=self._dtypes[name],
-            device=self._devices[name],
-            initial=lambda: self._initial(name),
-            warm=warm,
-            scratch=self._scratch,
-        )
+        settings: dict[str, Any] = {
+            "dtype": self._dtypes[name],
+            "device": self._devices[name],
+            "initial": lambda: self._initial(name),
+            "warm": warm,
+            "scratch": self._scratch,
+        }
+        if (whole := self._whole_shapes.get(name)) is not None:
+            return DividedFold(self._shapes[name], whole=whole, rank=self._rank, **settings)
+        return ParameterFold(self._shapes[name], **settings)
 
     def _codes_of(self, step: int, call: StepCall, grouping: int) -> tuple[Tensor, RowGroups]:
         """Return the group of each pattern of a call, found once for all calls of the same rows and columns."""
@@ -405,13 +328,15 @@ class ShareFold:
                 codes = torch.from_numpy(labels.codes(step, call, batch_last=self._batch_last))
                 self._codes[at] = codes, RowGroups.of_codes(codes)
             except TooManyGroupsError as error:
-                averages = dict.fromkeys(self._shapes, 1)
-                more = size_text(self.bytes(averages, groups=1).per_group)
-                raise RefusedError(
-                    f"{error}. Each group takes up to {more} of memory. Record with Shares(groups=...) that are more, "
-                    "with coarser groups (dualform.bins), or with rest=True, which puts later groups into one."
-                ) from error
+                raise self._too_many(error) from error
         return self._codes[at]
+
+    def _too_many(self, error: TooManyGroupsError) -> RefusedError:
+        more = size_text(self.bytes(dict.fromkeys(self._shapes, 1), groups=1).per_group)
+        return RefusedError(
+            f"{error}. Each group takes up to {more} of memory. Record with Shares(groups=...) that are more, "
+            "with coarser groups (dualform.bins), or with rest=True, which puts later groups into one."
+        )
 
     @without_gradients
     def step(self, facts: StepFacts) -> None:
@@ -425,33 +350,65 @@ class ShareFold:
 
     def _step(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> None:
         updated = [fact for fact in facts.facts if fact.updated and fact.parameter in self._captured]
-        states = self._after or _StatesAfter({one.parameter: self._captured[one.parameter].live for one in updated})
+        states = self._after or StatesAfter({one.parameter: self._captured[one.parameter].live for one in updated})
         after = states.read()
         rows = self._rows(facts, calls)
+        told = self._told_of_uses(facts) if self.divided else {}
         moves: list[Move[Any]] = []
+        moved: list[ParameterFold] = []
         size = 0  # bytes of their shares
-        doubtful: dict[str, tuple[Any, Mapping[str, Any]]] = {}  # bias -> its step's map and settings
         for fact, kind, taken, linear in self._read_steps(updated, after):
             name = fact.parameter
             live_average = taken.after.get(kind.average) if kind.average else None
-            if (spread := self._spread(name, kind)) is not None:
-                doubtful[name] = linear, taken.settings
-                self._spreads[name] = spread
-            more = self._folds[name].step(
-                linear, rows.get(name, ()), gradient=taken.gradient, live_average=live_average
-            )
+            self._doubts.note(name, kind, linear, taken.settings)
+            fold = self._folds[name]
+            if isinstance(fold, DividedFold):
+                fold.uses = told.get(name, {})
+            more = fold.step(linear, rows.get(name, ()), gradient=taken.gradient, live_average=live_average)
             moves += more
-            size += sum(one.nbytes for move in more for one in move.shares)
+            moved.append(fold)
+            if isinstance(fold, DividedFold):
+                size += fold.moved_bytes
+            else:
+                size += sum(one.nbytes for move in more for one in move.shares)
             if size > MAX_MOVED_BYTES.get(self._devices[name].type, 0):
-                follow_together(moves)
-                moves, size = [], 0
-        follow_together(moves)
-        self._follow_doubts(doubtful, rows)
+                self._move(moved, moves)
+                moves, moved, size = [], [], 0
+        self._move(moved, moves)
+        self._doubts.follow(rows, self._world)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
         if waiting or self._waiting_bytes > MAX_WAITING_BYTES:
             self.fold_waiting()
+
+    def _told_of_uses(self, facts: StepFacts) -> dict[str, dict[UseKey, StepUse]]:
+        """Return for each divided parameter what all processes have of each use of it in the step."""
+        found: dict[str, dict[UseKey, StepUse]] = {}
+        factors = {fact.parameter: fact.factors for fact in facts.facts if fact.updated}
+        layers = dict(self._layers.values())
+        told = self._step_groups
+        for (grouping, place), groups in told.present.items():
+            for number, use in enumerate(layers[place].uses):
+                taken = [
+                    rows
+                    for (layer, micro), rows in told.rows.items()
+                    if layer == place and use.parameter in factors and factors[use.parameter][micro] != 0.0
+                ]
+                if taken:
+                    counts = tuple(sum(column) for column in zip(*taken, strict=True))
+                    at = found.setdefault(use.parameter, {})
+                    at[grouping, place, number] = StepUse(use.parameter_map, groups, counts)
+        return found
+
+    def _move(self, folds: Sequence[ParameterFold], moves: Sequence[Move[Any]]) -> None:
+        """Let shares follow their step, after the exchanges that they wait for."""
+        if self._world is not None:
+            divided = [fold for fold in folds if isinstance(fold, DividedFold)]
+            make_exchanges(self._world, [one for fold in divided for one in fold.exchanges])
+            for fold in divided:
+                fold.exchanges = []
+        follow_together(moves)
 
     def _read_steps(
         self, updated: Sequence[ParameterFacts], after: Mapping[str, Mapping[str, Any]]
@@ -472,62 +429,11 @@ class ShareFold:
                 before, state, gradient = _moved(before, device), _moved(state, device), gradient.to(device)
             taken = ReplayedStep(captured.settings, gradient, before, state, self._dtypes[name])
             waiting.append((fact, captured.kind, taken))
-            size += parameter.nbytes
+            size += self._whole_bytes(name)  # so that all processes read the same parameters together
             if size > MAX_READ_BYTES.get(device.type, 0):
                 yield from _read_together(waiting)
                 waiting, size = [], 0
         yield from _read_together(waiting)
-
-    def _spread(self, name: str, kind: OptimizerKind[Any]) -> Spread[Any] | None:
-        """Return how far rounding of its gradients may have carried a bias so far; None for other parameters.
-
-        Where the true gradient of a bias is zero (that of an attention's keys), rounding is all that there is of it,
-        and an optimizer that divides a gradient by its own size makes as much of it as of any other.
-        """
-        if name in self._spreads or name not in self._biases:
-            return self._spreads.get(name)
-        made = kind.spread(self._shapes[name])
-        if made is not None and (earlier := self._earlier_spreads.pop(name, None)) is not None:
-            made.load({entry: earlier[entry].to(self._devices[name]) for entry in made.state})
-        return made
-
-    def _roundings(self, names: Sequence[str], rows: Mapping[str, Sequence[UseRows]]) -> dict[str, Tensor]:
-        """Return how far each element of the biases' gradients in a step may be off by rounding."""
-        found: dict[str, Tensor] = {}
-        for dtype in {self._dtypes[name] for name in names}:
-            mine = [name for name in names if self._dtypes[name] == dtype]
-            # Each grouping has all patterns.
-            first = [[one for one in rows.get(name, ()) if one.use[0] == 0] for name in mine]
-            sizes = bias_roundings(first, [self._shapes[name] for name in mine], dtype)
-            for name, size in zip(mine, sizes, strict=True):
-                shape, device = self._shapes[name], self._devices[name]
-                found[name] = (
-                    size.to(device) if isinstance(size, Tensor) else torch.zeros(shape, dtype=dtype, device=device)
-                )
-        return found
-
-    def _follow_doubts(
-        self, doubtful: Mapping[str, tuple[Any, Mapping[str, Any]]], rows: Mapping[str, Sequence[UseRows]]
-    ) -> None:
-        """Follow through a step how far rounding of its gradients may have carried the biases.
-
-        Args:
-            doubtful: bias -> its step's map, and the optimizer's settings in it.
-            rows: parameter -> the patterns of the step.
-        """
-        doubts = self._roundings(list(doubtful), rows)
-        steps = {name: DoubtfulStep(*of, doubts[name]) for name, of in doubtful.items()}
-        families: dict[type[Spread[Any]], list[str]] = {}
-        for name in steps:
-            families.setdefault(type(self._spreads[name]), []).append(name)
-        for family, names in families.items():
-            family.step_together([self._spreads[name] for name in names], [steps[name] for name in names])
-
-    def _spread_tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the spread of a bias as tensors: its size, and what it goes on from; nothing for other parameters."""
-        if name in self._spreads:
-            return {"size": self._spreads[name].size, **self._spreads[name].state}
-        return self._earlier_spreads.get(name, {})
 
     def fold_waiting(self) -> None:
         """Fold the steps whose patterns wait to be folded at once."""
@@ -537,65 +443,25 @@ class ShareFold:
 
     def _rows(self, facts: StepFacts, calls: Sequence[tuple[StepCall, CallRecord]]) -> dict[str, list[UseRows]]:
         """Return the patterns of a step by parameter, and add their keys to the sums of keys."""
-        self._find_negative()
+        self._key_sums.find_negative()
         factors = {fact.parameter: fact.factors for fact in facts.facts if fact.updated}
         found: dict[str, list[UseRows]] = {}
-        key_sums: list[tuple[_KeySum, RowGroups, Tensor]] = []
         for call, record in calls:
             place, layer = self._layers[record.layer]
             values, keys = record.values, call.keys_of(record)
             assert values is not None, "calls without values are not taken"
             for grouping in range(len(self.groupings)):
                 codes, groups = self._codes_of(facts.step, call, grouping)
-                self._count_keys(grouping, record.layer, layer, groups, keys, key_sums)
+                known = len(self.groupings[grouping].labels)
+                self._key_sums.count(grouping, record.layer, layer, groups, known, keys)
                 for number, use in enumerate(layer.uses):
                     factor = factors[use.parameter][call.micro] if use.parameter in factors else 0.0
                     if factor != 0.0 and len(codes):
                         found.setdefault(use.parameter, []).append(
                             UseRows((grouping, place, number), use.parameter_map, values, keys, codes, factor, groups)
                         )
-        _add_keys(key_sums)
+        self._key_sums.add()
         return found
-
-    def _count_keys(
-        self,
-        grouping: int,
-        name: str,
-        layer: LayerStart,
-        groups: RowGroups,
-        keys: Tensor,
-        key_sums: list[tuple[_KeySum, RowGroups, Tensor]],
-    ) -> None:
-        """Count the keys of a call by group, and append their sums to those that are to be added."""
-        if not groups.present:
-            return
-        at = (grouping, name)
-        if at not in self._sums:
-            zeros = torch.zeros(0, layer.d_in, dtype=torch.float64, device=keys.device)
-            self._sums[at] = _KeySum(zeros, [])
-        total = self._sums[at]
-        total.grow(len(self.groupings[grouping].labels))
-        if total.sums.device != keys.device:  # a resumed recording begins on the CPU
-            total.sums = total.sums.to(keys.device)
-        for group, size in zip(groups.present, groups.sizes, strict=True):
-            total.counts[group] += size
-        if not takes_ids(layer.uses):  # a sum of places in a table says nothing
-            found = sum_unsorted_by_group(keys, groups, torch.float64 if keys.dtype == torch.float64 else torch.float32)
-            key_sums.append((total, groups, found))
-        if not grouping and name not in self._negative:
-            lowest, earlier = keys.min(), self._lowest.get(name)
-            self._lowest[name] = lowest if earlier is None else torch.minimum(lowest, earlier.to(lowest))
-
-    def _find_negative(self) -> None:
-        """Find the layers whose keys have been negative by the last step; on a GPU by the last but one."""
-        if self._lowest_under_way is not None:
-            names, numbers = self._lowest_under_way
-            lowest = numbers.read()
-            self._negative.update(name for name, one in zip(names, lowest, strict=True) if float(one) < 0)
-            self._lowest_under_way = None
-        names = [name for name in self._lowest if name not in self._negative]
-        if names and len({self._lowest[name].device for name in names}) == 1:
-            self._lowest_under_way = names, NumbersUnderWay([self._lowest[name].double() for name in names])
 
     # The result ---------------------------------------------------------------------------------------------------
 
@@ -616,11 +482,11 @@ class ShareFold:
             if fold is None:
                 continue  # no step has touched it
             shares[f"noise.{place}"] = torch.tensor(fold.noise, dtype=torch.float64)
-            if spread := self._spread_tensors(name):
+            if spread := self._doubts.tensors(name):
                 shares[f"spread.{place}"] = spread["size"]
             if live is None:
                 continue
-            start, unexplained, rounding = fold.rest(live[name], self._live_rows.get(name))
+            start, unexplained, rounding = fold.rest(live[name])
             if fold.start.moved is None and fold.start.warm is None:
                 shares[f"start_number.{place}"] = torch.tensor(fold.start.matrix.weight[0], dtype=torch.float64)
             else:
@@ -629,13 +495,7 @@ class ShareFold:
             shares[f"rounding.{place}"] = rounding.to(self._dtypes[name])
         for use, group, share in self._all_shares():
             shares[_numbered("share", *use, group)] = share.weight
-        for (grouping, layer), total in self._sums.items():
-            total.grow(len(self.groupings[grouping].labels))
-            place, _ = self._layers[layer]
-            shares[f"keys.{grouping}.{place}"] = total.sums
-            shares[f"counts.{grouping}.{place}"] = torch.tensor(total.counts, dtype=torch.int64)
-        for layer, lowest in self._lowest.items():
-            shares[f"lowest.{self._layers[layer][0]}"] = lowest.double()
+        shares |= self._key_sums.result(self._layer_places(), [len(one.labels) for one in self.groupings])
         return FoldState(self.steps, self.labels, _on_cpu(shares), _on_cpu(self._for_resuming()))
 
     @without_gradients
@@ -676,7 +536,7 @@ class ShareFold:
             if fold is None:
                 continue
             found[f"whole.{place}"] = fold.whole.weight
-            for entry, tensor in self._spread_tensors(name).items():
+            for entry, tensor in self._doubts.tensors(name).items():
                 if entry != "size":
                     found[f"spread_{entry}.{place}"] = tensor
             if fold.whole.average is not None:
@@ -694,6 +554,7 @@ class ShareFold:
         self.steps = state.step
         for labels, known in zip(self.groupings, state.labels, strict=True):
             labels.load(known)
+        self._agreed.load()
         for name, place in self._places.items():
             if f"whole.{place}" in state.resume:
                 self._folds[name] = self._loaded_fold(name, place, state)
@@ -704,14 +565,11 @@ class ShareFold:
                     for key, tensor in state.resume.items()
                     if key.startswith(prefix) and key.endswith(suffix)
                 }
-                self._earlier_spreads[name] = {"size": state.shares[f"spread.{place}"].clone(), **entries}
-        for name, (place, _) in self._layers.items():
-            for grouping in range(len(self.groupings)):
-                if f"keys.{grouping}.{place}" in state.shares:
-                    sums, counts = (state.shares[f"{what}.{grouping}.{place}"].clone() for what in ("keys", "counts"))
-                    self._sums[grouping, name] = _KeySum(sums, counts.tolist())
-            if f"lowest.{place}" in state.shares:
-                self._lowest[name] = state.shares[f"lowest.{place}"].clone()
+                self._doubts.load(name, {"size": state.shares[f"spread.{place}"].clone(), **entries})
+        self._key_sums.load(state.shares, self._layer_places(), len(self.groupings))
+
+    def _layer_places(self) -> dict[str, int]:
+        return {name: place for name, (place, _) in self._layers.items()}
 
     def _loaded_fold(self, name: str, place: int, state: FoldState) -> ParameterFold:
         """Return the fold of a parameter as it was."""
@@ -744,18 +602,6 @@ class ShareFold:
 
 AVERAGES = frozenset(kind.average for kind in optimizer_kinds().values() if kind.average)
 """The names that optimizers have for the average that is part of a linear step."""
-
-
-def _add_keys(key_sums: Sequence[tuple[_KeySum, RowGroups, Tensor]]) -> None:
-    """Add sums of keys by the groups of a call, (n, d_in), to those of all groups so far."""
-    whole: dict[int, tuple[Tensor, Tensor]] = {}  # by sum: a kernel for many tensors may write to each of them once
-    for total, groups, found in key_sums:
-        if len(groups.present) == len(total.counts) and id(total) not in whole:
-            whole[id(total)] = total.sums, found
-        else:
-            total.sums.index_add_(0, groups.places(found.device), found.double())
-    if whole:
-        torch._foreach_add_([sums for sums, _ in whole.values()], [found for _, found in whole.values()])
 
 
 def _numbered(what: str, *places: int) -> str:

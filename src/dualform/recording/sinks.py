@@ -19,6 +19,7 @@ from dualform.recording.annotations import Binding
 from dualform.recording.media import Files
 from dualform.recording.model_state import StatePart
 from dualform.recording.rowcheck import RowCheck
+from dualform.recording.world import World
 
 RESIDUAL = "residual"
 """A fact beside an optimizer's settings: how far patterns are from a gradient that autograd rounded coarsely."""
@@ -159,26 +160,6 @@ class LiveParameter:
         return found
 
 
-class GatheredParameter(LiveParameter):
-    """A divided parameter with the rows of all processes: its gradient, and its optimizer's state.
-
-    Attributes:
-        entries: the state; before a step those entries of it that the step overwrites.
-    """
-
-    __slots__ = ("entries",)
-    entries: Mapping[str, Any]
-
-    def keep(self, entries: Mapping[str, Any]) -> None:
-        """Take the state as it was gathered now."""
-        object.__setattr__(self, "entries", entries)
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """The optimizer's state of the parameter, as it was gathered last."""
-        return self.entries
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     """One optimizer's part of a step, just before it moves its parameters."""
@@ -311,11 +292,11 @@ class RepeatingSink(Protocol):
 
 
 @runtime_checkable
-class AllRowsSink(Protocol):
-    """A sink that looks at gradients and states of whole parameters, also where processes have rows of them."""
+class AgreeingSink(Protocol):
+    """A sink that has to hear from those of the other processes which train together, before every step."""
 
-    def takes_all_rows(self, parameter: str) -> bool:
-        """Say whether it does so with a parameter. Asked while a recording is open; the same in every process."""
+    def agree(self, world: World) -> None:
+        """Exchange what a step needs of all processes; each calls this after `before_step`, if no process failed."""
 
 
 @runtime_checkable

@@ -30,7 +30,6 @@ from dualform.recording.check_schedule import CheckOrNone, CheckSchedule
 from dualform.recording.collection_pause import pausing_collection
 from dualform.recording.divided import OwnRows, localized, reduces_coarsely
 from dualform.recording.ending import end_when_dropped, leave_in_forks, remove_handles, weak_hook
-from dualform.recording.gathered import gather_after
 from dualform.recording.gradient_check import GradientCheck
 from dualform.recording.hooks import Arrival, Hooks
 from dualform.recording.host_clock import HostClock
@@ -55,7 +54,7 @@ from dualform.recording.recorded_optimizers import RecordedOptimizer, with_closu
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sharded_modules import reshard
 from dualform.recording.sinks import (
-    AllRowsSink,
+    AgreeingSink,
     LateSink,
     LateWatchingSink,
     ParameterFacts,
@@ -182,9 +181,8 @@ class StepRecorder:
         self._accumulations = accumulations(self._parameters, self._step_now, sink, gradient_check, schedule)
         settings: dict[str, Any] = {"batch_axis": alignment.batch_axis, "on_failure": on_failure}
         shared = exact, measured, alignment, gradient_check, schedule, self.warn_once
-        takes_all_rows = sink.takes_all_rows if isinstance(sink, AllRowsSink) else lambda parameter: False
         joint = several and known is None  # a replay knows from the recording all that processes tell each other
-        self._joint = JointPreparation(*shared, world, own_rows, takes_all_rows, **settings) if joint else None
+        self._joint = JointPreparation(*shared, world, own_rows, **settings) if joint else None
         preparation = StepPreparation if known is None else partial(ProvenPreparation, known)
         self._preparation = self._joint or preparation(*shared, **settings)
         self._hooks = Hooks(layers, weakref.ref(self), BufferPool(), model, needed, divided=own_rows, clock=self.clock)
@@ -479,6 +477,8 @@ class StepRecorder:
             then=self._sink.before_step,
             state_mark=lambda: state_digest(self._owned, self._parameters) if self._has_joined else 0,
         )
+        if isinstance(self._sink, AgreeingSink):
+            self._sink.agree(self._world)
         self._has_joined = False
         return prepared
 
@@ -546,8 +546,6 @@ class StepRecorder:
         self._samples |= join_samples(self._world, {name: one for name, one in self._own_rows.items() if name in mine})
         if step.evaluations > 1:
             self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
-        if self._own_rows and isinstance(prepared, PreparedStep):
-            gather_after(prepared.live, self._own_rows)
         if isinstance(prepared, LateStep):
             self._made.note(prepared, step.clear(), dict(self._samples))
             self.steps += 1

@@ -4,6 +4,7 @@ A recorder asks its world wherever processes have to agree: whether it sees all 
 step can be recorded by all of them. Recording several processes is another implementation of the protocol.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -31,6 +32,15 @@ class World(Protocol):
     def gather(self, value: T) -> list[T]:
         """Return the value of every process, in the order of their ranks."""
 
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> Sequence[Tensor]:
+        """Return what every process sends to this one, in the order of ranks, on the device where it lies.
+
+        Args:
+            outgoing: what this process sends, (sum of sizes,): numbers for each process, in the order of ranks.
+            sizes: how many numbers each process gets of them.
+            incoming: how many numbers each process sends to this one.
+        """
+
     def barrier(self) -> None:
         """Return when every process has come here, or is not expected to any more."""
 
@@ -52,6 +62,10 @@ class OneProcess:
     def gather(self, value: T) -> list[T]:
         """Return the only value."""
         return [value]
+
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> Sequence[Tensor]:
+        """Return what this process sends to itself."""
+        return [outgoing]
 
     def barrier(self) -> None:
         """Return: nobody else is to come."""

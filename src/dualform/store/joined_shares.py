@@ -2,7 +2,10 @@
 
 A step's map is the same in all processes and linear in the gradient, so the fold of all patterns is the sum of the
 processes' folds. What is left of the start, rounding, and what all gradients together made are the same in all
-processes, and process 0 keeps them. Of parameters that are divided by rows each process keeps the rounding of its rows.
+processes, and process 0 keeps them.
+
+Where processes have rows of the parameters, each has folded everything of its own rows, of the patterns of all
+processes: rows are put together, and nothing is summed but keys.
 """
 
 from collections.abc import Sequence
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from dualform.binning import label_order
 from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
+from dualform.errors import CorruptError
 from dualform.recording.group_labels import label_mark
 from dualform.store.stored_shares import StoredShares
 
@@ -50,19 +54,16 @@ class JoinedShares(ShareSource):
         step = self._run.steps if horizon is None else horizon
         first = self._each[0].shares(parameter, by, layer=layer, horizon=step)
         unexplained = first.unexplained.double()  # process 0 explains its own patterns
-        rounding = first.rounding
         parts = [first.shares]
         for one in self._each[1:]:
             parts.append(one.shares_of(parameter, by, layer, step))
             unexplained = unexplained - one.explained(parameter, horizon=step)
-            if (rows := one.own_rounding(parameter, horizon=step)) is not None:
-                rounding = rounding + rows
         return ParameterShares(
             self.labels(by),
             self._summed(by, parts),
             first.start,
             unexplained,
-            rounding,
+            first.rounding,
         )
 
     def _summed(self, by: tuple[str, ...], parts: Sequence[Tensor]) -> Tensor:
@@ -106,3 +107,46 @@ class JoinedShares(ShareSource):
         found = [one.gradient_spread(parameter, horizon=step) for one in self._each]
         known = [spread for spread in found if spread is not None]
         return torch.stack(known).sum(0) if known else None
+
+
+class JoinedRows(JoinedShares):
+    """The shares by group of a run whose processes had rows of the parameters."""
+
+    def shares(
+        self, parameter: str, by: tuple[str, ...], *, layer: str | None = None, horizon: int | None = None
+    ) -> ParameterShares:
+        """Return a parameter's shares; those of one layer's patterns alone where several layers use it."""
+        step = self._run.steps if horizon is None else horizon
+        self._check_numbers(by)
+        each = [one.shares(parameter, by, layer=layer, horizon=step) for one in self._each]
+        labels = self.labels(by)
+        places = {label_mark(label): place for place, label in enumerate(labels)}
+        rows = []
+        for one in each:  # a process that was killed may not have published the last groups
+            here = torch.tensor([places[label_mark(label)] for label in one.labels], dtype=torch.int64)
+            all_groups = one.shares.new_zeros(len(labels), *one.shares.shape[1:])
+            rows.append(all_groups.index_copy_(0, here, one.shares))
+        return ParameterShares(
+            labels,
+            torch.cat(rows, dim=1),
+            torch.cat([one.start for one in each]),
+            torch.cat([one.unexplained for one in each]),
+            torch.cat([one.rounding for one in each]),
+        )
+
+    def _check_numbers(self, by: tuple[str, ...]) -> None:
+        """Raise `CorruptError` where processes number groups differently, so that their rows do not belong together."""
+        numbered = [[label_mark(label) for label in one.numbered_labels(by)] for one in self._each]
+        most = max(numbered, key=len)
+        if any(labels != most[: len(labels)] for labels in numbered):
+            raise CorruptError(
+                f"{self._run.name}: its processes keep shares of different groups by {', '.join(by)}. Restore the "
+                "run's files from one copy."
+            )
+
+    def gradient_spread(self, parameter: str, *, horizon: int | None = None) -> Tensor | None:
+        """Return how far rounding of the gradients may have carried each element of a parameter; None if unknown."""
+        step = self._run.steps if horizon is None else horizon
+        found = [one.gradient_spread(parameter, horizon=step) for one in self._each]
+        known = [spread for spread in found if spread is not None]
+        return torch.cat(known) if len(known) == len(found) else None

@@ -6,9 +6,9 @@ cut short is an error at opening; changed bytes are found by `dualform.store.aud
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -224,14 +224,15 @@ class Run(PatternSource):
 
         if self.manifest.shares is None:
             return None
-        own = StoredShares(self, self.manifest.shares)
         if not self.others:
-            return own
-        from dualform.store.joined_shares import JoinedShares  # which reads this run
+            return StoredShares(self, self.manifest.shares)
+        from dualform.store.joined_shares import JoinedRows, JoinedShares  # which read this run
 
-        others = [one for one in self.others if one is not None and one.manifest.shares is not None]
-        each = [StoredShares(one, one.manifest.shares) for one in others if one.manifest.shares is not None]
-        return JoinedShares(self, [own, *each])
+        count = 1 + len(self.others)
+        others = [one for one in self.others if one is not None]
+        kept = [(one, one.manifest.shares) for one in (self, *others)]
+        each = [StoredShares(one, shares, processes=count) for one, shares in kept if shares is not None]
+        return JoinedRows(self, each) if self.published.divided else JoinedShares(self, each)
 
     @cached_property
     def _rests(self) -> "StoredRests | None":
@@ -325,6 +326,12 @@ class Run(PatternSource):
             return None
         return join_parameters(self._parameter_files(FINAL), self.manifest, states=False)
 
+    def own_rows(self, which: Literal["initial", "final"]) -> dict[str, Tensor] | None:
+        """Return the rows that one process keeps of the parameters, with the optimizer's warm state at the start."""
+        if which == "final" and (not self.published.closed or self.published.no_final):
+            return None
+        return TensorFile(Blob(self.blobs, INITIAL if which == "initial" else FINAL)).tensors()
+
     def _start(self) -> dict[str, Tensor]:
         """Return the parameters at the start, and the optimizers' state that was warm then."""
         return join_parameters(self._parameter_files(INITIAL), self.manifest, states=True)
@@ -343,8 +350,12 @@ class Run(PatternSource):
     @cached_property
     def initial_states(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer state that was warm at the start: parameter -> entry -> tensor."""
+        return self.states_in(self._start())
+
+    def states_in(self, start: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer state among the tensors of the start: parameter -> entry -> tensor."""
         states: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in self._start().items():
+        for name, tensor in start.items():
             if name not in self.manifest.parameters:
                 entry, _, parameter = name.partition(STATE)
                 states.setdefault(parameter, {})[entry] = tensor

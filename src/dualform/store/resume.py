@@ -51,6 +51,12 @@ def resume_at(blobs: Blobs, wanted: Manifest, start: Start, step: int | None) ->
             f"{run.name} was made from checkpoints, and no training can be added to it. Record to another folder."
         )
     _same_shape(run.manifest, as_stored(run.manifest, wanted))
+    if run.manifest.shares is not None and run.published.divided != bool(start.divided):
+        was, now = ("divided", "whole") if run.published.divided else ("whole", "divided")
+        raise ResumeError(
+            f"{run.name} keeps shares of {was} weights, and the weights are {now} now. A recording of shares goes on "
+            "with weights as they were: call fully_shard as before, or not at all; or record to another folder."
+        )
     if start.processes > 1 and RANK in run.manifest.columns:
         raise ResumeError(
             f"The run has a column {RANK!r}, which is the name of a process's number in a run of several processes. "

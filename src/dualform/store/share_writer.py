@@ -22,6 +22,7 @@ from dualform.recording.media import PATHS, Files
 from dualform.recording.model_state import StatePart
 from dualform.recording.share_fold import FoldState, ShareFold
 from dualform.recording.sinks import CallRecord, PreparedStep, Start, StepFacts
+from dualform.recording.world import World
 from dualform.store.blobs import Blobs
 from dualform.store.format import shares_file, shares_state_file
 from dualform.store.label_text import label_text
@@ -35,9 +36,9 @@ from dualform.store.writer import DiskWriter
 Snapshot = Callable[[], dict[str, Tensor]]
 StateNow = Callable[[], dict[str, Tensor]]
 OWN_TENSORS = ("share", "keys", "counts", "lowest", "spread", "noise")
-"""The tensors of shares that each of several processes keeps of its own patterns; the others are the same in all."""
-DIVIDED_TENSORS = (*OWN_TENSORS, "rounding")
-"""The same where processes have rows of the parameters: each knows the rounding of its own rows."""
+"""The tensors of shares that each of several processes keeps of its own patterns; the others are the same in all.
+
+Where processes have rows of the parameters, each keeps everything of its own rows."""
 
 
 class ShareWriter:
@@ -52,8 +53,8 @@ class ShareWriter:
         self._kept_layers: set[str] = set()  # whose patterns are kept
         self._columns: dict[str, str] = {}  # of the steps that were taken
         self._kept_calls: dict[int, int] = {}  # number of a call whose patterns are kept -> its backward
-        self._own_tensors: tuple[str, ...] = OWN_TENSORS
         self._published: set[int] = set()  # steps after which shares are published
+        self._processes = 1
         self._given: FoldState | None = None  # the state of a checkpoint
         self._broken: BaseException | None = None  # the error that kept a step from being folded to its end
         self._state: StateNow = lambda: {}
@@ -72,6 +73,8 @@ class ShareWriter:
                 "Shares(paths=...) is not supported for a training in several processes: each of them knows its own "
                 "patterns' shares alone. Record without paths."
             )
+        if start.divided:
+            _refuse_whole(start)
         self._kept_layers = {name for name, layer in start.layers.items() if not layer.shares_only}
         self._run.shares = SharesEntry(self._entries())
         # The fold of groups takes keys, so the run gets them too.
@@ -85,12 +88,14 @@ class ShareWriter:
         return first
 
     def _open_fold(self, start: Start, first: int) -> None:
-        self._own_tensors = DIVIDED_TENSORS if start.divided else OWN_TENSORS
+        self._processes = start.processes
         whole = Run(self._run.blobs)
-        # Of divided parameters other processes may be publishing their rows only now.
-        begun = functools.cache(lambda: Run(self._run.blobs) if start.divided else whole)
-        self._fold.open(start, lambda name: begun().initial[name], lambda: begun().initial_states)
         run = Run(self._run.place, rank=start.rank, others=())  # the files of this process
+        if start.divided:
+            own = run.own_rows("initial") or {}
+            self._fold.open(start, own.__getitem__, lambda: run.states_in(own))
+        else:
+            self._fold.open(start, lambda name: whole.initial[name], lambda: whole.initial_states)
         sizes = {count for _, count in whole.published.processes}
         if first and len(sizes) > 1:
             raise ResumeError(
@@ -151,7 +156,7 @@ class ShareWriter:
                 )
             return self._given
         entry = run.manifest.shares
-        found = None if entry is None else StoredShares(run, entry).resume_tensors(step)
+        found = None if entry is None else StoredShares(run, entry, processes=self._processes).resume_tensors(step)
         if found is None or entry is None:
             raise ResumeError(
                 f"{run.name} keeps no shares that can go on after step {step}. Give the recorder the state of your "
@@ -160,9 +165,9 @@ class ShareWriter:
             )
         return FoldState(step, tuple(stored_labels(one) for one in entry.groupings), *found)
 
-    def takes_all_rows(self, parameter: str) -> bool:
-        """Say whether the gradient and the optimizer's state of a parameter are needed with all rows."""
-        return self._fold.takes_all_rows(parameter)
+    def agree(self, world: World) -> None:
+        """Agree with the other processes on a step's groups, where each of them has rows of the parameters."""
+        self._fold.agree(world)
 
     def updates(self) -> Mapping[str, int]:
         """Return how many updates of each parameter the run holds."""
@@ -288,8 +293,8 @@ class ShareWriter:
         tensors = found.shares
         if closing and not self._shares.resumable and step not in self._shares.at:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rounding.")}
-        if self._run.rank:  # the rest is the same in every process
-            tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in self._own_tensors}
+        if self._run.rank and not self._fold.divided:  # the rest is the same in every process
+            tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in OWN_TENSORS}
         replaced: list[str] = []
 
         def publish(blobs: Blobs, manifest: Manifest) -> dict[str, Any]:
@@ -329,6 +334,18 @@ class ShareWriter:
             written = tuple(tuple(label_text(part) for part in label) for label in labels)
             found.append(GroupingEntry(columns, written, grouping.has_rest))
         return tuple(found)
+
+
+def _refuse_whole(start: Start) -> None:
+    """Refuse shares of a parameter that every process has whole, where processes have rows of others."""
+    for layer in start.layers.values():
+        for use in layer.uses if not layer.keys_only else ():
+            if use.parameter not in start.divided:
+                raise RefusedError(
+                    f"Parameter {use.parameter!r} is whole in every process, while others are divided by rows; shares "
+                    "of such a model are not supported. Call fully_shard on the whole model, leave the layer out of "
+                    "layers=[...], or keep patterns."
+                )
 
 
 def _changing(parts: Callable[..., Mapping[str, StatePart] | None]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ of the group, in the order of the manifest (docs/format.md). Names, shapes and d
 when a file is first read.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from dualform.binning import Bins, label_order
 from dualform.engine.share_source import GroupKeySums, ParameterShares, ShareSource
 from dualform.errors import CorruptError, QueryError
+from dualform.identity.row_division import own_rows
 from dualform.printable import cut
 from dualform.recording.group_labels import rest_label
 from dualform.store.format import shares_file, shares_state_file
@@ -27,10 +29,16 @@ Expected = tuple[tuple[int, ...], torch.dtype]
 
 
 class StoredShares(ShareSource):
-    """The shares by group that a run folder keeps."""
+    """The shares by group that a run folder keeps; of divided parameters those of one process's rows."""
 
-    def __init__(self, run: "Run", kept: SharesEntry) -> None:
+    def __init__(self, run: "Run", kept: SharesEntry, *, processes: int = 1) -> None:
+        """Open the shares of a run, or of one of several processes that recorded one."""
         self._run = run
+        self._shapes = {name: entry.shape for name, entry in run.manifest.parameters.items()}
+        if run.published.divided:
+            for name, shape in self._shapes.items():
+                rows = own_rows(shape[0], run.published.rank, processes)
+                self._shapes[name] = (rows.stop - rows.start, *shape[1:])
         self._kept = kept
         self._files: dict[int, TensorFile] = {}
         self._by = {grouping_names(grouping): place for place, grouping in enumerate(kept.groupings)}
@@ -56,6 +64,11 @@ class StoredShares(ShareSource):
         self._grouping(by)
         return tuple(self._stored_labels[by][group] for group in self._order[by])
 
+    def numbered_labels(self, by: tuple[str, ...]) -> tuple[Any, ...]:
+        """Return the groups of a grouping in the order of their numbers."""
+        self._grouping(by)
+        return self._stored_labels[by]
+
     def rest_place(self, by: tuple[str, ...]) -> int | None:
         """Return the place of the group of all patterns whose own groups are not kept; None where all are."""
         kept = self._kept.groupings[self._grouping(by)]
@@ -65,10 +78,10 @@ class StoredShares(ShareSource):
         self, parameter: str, by: tuple[str, ...], *, layer: str | None = None, horizon: int | None = None
     ) -> ParameterShares:
         """Return a parameter's shares; those of one layer's patterns alone where several layers use it."""
-        file, entry = self._file(horizon), self._run.manifest.parameters[parameter]
+        file = self._file(horizon)
         total = self.shares_of(parameter, by, layer, horizon)
         at = list(self._run.manifest.parameters).index(parameter)
-        zeros = torch.zeros(entry.shape, dtype=total.dtype)
+        zeros = torch.zeros(self._shapes[parameter], dtype=total.dtype)
         return ParameterShares(
             self.labels(by),
             total,
@@ -79,17 +92,15 @@ class StoredShares(ShareSource):
             else self._closing(file, parameter, by, horizon),
         )
 
-    def own_rounding(self, parameter: str, *, horizon: int) -> Tensor | None:
-        """Return the rounding of a process's own rows of a divided parameter, zero in others; None where not kept."""
-        file, at = self._file(horizon), list(self._run.manifest.parameters).index(parameter)
-        return file.tensor(f"rounding.{at}") if f"rounding.{at}" in file.places else None
-
     def _closing(self, file: TensorFile, parameter: str, by: tuple[str, ...], horizon: int | None) -> Tensor:
         """Return the rounding that a file leaves out at the end: the final parameter less all other parts."""
         at = list(self._run.manifest.parameters).index(parameter)
-        final = self._run.final if horizon in (None, self._run.steps) else None
-        if final is None or f"unexplained.{at}" not in file.places:  # never updated
-            return torch.zeros(self._run.manifest.parameters[parameter].shape, dtype=torch.float64)
+        ended = horizon in (None, self._run.steps) and f"unexplained.{at}" in file.places  # else never updated
+        final = None
+        if ended:
+            final = self._run.own_rows("final") if self._run.published.divided else self._run.final
+        if final is None:
+            return torch.zeros(self._shapes[parameter], dtype=torch.float64)
         total = self._start(file, parameter, at) + file.tensor(f"unexplained.{at}").double()
         for place, layer in enumerate(self._run.manifest.layers.values()):
             for number, use in enumerate(layer.uses):
@@ -108,7 +119,7 @@ class StoredShares(ShareSource):
         """Return each group's share of a parameter, (G, ...), of the patterns of one layer or of all."""
         file, grouping = self._file(horizon), self._grouping(by)
         entry = self._run.manifest.parameters[parameter]
-        total = torch.zeros(len(self._order[by]), *entry.shape, dtype=_fold_dtype(entry.dtype))
+        total = torch.zeros(len(self._order[by]), *self._shapes[parameter], dtype=_fold_dtype(entry.dtype))
         for place, (name, layer_entry) in enumerate(self._run.manifest.layers.items()):
             if layer not in (None, name):
                 continue
@@ -127,7 +138,10 @@ class StoredShares(ShareSource):
         if f"start.{at}" in file.places:
             return file.tensor(f"start.{at}").double()
         left = float(file.tensor(f"start_number.{at}")) if f"start_number.{at}" in file.places else 1.0
-        return left * self._run.initial[parameter].double()
+        divided = self._run.published.divided
+        initial = self._run.own_rows("initial") if divided else self._run.initial
+        assert initial is not None, "every run has its parameters at the start"
+        return left * initial[parameter].double()
 
     def key_sums(self, layer: str, by: tuple[str, ...], *, horizon: int | None = None) -> GroupKeySums:
         """Return a layer's key sums by group."""
@@ -180,7 +194,7 @@ class StoredShares(ShareSource):
             )
         if step not in self._files:
             file = TensorFile(self._run.blob(shares_file(step)))
-            check_shares(file, self._run, self._kept)
+            check_shares(file, self._run, self._kept, self._shapes)
             self._files[step] = file
         return self._files[step]
 
@@ -207,10 +221,17 @@ def stored_labels(grouping: GroupingEntry) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def check_shares(file: TensorFile, run: "Run", kept: SharesEntry) -> None:
-    """Raise `CorruptError` where a file of shares holds a tensor that the manifest does not know or shape otherwise."""
+def check_shares(file: TensorFile, run: "Run", kept: SharesEntry, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `CorruptError` where a file of shares holds a tensor that the manifest does not know or shape otherwise.
+
+    Args:
+        file: the file.
+        run: the run, or the part of one process.
+        kept: what the manifest says of the shares.
+        shapes: of each parameter, as far as the file has it.
+    """
     for name, place in file.places.items():
-        expected = _expected(name, run, kept)
+        expected = _expected(name, run, kept, shapes)
         if expected is None:
             raise _bad_shares(file, f"it holds {cut(repr(name))}, which the manifest does not know")
         shape, dtype = expected
@@ -226,13 +247,14 @@ def check_shares(file: TensorFile, run: "Run", kept: SharesEntry) -> None:
             raise _bad_shares(file, f"{cut(repr(name))} is {place.shape} of {place.dtype}; expected {shape} of {dtype}")
 
 
-def _expected(name: str, run: "Run", kept: SharesEntry) -> Expected | None:
+def _expected(name: str, run: "Run", kept: SharesEntry, shapes: Mapping[str, tuple[int, ...]]) -> Expected | None:
     """Return shape and dtype of a tensor of shares, with -1 for at most the number of groups; None if unknown."""
     what, *texts = name.split(".")
     if not all(text.isascii() and text.isdigit() and str(int(text)) == text for text in texts):
         return None
     numbers = [int(text) for text in texts]
-    layers, parameters = list(run.manifest.layers.values()), list(run.manifest.parameters.values())
+    layers = list(run.manifest.layers.values())
+    parameters = [(shapes[name], _fold_dtype(entry.dtype)) for name, entry in run.manifest.parameters.items()]
     match what, numbers:
         case "share", [grouping, layer, use, group] if (
             grouping < len(kept.groupings)
@@ -241,12 +263,12 @@ def _expected(name: str, run: "Run", kept: SharesEntry) -> Expected | None:
             and layers[layer].store != "keys"
             and use < len(layers[layer].uses)
         ):
-            entry = run.manifest.parameters[layers[layer].uses[use].parameter]
-            return entry.shape, _fold_dtype(entry.dtype)
+            parameter = layers[layer].uses[use].parameter
+            return shapes[parameter], _fold_dtype(run.manifest.parameters[parameter].dtype)
         case (("start" | "unexplained" | "rounding"), [place]) if place < len(parameters):
-            return parameters[place].shape, _fold_dtype(parameters[place].dtype)
+            return parameters[place]
         case "spread", [place] if place < len(parameters):
-            return parameters[place].shape, torch.float64
+            return parameters[place][0], torch.float64
         case (("start_number" | "noise"), [place]) if place < len(parameters):
             return (), torch.float64
         case "keys", [grouping, layer] if grouping < len(kept.groupings) and layer < len(layers):

@@ -37,7 +37,7 @@ class GroupShare:
     average: Tensor | None = None
 
 
-def _multiply(weight: Tensor, average: Tensor | None, by: StepMatrix) -> None:
+def multiply(weight: Tensor, average: Tensor | None, by: StepMatrix) -> None:
     """Multiply a part of the weight and of the average by a 2×2 matrix, in place."""
     old = weight.clone() if by.average[0] else None
     if by.weight[0] != 1.0:
@@ -120,7 +120,7 @@ class ShareStack:
         if behind.weight != STANDING.weight or behind.average != STANDING.average:
             if behind.average[0]:
                 self.need_average()
-            _multiply(*self.parts_of(group), behind)
+            multiply(*self.parts_of(group), behind)
 
     def catch_up_all(self) -> None:
         """Follow the steps that were put off for any group."""
@@ -383,9 +383,13 @@ class ParameterFold:
         if self.noise or linear.noise:
             self.noise = ((linear.kappa * self.noise) ** 2 + linear.noise**2) ** 0.5
         if numbers is not None:
-            self._waiting.append(_WaitingStep(numbers, rows))
+            self._wait(numbers, rows)
             return [whole]
         return [whole, *self._moves_of_shares(linear, rows, scale)]
+
+    def _wait(self, numbers: StepMatrix, rows: Sequence[UseRows]) -> None:
+        """Let a step whose map is made of numbers wait to be folded with later ones."""
+        self._waiting.append(_WaitingStep(numbers, rows))
 
     def _settle_scale(self) -> None:
         """Multiply the weights by what they are divided by."""
@@ -411,26 +415,46 @@ class ParameterFold:
 
     def _moves_of_shares(self, linear: StepMap, rows: Sequence[UseRows], scale: float | None) -> list[Move[StepMap]]:
         """Return the moves of every share in a step whose map is made of matrices; `scale` as in `Move`."""
-        by_use: dict[UseKey, list[UseRows]] = {}
-        for one in rows:
-            by_use.setdefault(one.use, []).append(one)
-            self.stack(one.use).see(one.groups.present)
+        by_use = self._rows_by_use(rows)
         lerp, moves = linear.lerp, []
         for use, stack in self.stacks.items():
             stack.catch_up_all()
             average = stack.need_average() if linear.moves_average else stack.average
             mine = by_use.get(use, ())
             if lerp is not None and average is not None:
-                _take_up(average, mine, keep=lerp[0], take=lerp[1])
+                self._add_gradients(average, use, mine, keep=lerp[0], take=lerp[1])
                 weights, averages = stack.tensors()
                 nothing = [None] * len(weights)
                 moves.append(Move(linear, weights, averages, nothing, averages_moved=True, scale=scale))
             else:
-                gradient = torch.zeros_like(stack.weight) if mine else None
+                gradient = torch.zeros_like(stack.weight) if use in by_use else None
                 if gradient is not None:
-                    _take_up(gradient, mine, keep=1.0, take=1.0)
+                    self._add_gradients(gradient, use, mine, keep=1.0, take=1.0)
                 moves.append(Move(linear, [stack.weight], [stack.weight if average is None else average], [gradient]))
         return moves
+
+    def _rows_by_use(self, rows: Sequence[UseRows]) -> dict[UseKey, list[UseRows]]:
+        """Return a step's patterns by use, and note their groups."""
+        by_use: dict[UseKey, list[UseRows]] = {}
+        for one in rows:
+            by_use.setdefault(one.use, []).append(one)
+            self.stack(one.use).see(one.groups.present)
+        return by_use
+
+    def _add_gradients(self, total: Tensor, use: UseKey, rows: Sequence[UseRows], *, keep: float, take: float) -> None:
+        """Replace totals by group by `keep` times themselves plus `take` times the gradients of patterns of one use."""
+        if not rows:
+            total.mul_(keep)
+        for place, one in enumerate(rows):
+            add_by_group(
+                total,
+                one.parameter_map,
+                one.values,
+                one.keys,
+                one.groups,
+                keep=1.0 if place else keep,
+                take=take * one.factor,
+            )
 
     def stack(self, use: UseKey) -> ShareStack:
         """Return the shares of a use, of which there are none before its first pattern."""
@@ -524,7 +548,7 @@ class ParameterFold:
         found = torch.einsum("sk,sgd->kgd", numbers.to(sums.device), sums)
         for place, group in enumerate(groups.present):
             weight, average = stack.parts_of(group)
-            _multiply(weight, average, behind)
+            multiply(weight, average, behind)
             for tensor, more in zip((weight, average), found[:, place], strict=False):
                 assert tensor is not None, "the average has its place before anything is added to it"
                 tensor.add_(more.view(tensor.shape))
@@ -538,13 +562,8 @@ class ParameterFold:
             for group in sorted(stack.seen):
                 yield use, group, GroupShare(*stack.parts_of(group))
 
-    def rest(self, live: Tensor, rows: slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is left of the start, what is unexplained, and rounding, in float64.
-
-        Args:
-            live: the live parameter, or some of its rows.
-            rows: which rows these are; rounding is zero in all others.
-        """
+    def rest(self, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what is left of the start, what is unexplained, and rounding, in float64, given the live parameter."""
         self._settle_scale()
         start = self.start.parts()[0]
         whole = self.whole.weight.double()
@@ -552,32 +571,12 @@ class ParameterFold:
         for (grouping, _, _), _, share in self.parts():
             if not grouping:  # each grouping has every pattern once
                 explained += share.weight
-        if rows is None:
-            return start, whole - explained, live.to(whole) - start.to(whole) - whole
-        rounding = torch.zeros_like(whole)
-        rounding[rows] = live.to(whole) - start.to(whole)[rows] - whole[rows]
-        return start, whole - explained, rounding
+        return start, whole - explained, live.to(whole) - start.to(whole) - whole
 
 
 def _as(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor in the dtype and on the device of another; itself where it is so, faster than `Tensor.to`."""
     return tensor if tensor.dtype == like.dtype and tensor.device == like.device else tensor.to(like)
-
-
-def _take_up(total: Tensor, rows: Sequence[UseRows], *, keep: float, take: float) -> None:
-    """Replace totals by group by `keep` times themselves plus `take` times the gradients of the patterns of one use."""
-    if not rows:
-        total.mul_(keep)
-    for place, one in enumerate(rows):
-        add_by_group(
-            total,
-            one.parameter_map,
-            one.values,
-            one.keys,
-            one.groups,
-            keep=1.0 if place else keep,
-            take=take * one.factor,
-        )
 
 
 def _multiply_and_add(
@@ -592,7 +591,7 @@ def _multiply_and_add(
     """Multiply a share by a 2×2 matrix and add the gradients of scaled values, of the weight's and of the average's."""
     plain = type(parameter_map) is OuterMap and not by.average[0] and keys.device == weight.device
     if not plain:
-        _multiply(weight, average, by)
+        multiply(weight, average, by)
         for tensor, scaled in zip((weight, average), values, strict=False):
             assert tensor is not None, "the average has its place before anything is added to it"
             tensor.add_(parameter_map.gradient(scaled, keys, shape).reshape(tensor.shape).to(tensor.device))
