@@ -16,6 +16,7 @@ from dualform.engine.plain import PlainExecutor
 from dualform.experiments.models.transformer import transformer
 from dualform.identity.families import optimizer_kinds
 from dualform.identity.families.optimizer_replay import OptimizerReplay
+from dualform.store.stored_shares import StoredShares
 from helpers.small import state
 
 WIDTH = 16
@@ -107,15 +108,15 @@ def test_shares_of_a_key_bias_sum_to_it_by_every_grouping(run: Path, monkeypatch
     assert found["key.bias"].relative > 1e-4, "or this shows nothing"
     for name in ("key.bias", "key.weight", "out.weight"):
         assert failing(memory.verify(edited(run, model, name, 1.0 if name == "key.bias" else 1e-3))) == [name]
-    shares = type(memory._run.kept_shares).shares
+    shares = StoredShares.shares
 
-    def off(source: Any, parameter: str, by: tuple[str, ...], **of: Any) -> Any:
+    def off(source: StoredShares, parameter: str, by: tuple[str, ...], **of: Any) -> Any:
         kept = shares(source, parameter, by, **of)
         if (parameter, by) == ("key.bias", ("position",)):
             kept.shares[0] += 10 * found["key.bias"].change  # of each element: more than rounding explains
         return kept
 
-    monkeypatch.setattr(type(memory._run.kept_shares), "shares", off)
+    monkeypatch.setattr(StoredShares, "shares", off)
     assert failing(memory.verify(model)) == ["key.bias"]
 
 
