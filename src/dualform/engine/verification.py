@@ -571,22 +571,25 @@ def _compare_grouping(run: PatternSource, name: str, by: tuple[str, ...], live: 
     chance = 4 * kept.expected_noise(name, horizon=horizon) if rounds_coarsely(run, name) else 0.0
     coarse = MAX_ROUNDING * change + chance if rounds_coarsely(run, name) else 0.0
     fine = bound + 4 * noise + FINE_PART_OF_COARSE * chance
+    spread, apart = kept.gradient_spread(name, horizon=horizon), whole - now
+    # The rest is what the first grouping leaves; sums over the groups of another one are rounded in another way.
+    again = 0.0 if by == kept.groupings[0] else _share_excuse(apart, spread, bound)
     rest = RestCheck(
         unexplained=float(unexplained.norm()),
         rounding=float(rounding.norm()),
         size=float((unexplained + rounding).norm()),
-        unexplained_bound=fine + _share_excuse(unexplained, kept.gradient_spread(name, horizon=horizon), fine),
+        unexplained_bound=fine + _share_excuse(unexplained, spread, fine),
         rounding_bound=bound + coarse,
     )
-    return ParameterCheck(name, float((whole - now).norm()), change, bound, noise=noise, rest=rest)
+    return ParameterCheck(name, float(apart.norm()), change, bound + again, noise=noise, rest=rest)
 
 
-def _share_excuse(unexplained: Tensor, spread: Tensor | None, bound: float) -> float:
-    """Return by how much a bound on what no pattern explains is widened, by what rounding of gradients explains of it.
+def _share_excuse(rest: Tensor, spread: Tensor | None, bound: float) -> float:
+    """Return by how much a bound on what is left of a sum is widened, by what rounding of gradients explains of it.
 
-    As for a memory of patterns: element by element, and only where the rest is within the bound.
+    As for a memory of patterns: element by element, and only where what is then left is within the bound.
     """
-    apart = unexplained.abs()
+    apart = rest.abs()
     size = float(apart.norm())
     if spread is None or size <= bound:
         return 0.0
