@@ -23,11 +23,16 @@ LOOP_OUTCOMES = (
     ("LBFGS", "keys only; the last evaluation of a step is kept, and a warning says so"),
     ("DistributedDataParallel", "recorded in all processes, into one run: [several processes](distributed.md)"),
     (
-        "`fully_shard` (FSDP2) by rows, with SGD or an optimizer like Adam",
-        "recorded in all processes, each of which keeps its rows of the weights; [shares](distributed.md) gather them",
+        "processes that run out of batches at different times",
+        "patterns, with `Join([model, recorder])`; "
+        "[several processes](distributed.md#batches-that-run-out-at-different-times)",
     ),
     (
-        "FSDP's first version, other divisions (HSDP, tensor parallel), DeepSpeed, pipelines, DataParallel, `join()`, "
+        "`fully_shard` (FSDP2) by rows, with SGD or an optimizer like Adam",
+        "recorded in all processes, each of which keeps its rows of the weights and of [shares](distributed.md)",
+    ),
+    (
+        "FSDP's first version, other divisions (HSDP, tensor parallel), DeepSpeed, pipelines, DataParallel, "
         "communication hooks that lose more than 16-bit rounding does",
         "refused by name in every process",
     ),
