@@ -262,3 +262,33 @@ def test_patterns_are_stored_by_a_replay_and_a_training_starts_anywhere(
 
     for taken in run_together(tmp_path, work):
         assert taken == list(range(8))  # neither has a point that the other has too
+
+
+def test_processes_that_take_each_others_rows_are_found(tmp_path: Path) -> None:
+    """Both move the parameters alike, no recorded layer takes the network's inputs, and nothing is annotated."""
+
+    def make(rank: int) -> Train:
+        def train(recording: Recording) -> None:
+            torch.manual_seed(0)
+            model = DistributedDataParallel(mlp())
+            optimizer = sgd(model)
+            generator = torch.Generator().manual_seed(rank)
+            with recording(model, optimizer, layers=["2"]):
+                for _ in range(STEPS):
+                    optimizer.zero_grad()
+                    model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+                    optimizer.step()
+
+        return train
+
+    def work(rank: int) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            record_training(make(rank), tmp_path / "run")
+            assert dualform.open(tmp_path / "run", train=make(rank)).verify().passed
+            with pytest.raises(ReplayError) as refused:
+                dualform.open(tmp_path / "run", train=make(1 - rank)).weights()
+        return str(refused.value)
+
+    for message in run_together(tmp_path, work):
+        assert "in step 0, its backwards are others than those that were recorded" in message

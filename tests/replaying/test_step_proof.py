@@ -1,10 +1,12 @@
 """A replay that is not the recorded training is found at the first step that differs, and named."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import dualform
 from dualform.errors import ReplayError
@@ -14,6 +16,7 @@ from dualform.replaying import step_proof
 from dualform.replaying.replay_sink import ReplaySink
 from dualform.replaying.replayed_patterns import ReplayWarning, run_again
 from dualform.replaying.training import Recording, Train, record_training
+from dualform.store import tables
 from dualform.store.blobs import Blobs
 from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
@@ -119,3 +122,95 @@ def test_clipping_and_other_seeds_of_the_checks_are_no_difference() -> None:
     record_training(train, blobs)
     torch.manual_seed(2)
     assert dualform.open(blobs, train=train).verify().passed
+
+
+class TwoTables(nn.Module):
+    """Two layers of letters whose sum is the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.letters = nn.Embedding(4, 3), nn.Embedding(6, 3)
+
+    def forward(self, letters: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.places(torch.arange(4)) + self.letters(letters)
+        return found
+
+
+def accumulating(
+    case: str, order: tuple[int, int] = (0, 1), *, other_targets: bool = False
+) -> Callable[[Recording], None]:
+    """Return a training of two micro-batches a step, whose order can be changed; only some layers are recorded."""
+
+    def train(recording: Recording) -> None:
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(1)
+        batch = torch.randint(6, (3, 2, 5, 4), generator=generator)
+        inputs: torch.Tensor = batch if case in ("places", "lstm") else batch.float()
+        targets = torch.randint(3, batch.shape if case in ("places", "lstm") else (3, 2, 5), generator=generator)
+        lstm = nn.LSTM(5, 3, batch_first=True)
+        models: dict[str, Callable[[], nn.Module]] = {
+            "head": lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+            "places": TwoTables,
+            "lstm": lambda: nn.Sequential(nn.Embedding(6, 5), lstm, _First()),
+        }
+        layers = {"head": "2", "places": "places", "lstm": "1.l0"}
+        model = models[case]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with recording(model, optimizer, layers=[layers[case]]):
+            for step in range(3):
+                optimizer.zero_grad()
+                for micro in order:
+                    target = targets[step, 1 - micro if other_targets else micro]
+                    output = model(inputs[step, 0 if other_targets else micro])
+                    functional.cross_entropy(output.flatten(0, -2), target.flatten()).backward()
+                optimizer.step()
+
+    return train
+
+
+class _First(nn.Module):
+    def forward(self, both: tuple[torch.Tensor, object]) -> torch.Tensor:
+        return both[0]
+
+
+UNRECORDED = pytest.mark.filterwarnings("ignore:.* trained parameters .* are not recorded")
+
+
+@UNRECORDED
+@pytest.mark.parametrize("case", ["head", "places", "lstm"])
+def test_two_micro_batches_that_change_places_are_found(case: str) -> None:
+    """Each parameter moves as it did, to the bit, and no recorded layer takes the network's inputs."""
+    blobs = MemoryBlobs()
+    record_training(accumulating(case), blobs)
+    assert dualform.open(blobs, train=accumulating(case)).verify().passed
+    with pytest.raises(ReplayError, match=r"in step 0, its backwards are others .* sum is the same.*changed places"):
+        ask(blobs, accumulating(case, (1, 0)))
+    with pytest.warns(ReplayWarning, match="in step 0, its backwards are others"):
+        ask(blobs, accumulating(case, (1, 0)), on_difference="report")
+
+
+@UNRECORDED
+def test_targets_of_one_batch_that_change_places_are_found() -> None:
+    """Two micro-batches have the same inputs: their errors alone tell them apart."""
+    blobs = MemoryBlobs()
+    record_training(accumulating("places", other_targets=True), blobs)
+    assert dualform.open(blobs, train=accumulating("places", other_targets=True)).verify().passed
+    with pytest.raises(ReplayError, match="its backwards are others"):
+        ask(blobs, accumulating("places", (1, 0), other_targets=True))
+
+
+@UNRECORDED
+def test_runs_without_marks_of_backwards_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first runs have none; what they mark is compared as before."""
+    blobs = MemoryBlobs()
+    with monkeypatch.context() as patch:
+        whole = tables._marked
+        patch.setattr(
+            tables,
+            "_marked",
+            lambda marks, name: {key: one for key, one in whole(marks, name).items() if key != "backwards"},
+        )
+        record_training(accumulating("head"), blobs)
+    assert "backwards" not in Run(blobs).steps_table.column_names
+    assert dualform.open(blobs, train=accumulating("head")).verify().passed
+    ask(blobs, accumulating("head", (1, 0)))  # as before: nothing in such a run tells

@@ -129,6 +129,12 @@ def mark_checksum(parameter: Tensor) -> int:
 
 
 @without_gradients
+def tensor_checksum(whole: Tensor) -> Tensor:
+    """Return the checksum of the bits of a tensor of any shape, (1,) of int64; see `checksum`."""
+    return checksum(whole.detach().flatten(0, -2) if whole.dim() > 1 else whole.detach().reshape(1, -1))
+
+
+@without_gradients
 def checksum(matrix: Tensor) -> Tensor:
     """Return the checksum of a matrix's bits, (1,) of int64: xxh3 on a CPU, sums of rows and columns elsewhere."""
     if matrix.device.type == "cpu":

@@ -117,6 +117,7 @@ class Accumulations:
         assert arrival.keys is not None, "patterns are copied before they are handed over"
         values = None if layer.keys_only else arrival.values
         raw, unfolding = arrival.call.raw, arrival.unfolding
-        self._sink.call(CallRecord(number, backward.number, layer.name, arrival.keys, values, raw, unfolding))
+        first = None if backward.calls else arrival.seen
+        self._sink.call(CallRecord(number, backward.number, layer.name, arrival.keys, values, raw, unfolding, first))
         backward.calls.append(AccumulatedCall(number, arrival))
         arrival.backward = backward.number

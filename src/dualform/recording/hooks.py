@@ -31,7 +31,7 @@ from dualform.recording.module_hooks import HookHandle, hook_accumulation, hook_
 from dualform.recording.pattern_copies import copy_patterns
 from dualform.recording.probes import Prediction
 from dualform.recording.watch import Watched, What, covered, plain_name
-from dualform.torch_modes import set_grad_enabled
+from dualform.torch_modes import set_grad_enabled, without_gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +64,13 @@ class Arrival:
     place: int = 0  # which arrival of its backward it is
     backward: int | None = None  # the number of the backward that it was handed to the sink with
     unfolding: Unfolding | None = None  # how keys are taken from inputs, where these are kept in their place
+
+    @without_gradients
+    def seen(self) -> list[Tensor]:
+        """Return what the call took (where a kind of layer has no single input its keys) and the errors that came."""
+        layer, inputs = self.call.layer, self.call.inputs
+        taken = inputs if isinstance(inputs, Tensor) else layer.kind.keys(layer.module, inputs)
+        return [taken, *(error for error in self.errors if error is not None)]
 
 
 class TaskArrivals:

@@ -225,7 +225,7 @@ class ShareFold:
     def call(self, record: CallRecord) -> None:
         """Take the patterns of a call that was just accumulated."""
         if record.values is not None:
-            self._records[record.number] = record
+            self._records[record.number] = record.without_first()
 
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the patterns of some backwards."""

@@ -88,11 +88,20 @@ class CallRecord(NamedTuple):
     values: Tensor | None  # (T, d_out), on the training device
     raw: bool = False  # whether its keys owe nothing to the parameters, so that the same may come again
     unfolding: Unfolding | None = None  # for a `RepeatingSink`: how keys are taken from inputs, (B, channels, ...)
+    first: Callable[[], list[Tensor]] | None = None
+    """Of the first call of a backward: returns what it took and the errors that came, which are the user's tensors.
+
+    A sink calls this at once or never, and keeps the record `without_first`, which would hold these tensors.
+    """
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values in memory."""
         return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
+
+    def without_first(self) -> "CallRecord":
+        """Return the record as a sink keeps it."""
+        return self if self.first is None else self._replace(first=None)
 
     @property
     def width(self) -> int:

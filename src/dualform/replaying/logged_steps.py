@@ -11,7 +11,7 @@ from dualform.errors import ReplayError
 from dualform.recording.sinks import RESIDUAL
 from dualform.store.reader import Run
 from dualform.store.shard_reading import Shard
-from dualform.store.tables import MARKS, STEPS
+from dualform.store.tables import LATER_MARKS, MARKS, STEPS
 
 
 class LoggedSteps:
@@ -47,7 +47,7 @@ class LoggedSteps:
                 "training function of this very run."
             )
         table = found.steps
-        if missing := [name for name in MARKS if name not in table.column_names]:
+        if missing := [n for n in MARKS if n not in table.column_names and n not in LATER_MARKS]:
             raise ReplayError(
                 f"{self._run.name} keeps no {missing[0]} of its steps, so that a replay cannot be proved. Record "
                 "it with dualform.record_training."

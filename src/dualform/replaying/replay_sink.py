@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from dualform.engine.proofs import ParameterMark, ParameterMarker, checksum, mark_checksum, unpack_mark
+from dualform.engine.call_marks import CallMarks
+from dualform.engine.proofs import ParameterMark, ParameterMarker, mark_checksum, unpack_mark
 from dualform.errors import DualformError, ReplayError
 from dualform.recording.annotations import Binding
 from dualform.recording.media import Files
@@ -55,6 +56,7 @@ class _Unproved:
     step: int
     calls: Sequence[tuple[str, StepCall]]
     inputs: Sequence[Tensor]
+    backwards: Sequence[Tensor]
     facts: Sequence[ParameterFacts]
     marks: Mapping[str, Tensor]
 
@@ -110,7 +112,7 @@ class ReplaySink:
         self._wanted = steps
         self._on_difference = on_difference
         self._records: dict[int, CallRecord] = {}
-        self._inputs: dict[int, Tensor] = {}
+        self._call_marks = CallMarks()
         self._unproved: list[_Unproved] = []
 
     def open(self, start: Start) -> int:
@@ -146,8 +148,8 @@ class ReplaySink:
 
     def call(self, record: CallRecord) -> None:
         """Keep a call's patterns until their step, if its layer is wanted."""
-        if record.raw:
-            self._inputs[record.number] = checksum(record.keys)
+        self._call_marks.add(record)
+        record = record.without_first()
         if record.layer not in self.needed:
             record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
         self._records[record.number] = record
@@ -195,12 +197,12 @@ class ReplaySink:
         """Prove a step of this process, and return its wanted calls."""
         records = [self._records[call.number] for call in facts.calls]
         placed = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
-        inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
+        inputs, backwards = self._call_marks.of_step(records)
         if all(parameter.is_cpu for parameter in facts.parameters.values()):
-            self._prove_now(facts, placed, [int(one) for one in inputs])
+            self._prove_now(facts, placed, [int(one) for one in inputs], [int(one) for one in backwards])
         else:
             marks = self._marker.measure(facts.parameters)
-            self._unproved.append(_Unproved(facts.step, placed, inputs, facts.facts, marks))
+            self._unproved.append(_Unproved(facts.step, placed, inputs, backwards, facts.facts, marks))
             if len(self._unproved) >= PROVED_TOGETHER or self._world.size > 1:  # several wait for each other anyway
                 self._prove()
         return [
@@ -213,7 +215,7 @@ class ReplaySink:
         """Let go of the patterns of some backwards."""
         gone = set(backwards)
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
-        self._inputs = {number: one for number, one in self._inputs.items() if number in self._records}
+        self._call_marks.discard(backwards)
 
     def state(self) -> Mapping[str, Any]:
         """Return nothing: a replay is never continued."""
@@ -243,7 +245,8 @@ class ReplaySink:
 
     def abandon(self) -> None:
         """Let go of all patterns."""
-        self._records, self._inputs = {}, {}
+        self._records = {}
+        self._call_marks.clear()
 
     def finish(self) -> None:
         """Raise what ended the replay, or where it has fewer steps than the recorded training."""
@@ -266,7 +269,13 @@ class ReplaySink:
         """Return the factors of gradients in a recorded step, by parameter."""
         return self._proof.known_factors(step)
 
-    def _prove_now(self, facts: StepFacts, placed: Sequence[tuple[str, StepCall]], inputs: Sequence[int]) -> None:
+    def _prove_now(
+        self,
+        facts: StepFacts,
+        placed: Sequence[tuple[str, StepCall]],
+        inputs: Sequence[int],
+        backwards: Sequence[int],
+    ) -> None:
         """Compare a step whose parameters are in the CPU's memory; how far off one is, is found where it differs."""
         parameters = facts.parameters
         checksums = {name: mark_checksum(parameter) for name, parameter in parameters.items()}
@@ -274,17 +283,19 @@ class ReplaySink:
         def mark_of(name: str) -> ParameterMark:
             return unpack_mark(self._marker.measure({name: parameters[name]})[name])
 
-        self._meet(self._proof.check_step(facts.step, placed, inputs, facts.facts, checksums, mark_of))
+        self._meet(self._proof.check_step(facts.step, placed, inputs, backwards, facts.facts, checksums, mark_of))
 
     def _prove(self) -> None:
         """Compare the marks of the steps that came since the last time."""
         unproved, self._unproved = self._unproved, []
-        here = iter(_to_host([t for one in unproved for t in (*one.inputs, *one.marks.values())]))
+        here = iter(_to_host([t for one in unproved for t in (*one.inputs, *one.backwards, *one.marks.values())]))
         for one in unproved:
-            inputs = [int(next(here)) for _ in one.inputs]
+            inputs, backwards = ([int(next(here)) for _ in some] for some in (one.inputs, one.backwards))
             marks = {name: unpack_mark(next(here)) for name in one.marks}
             checksums = {name: mark.checksum for name, mark in marks.items()}
-            self._meet(self._proof.check_step(one.step, one.calls, inputs, one.facts, checksums, marks.__getitem__))
+            self._meet(
+                self._proof.check_step(one.step, one.calls, inputs, backwards, one.facts, checksums, marks.__getitem__)
+            )
 
     def _meet(self, found: Difference | None) -> None:
         """End the replay at a difference, or remember it."""

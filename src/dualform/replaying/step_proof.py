@@ -28,7 +28,7 @@ from dualform.recording.surroundings import find_surroundings
 from dualform.replaying.logged_steps import LoggedSteps
 from dualform.store.reader import Run
 
-What = Literal["start", "calls", "annotations", "inputs", "settings", "parameters", "length"]
+What = Literal["start", "calls", "annotations", "inputs", "settings", "parameters", "backwards", "length"]
 FACTOR_TOLERANCE = 1e-4
 """How far the measured factor of a gradient may be from the recorded one, relative to it."""
 _SEED = "a generator that is not seeded inside the training function"
@@ -44,6 +44,7 @@ _REASONS: Mapping[What, tuple[str, ...]] = {
         "other hardware, another version of torch, or another number of threads",
         "other targets or another loss",
     ),
+    "backwards": ("micro-batches, or the rows of two processes, that have changed places", "other targets"),
     "length": ("another number of epochs, or a training that was cut off",),
 }
 
@@ -148,16 +149,18 @@ class StepProof:
         step: int,
         calls: Sequence[tuple[str, StepCall]],
         inputs: Sequence[int],
+        backwards: Sequence[int],
         facts: Sequence[ParameterFacts],
         checksums: Mapping[str, int],
         mark_of: Callable[[str], ParameterMark],
     ) -> Difference | None:
-        """Compare a step: its calls, their annotations and inputs, the optimizers' settings, and the parameters after.
+        """Compare a step: its calls, annotations and inputs, the settings, the parameters after it, and its backwards.
 
         Args:
             step: the number of the step.
             calls: the step's calls, each with its layer.
             inputs: the checksums of the keys that owe nothing to the parameters.
+            backwards: the checksums of what the first call of each backward took, and of its errors.
             facts: what the step did to each parameter.
             checksums: the checksum of each parameter after the step.
             mark_of: returns the mark of a parameter after the step, to find how far it is off.
@@ -174,7 +177,12 @@ class StepProof:
             return self._difference("inputs", step, "the network's inputs are not those that were recorded")
         if found := self._settings_difference(step, fact_row, facts):
             return found
-        return self._parameters_difference(step, row, len(facts), checksums, mark_of)
+        if found := self._parameters_difference(step, row, len(facts), checksums, mark_of):
+            return found
+        if "backwards" in logged and logged["backwards"][row] != list(backwards):  # the first runs have no such marks
+            detail = "its backwards are others than those that were recorded, though their sum is the same"
+            return self._difference("backwards", step, detail)
+        return None
 
     def known_factors(self, step: int) -> Mapping[str, Sequence[float]]:
         """Return what the gradient of each backward was multiplied with in a recorded step, by parameter."""

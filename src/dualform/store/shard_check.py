@@ -24,7 +24,7 @@ from dualform.printable import cut
 from dualform.store.manifest import Manifest, ShardEntry
 from dualform.store.pool import DIGESTS, REFERENCES
 from dualform.store.row_encoding import ROW_SCALED, SCALE, stored_dtypes
-from dualform.store.tables import CALLS, MARKS, SIZES, STEPS
+from dualform.store.tables import CALLS, LATER_MARKS, MARKS, SIZES, STEPS
 from dualform.store.tensors import TensorPlace
 from dualform.store.unfolding_check import stored_elements
 
@@ -55,7 +55,8 @@ def calls_columns_problem(schema: pa.Schema) -> str:
 def steps_columns_problem(schema: pa.Schema) -> str:
     """Say what is wrong with the columns of a table of steps: our own, and the settings of any optimizer."""
     found = {field.name: field.type for field in schema}
-    known = STEPS | (MARKS if found.keys() & MARKS.keys() else {})
+    marks = {name: kind for name, kind in MARKS.items() if name in found or name not in LATER_MARKS}
+    known = STEPS | (marks if found.keys() & MARKS.keys() else {})
     wrong = [name for name, kind in known.items() if found.get(name) != kind]
     odd = [name for name, kind in found.items() if name not in known and kind not in SETTING_TYPES]
     if len(found) != len(schema) or wrong or odd:
@@ -264,6 +265,7 @@ def steps_problem(table: pa.Table, shard: ShardEntry, manifest: Manifest, calls:
         marks = table["projections"].combine_chunks()
         if (np.asarray(pc.list_value_length(marks)) != PROJECTIONS).any() or pc.list_flatten(marks).null_count:
             return f"a parameter has other than {PROJECTIONS} projections"
-        if pc.list_flatten(table["inputs"].combine_chunks()).null_count:
-            return "a checksum of inputs has no value"
+        for name in ("inputs", "backwards"):
+            if name in table.column_names and pc.list_flatten(table[name].combine_chunks()).null_count:
+                return f"a checksum of {name} has no value"
     return ""

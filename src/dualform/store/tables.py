@@ -52,9 +52,12 @@ MARKS = {  # beside the others in a run whose training is to be run again
     "checksum": pa.int64(),  # of all bits of the parameter after the step
     "projections": pa.list_(pa.float64()),  # of the parameter after the step
     "inputs": pa.list_(pa.int64()),  # checksums of the step's keys that owe nothing to parameters, call by call
+    "backwards": pa.list_(pa.int64()),  # checksums of what the first call of each backward took, and of its errors
     "calls_digest": pa.string(),  # of the step's calls, the same for all of its parameters
     "annotations_digest": pa.string(),  # of their annotations
 }
+LATER_MARKS = ("backwards",)
+"""Marks that the first runs whose training can be run again do not have."""
 
 
 def call_tables(records: Sequence[TakenStep]) -> tuple[pa.Table, pa.Table]:
@@ -143,6 +146,7 @@ def _marked(marks: StepMarks, parameter: str) -> dict[str, Any]:
         "checksum": mark.checksum,
         "projections": list(mark.projections),
         "inputs": [int(one) for one in marks.inputs],
+        "backwards": [int(one) for one in marks.backwards],
         "calls_digest": marks.calls,
         "annotations_digest": marks.annotations,
     }

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.engine.proofs import ParameterMarker, checksum, digest_annotations, digest_calls
+from dualform.engine.call_marks import CallMarks
+from dualform.engine.proofs import ParameterMarker, digest_annotations, digest_calls
 from dualform.recording.annotations import Binding
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
@@ -97,12 +98,14 @@ class StepMarks:
     Attributes:
         parameters: the packed mark of each parameter after the step.
         inputs: the checksum of the keys of each call whose keys owe nothing to the parameters, (1,) each.
+        backwards: of the first call of each backward the checksums of what it took and of its errors, (1,) each.
         calls: the digest of the step's calls.
         annotations: the digest of the calls' annotations.
     """
 
     parameters: Mapping[str, Tensor]
     inputs: Sequence[Tensor]
+    backwards: Sequence[Tensor]
     calls: str
     annotations: str
 
@@ -283,7 +286,7 @@ class AccumulatedCalls:
         self._rank = rank
         self._copier = HostCopier()
         self._records: dict[int, CallRecord] = {}  # by number
-        self._inputs: dict[int, Tensor] = {}  # checksums of keys that owe nothing to the parameters, by number
+        self._call_marks = CallMarks()
         self._bytes = 0  # of all of them, as they will be in the CPU's memory
 
     def stores(self, layer: str) -> bool:
@@ -292,8 +295,9 @@ class AccumulatedCalls:
 
     def add(self, record: CallRecord) -> None:
         """Take a call that was just accumulated."""
-        if self._marker is not None and record.raw:
-            self._inputs[record.number] = checksum(record.keys)
+        if self._marker is not None:
+            self._call_marks.add(record)
+        record = record.without_first()
         if record.layer in self._unstored:
             record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
         self._records[record.number] = record
@@ -303,12 +307,13 @@ class AccumulatedCalls:
         """Let go of the calls of some backwards."""
         gone = set(backwards)
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
-        self._inputs = {number: one for number, one in self._inputs.items() if number in self._records}
+        self._call_marks.discard(backwards)
         self._bytes = sum(self._nbytes(record) for record in self._records.values())
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._records, self._inputs, self._bytes = {}, {}, 0
+        self._records, self._bytes = {}, 0
+        self._call_marks.clear()
 
     def nbytes(self) -> int:
         """Return the bytes of all patterns, as they will be in the CPU's memory."""
@@ -355,9 +360,9 @@ class AccumulatedCalls:
             if values is not None:
                 found.append(_encoded(values, of_values, seed, "values", None))
         marked = {} if self._marker is None else self._marker.measure(facts.parameters)
-        inputs = [self._inputs[call.number] for call in facts.calls if call.number in self._inputs]
+        inputs, backwards = self._call_marks.of_step(records)
         patterns = [tensor for rows in found for tensor in rows.tensors()]
-        tensors = [*patterns, *facts.samples.values(), *marked.values(), *inputs]
+        tensors = [*patterns, *facts.samples.values(), *marked.values(), *inputs, *backwards]
         copy = self._copier.copy(tensors)
         if copy.tensors is not tensors:
             others = iter(copy.tensors)
@@ -380,7 +385,8 @@ class AccumulatedCalls:
         marks: StepMarks | None = None
         if self._marker is not None:
             packed = {name: next(here) for name in marked}
-            marks = StepMarks(packed, list(here), digest_calls(places), digest_annotations(places))
+            of_inputs = [next(here) for _ in inputs]
+            marks = StepMarks(packed, of_inputs, list(here), digest_calls(places), digest_annotations(places))
         return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy, marks, sizes)
 
 
