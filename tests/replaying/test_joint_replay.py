@@ -1,5 +1,6 @@
 """Two processes that recorded the steps of their training run it again together, and answer as stored patterns do."""
 
+import contextlib
 import shutil
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dualform
@@ -292,3 +295,55 @@ def test_processes_that_take_each_others_rows_are_found(tmp_path: Path) -> None:
 
     for message in run_together(tmp_path, work):
         assert "in step 0, its backwards are others than those that were recorded" in message
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["whole", "divided"])
+def test_processes_may_accumulate_different_numbers_of_backwards(rows: bool, tmp_path: Path) -> None:
+    """Every other step has two backwards in process 0 and three in process 1, whose factors are recorded for both."""
+
+    def make(rank: int, most: int = 3) -> Train:
+        def train(recording: Recording) -> None:
+            plain = mlp()
+            model: Any = plain if rows else DistributedDataParallel(plain)
+            if rows:
+                # Parameters stay whole until a step's last backward: otherwise each forward would wait for the other's.
+                fully_shard(plain, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+            optimizer = adamw(model)
+            generator = torch.Generator().manual_seed(rank)
+            with recording(model, optimizer) as recorder:
+                for step in range(STEPS):
+                    optimizer.zero_grad()
+                    backwards = (most if rank else 2) if step % 2 else 1
+                    for number in range(backwards):
+                        last = number == backwards - 1
+                        if rows:
+                            model.set_requires_gradient_sync(last)
+                            model.set_reshard_after_backward(last)
+                        if recorder is not None:
+                            recorder.annotate(label=torch.randint(3, (4,), generator=generator))
+                        with contextlib.nullcontext() if rows or last else model.no_sync():
+                            model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+                    optimizer.step()
+
+        return train
+
+    def work(rank: int) -> list[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            record_training(make(rank), tmp_path / "run")
+            record_training(make(rank), tmp_path / "patterns", keep=dualform.Patterns())
+            refused = []
+            for most in (2, 4):
+                with pytest.raises(ReplayError) as difference:
+                    dualform.open(tmp_path / "run", train=make(rank, most)).weights()
+                refused.append(str(difference.value))
+            steps = answers(dualform.open(tmp_path / "run", train=make(rank)), "plain")
+            patterns = answers(dualform.open(tmp_path / "patterns"), "plain")
+        assert steps.pop("passed")
+        assert patterns.pop("passed")
+        torch.testing.assert_close(steps, patterns, rtol=0, atol=0)
+        return refused
+
+    for refused in run_together(tmp_path, work):
+        for message in refused:
+            assert "in step 1, the layers were called with other numbers of rows, or other layers" in message

@@ -37,10 +37,13 @@ class KnownSteps:
         factors: returns, for the number of a step, each parameter's factors per backward.
         rows: the layers that do not have the batch's rows, where all others have them on the batch's own axis; None
             where the layers' rows have to be tried again.
+        processes: how many processes take the steps together. Recorded factors are those of all of them: as many as
+            the process with most backwards in a step has.
     """
 
     factors: Callable[[int], Mapping[str, Sequence[float]]]
     rows: Mapping[str, RowCheck] | None
+    processes: int = 1
 
 
 _NOT_TAKEN = GradientSample(torch.empty(0))
@@ -89,7 +92,7 @@ class ProvenPreparation(StepPreparation):
             factors = known.get(name, usual)
             if skipped:
                 factors = []
-            elif len(factors) != micros:
+            elif len(factors) < micros or (len(factors) > micros and self._known.processes == 1):
                 factors = usual  # the step has other calls than the recorded one, which its proof will say
             facts.append(ParameterFacts(name, owned.name, has_gradient and not skipped, settings, factors))
         return PreparedStep(number, facts, self._annotated_calls(step, [*step.done.facts, *facts], number))

@@ -70,6 +70,7 @@ class ReplaySink:
         steps: how many steps were taken so far.
         needed: the layers whose patterns are handed on, each with the rows that are needed of it.
         rows: the layers that are known not to have the batch's rows; None where the layers' rows are tried again.
+        processes: how many processes run the training again together.
     """
 
     _failure: Exception | None = None  # the error that ended the replay, which the training may have caught
@@ -100,6 +101,7 @@ class ReplaySink:
             world: the processes that run the training again together; this one alone by default.
         """
         self._world = OneProcess() if world is None else world
+        self.processes = self._world.size
         self.difference: Difference | None = None
         self.drift: dict[str, float] = {}
         self.steps = first

@@ -630,7 +630,7 @@ def run_again(train: Train, sink: Sink) -> Any:
     def make(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> Recorder:
         chosen = {name: value for name, value in options.items() if name in RECORDER_OPTIONS}
         if isinstance(sink, ReplaySink):
-            chosen |= {"known": KnownSteps(sink.known_factors, sink.rows), "needed": sink.needed}
+            chosen |= {"known": KnownSteps(sink.known_factors, sink.rows, sink.processes), "needed": sink.needed}
         return Recorder(model, optimizer, sink, check="never", **chosen)
 
     opened = OneRecording(make)
