@@ -393,9 +393,9 @@ def test_a_model_that_is_checkpointed_as_a_whole_is_annotated(run: Path) -> None
 @pytest.mark.filterwarnings("ignore:Whether the rows of layer", "ignore:annotate", "ignore:2 trained parameters")
 def test_activations_called_one_by_one_count_as_a_forward(run: Path) -> None:
     """Of a batch that is skipped, the annotations do not go to the next, also where no recorded part is a child."""
-    model = nn.ModuleDict(
-        {"squash": nn.Tanh(), "body": nn.ModuleDict({"inner": nn.Linear(D, D)}), "head": nn.Linear(D, 2)}
-    )
+    inner = nn.Linear(D, D)
+    body = nn.ModuleDict({"inner": inner})
+    model = nn.ModuleDict({"squash": nn.Tanh(), "body": body, "head": nn.Linear(D, 2)})
     optimizer = sgd(model)
     with dualform.record(model, optimizer, run, layers=["body.inner"]) as recorder:
         for number, x in enumerate(batches(4)):
