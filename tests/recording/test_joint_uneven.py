@@ -123,8 +123,13 @@ def test_what_cannot_be_recorded_of_uneven_batches_is_refused_in_all_processes(t
             loss_of(model(torch.full((2, 5), float(rank)))).backward()
             optimizer.step()
 
+        recorded: Any = [optimizer]
+        if name == "optimizers":
+            *groups, last = model.parameters()
+            recorded = [torch.optim.SGD(groups, lr=0.1), torch.optim.SGD([last], lr=0.1)]
+
         try:
-            with dualform.record(model, optimizer, tmp_path / name, **options) as recorder:
+            with dualform.record(model, recorded, tmp_path / name, **options) as recorder:
                 for _ in range(epochs):
                     with join(model, recorder):
                         for _ in range(2 + rank):
@@ -145,6 +150,7 @@ def test_what_cannot_be_recorded_of_uneven_batches_is_refused_in_all_processes(t
                 "shares": attempt("shares", both, keep=dualform.Shares(by="label")),
                 "steps": attempt("steps", both, keep=dualform.Steps()),
                 "detach": attempt("detach", both, on_failure="detach"),
+                "optimizers": attempt("optimizers", both),
                 "momentum": attempt("momentum", both, epochs=2),
             }
 
@@ -156,6 +162,7 @@ def test_what_cannot_be_recorded_of_uneven_batches_is_refused_in_all_processes(t
         assert "keeps shares or steps" in one["shares"]
         assert "keeps shares or steps" in one["steps"]
         assert 'on_failure="detach"' in one["detach"]
+        assert "has a recorder of 2 optimizers" in one["optimizers"]
         assert "state or the parameters are not the same in all processes after join()" in one["momentum"]
 
 

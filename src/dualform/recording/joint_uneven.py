@@ -98,17 +98,15 @@ class UnevenWorld:
 class JoinHook:
     """What `Join` calls in a process that has no batches left, and at the end in all of them."""
 
-    def __init__(self, world: UnevenWorld, begin: Callable[[], None], take: TakeStep, end: Callable[[], None]) -> None:
+    def __init__(self, world: UnevenWorld, take: TakeStep, end: Callable[[], None]) -> None:
         """Prepare the end of a process's batches.
 
         Args:
             world: the processes.
-            begin: is called when this process has no batches left.
             take: takes a step that other processes have made.
             end: is called when no process has any.
         """
         self._world = world
-        self._begin = begin
         self._take = take
         self._end = end
         self._thread: threading.Thread | None = None
@@ -117,14 +115,12 @@ class JoinHook:
     def main_hook(self) -> None:
         """Begin to add zeros to the exchanges of the others; called again and again while they have batches."""
         if self._thread is None:
-            self._begin()
             self._thread = threading.Thread(target=self._shadow, name="dualform-join", daemon=True)
             self._thread.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Go on together with the other processes."""
         if self._thread is None:
-            self._begin()
             self._shadow()
         else:
             self._thread.join()
@@ -190,12 +186,13 @@ def refuse_stale_state() -> RefusedError:
     )
 
 
-def refuse_to_join(world: World, sink: Sink, *, recording: bool, detaches: bool) -> UnevenWorld:
+def refuse_to_join(world: World, sink: Sink, optimizers: int, *, recording: bool, detaches: bool) -> UnevenWorld:
     """Return the processes of a recording, or refuse to record where some of them may run out of batches.
 
     Args:
         world: the processes.
         sink: takes the recording.
+        optimizers: how many optimizers are recorded.
         recording: whether the recording has begun.
         detaches: whether a failure ends the recording and not the training.
     """
@@ -213,6 +210,12 @@ def refuse_to_join(world: World, sink: Sink, *, recording: bool, detaches: bool)
         raise RefusedError(
             'Join([model, recorder]) has a recorder with on_failure="detach": a process without batches would wait for '
             "a recording that has ended. Leave on_failure out."
+        )
+    if optimizers > 1:  # a step that waits for another one would be told of while DDP waits for this process, in vain
+        raise RefusedError(
+            f"Join([model, recorder]) has a recorder of {optimizers} optimizers: where one of them does not take every "
+            "step, a process would run out of batches in the middle of a step. Use one optimizer, with several groups "
+            "of parameters; or give every process the same number of batches while you record."
         )
     if isinstance(sink, AgreeingSink) or (isinstance(sink, WholeStepSink) and sink.needs_whole_steps()):
         raise RefusedError(

@@ -610,8 +610,8 @@ class StepRecorder:
     def join_hook(self) -> JoinHook:
         """Return what this recording does when its process has no batches left; or refuse."""
         recording, detaches = self.state == "recording", self._on_failure == "detach"
-        world = refuse_to_join(self._world, self._sink, recording=recording, detaches=detaches)
-        return JoinHook(world, self._end_step, self._take_elsewhere, self._go_on)
+        world = refuse_to_join(self._world, self._sink, len(self._owned), recording=recording, detaches=detaches)
+        return JoinHook(world, self._take_elsewhere, self._go_on)
 
     def join(self, config: Any) -> None:
         """Begin to tell processes without batches of every exchange."""
