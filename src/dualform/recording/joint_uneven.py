@@ -7,12 +7,13 @@ so that every process has recorded every step, and process 0 logs the facts of a
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.errors import RefusedError
 from dualform.recording.recorded_optimizers import RecordedOptimizer
@@ -26,6 +27,9 @@ REMEDY = (
     "Take the recorder along: with torch.distributed.algorithms.join.Join([model, recorder]); or give every process "
     "the same number of batches (torch.utils.data.DistributedSampler does)."
 )
+
+_ended: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""A wrapper -> how it joined last time, which has ended: torch leaves it with the wrapper."""
 
 
 class UnevenWorld:
@@ -165,6 +169,11 @@ def begin_join(world: World, config: Any) -> None:
     world.uneven = config.enable
 
 
+def note_ended(model: nn.Module) -> None:
+    """Note that the join of a wrapper has ended, of which torch leaves no sign."""
+    _ended[model] = getattr(model, "_join_config", None)
+
+
 def refuse_moved(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> RefusedError | None:
     """Return the refusal of a recording whose parameters after a join are not those after its last step, if so."""
     moved = [name for name, sample in before.items() if not torch.equal(sample, now[name].cpu())]
@@ -179,10 +188,10 @@ def refuse_moved(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Ref
 def refuse_stale_state() -> RefusedError:
     """Return the refusal of a step whose processes have different states of their optimizers."""
     return RefusedError(
-        "The optimizers' state or the parameters are not the same in all processes after join(): a process that had no "
-        "batches left took no steps, and its momentum or moments stayed behind, which torch does not bring over. Load "
-        "the optimizer's state of the process that went on longest into all others after the join, use an optimizer "
-        "without state, or give every process the same number of batches."
+        "The optimizers' state or the parameters are not the same in all processes. After join() they are not: a "
+        "process that had no batches left took no steps, and its momentum or moments stayed behind, which torch does "
+        "not bring over. Load the optimizer's state of the process that went on longest into all others after the "
+        "join, use an optimizer without state, or give every process the same number of batches."
     )
 
 
@@ -225,7 +234,7 @@ def refuse_to_join(world: World, sink: Sink, optimizers: int, *, recording: bool
     return world
 
 
-def refuse_join(model: Any, known: Any) -> None:
+def refuse_join(model: nn.Module, known: Any) -> None:
     """Refuse a step inside of `model.join()` that the recorder does not take part in: the others would wait for it.
 
     Args:
@@ -233,8 +242,9 @@ def refuse_join(model: Any, known: Any) -> None:
         known: how the wrapper joins where the recorder takes part.
     """
     config = getattr(model, "_join_config", None)
-    if config is not None and getattr(config, "enable", False) and config is not known:
+    if getattr(config, "enable", False) and config is not known and config is not _ended.get(model):
         raise RefusedError(
             "This step is inside of DistributedDataParallel.join(), where processes may run out of batches, and the "
-            f"recorder takes no part in it. {REMEDY}"
+            f"recorder takes no part in it. {REMEDY} Where the join had ended before the recording began, which torch "
+            "does not tell: make Join([model], enable=False) once, in every process, before you record."
         )
