@@ -390,17 +390,22 @@ def test_a_model_that_is_checkpointed_as_a_whole_is_annotated(run: Path) -> None
     assert set(memory.patterns("0")["sample"].to_pylist()) == set(range(len(x)))
 
 
-@pytest.mark.filterwarnings("ignore:Whether the rows of layer 'head'")
-def test_an_activation_that_is_called_before_a_layer_does_not_hide_the_rows_of_the_layer(run: Path) -> None:
-    """The parts of a model are called one by one, and the first of them has no patterns; one part of them is tried."""
-    model = nn.ModuleDict({"squash": nn.Tanh(), "body": nn.Linear(D, D), "head": nn.Linear(D, 2)})
+@pytest.mark.filterwarnings("ignore:Whether the rows of layer", "ignore:annotate", "ignore:2 trained parameters")
+def test_activations_called_one_by_one_count_as_a_forward(run: Path) -> None:
+    """Of a batch that is skipped, the annotations do not go to the next, also where no recorded part is a child."""
+    inner = nn.Linear(D, D)
+    body = nn.Sequential(inner)  # has a forward of its own, which is not called
+    model = nn.ModuleDict({"squash": nn.Tanh(), "body": body, "head": nn.Linear(D, 2)})
     optimizer = sgd(model)
-    with dualform.record(model, optimizer, run) as recorder:
-        for x in batches(3):
-            recorder.annotate(sample=torch.arange(len(x)))
-            optimizer.zero_grad()
-            loss_of(model["head"](model["squash"](model["body"](model["squash"](x))))).backward()
-            optimizer.step()
-    memory = dualform.open(run)
-    assert memory.rows["body"].outcome == "proved"
-    assert memory.verify(model).passed
+    with dualform.record(model, optimizer, run, layers=["body.0"]) as recorder:
+        for number, x in enumerate(batches(4)):
+            if number != 2:
+                recorder.annotate(sample=torch.arange(len(x)) + 100 * number)
+            loss = loss_of(model["head"](inner(model["squash"](x))))
+            if number != 1:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    found = set(dualform.open(run).patterns("body.0")["sample"].to_pylist())
+    assert None in found
+    assert not {sample for sample in found if sample is not None and 100 <= sample < 300}

@@ -33,6 +33,13 @@ def test_a_missing_value_is_a_group() -> None:
     assert found.labels == [None]
 
 
+def test_an_empty_batch_has_no_groups() -> None:
+    found = labels("label", "step")
+    assert found.codes(0, call(0, label=[]), batch_last=False).tolist() == []
+    assert found.codes(0, call(0), batch_last=False).tolist() == []
+    assert found.labels == []
+
+
 def test_constants_rows_and_positions() -> None:
     found = labels("source", "label")
     codes = found.codes(0, call(2, 3, 3, source="a", label=[[1, 2, 1], [2, 2, 1]]), batch_last=False)

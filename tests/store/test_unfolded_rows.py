@@ -14,6 +14,8 @@ from torch.nn import functional
 import dualform
 from dualform.identity import unfolding as unfoldings
 from dualform.identity.unfolding import Unfolding
+from dualform.recording.layers import layer_kind
+from dualform.recording.layers.conv import Conv2d
 from dualform.store.manifest import Manifest
 from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
@@ -323,3 +325,78 @@ def test_the_estimate_is_what_is_stored(run: Path, mode: Any) -> None:
     memory = dualform.open(run)
     assert dict(estimated.layers) == {name: info["bytes"] for name, info in memory.info().layers.items()}
     assert estimated.layers["0"] == 2 * 4 * 4 * (2 * 8 * 7 + 30 * 3)
+
+
+@pytest.mark.parametrize("layers", [None, {"*": "keys"}], ids=["all", "keys"])
+@pytest.mark.parametrize("change", [{"stride": (2, 2)}, {"dilation": (2, 1)}], ids=["stride", "dilation"])
+def test_a_convolution_that_is_changed_while_it_is_recorded(run: Path, change: dict[str, Any], layers: Any) -> None:
+    """Its inputs are not those of the patches that the run describes, so from then on its keys are stored."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3, dilation=(1, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    expected = []
+    with dualform.record(model, optimizer, run, layers=layers):
+        for step in range(27):
+            if step == 22:  # when not every step is checked in full
+                for name, value in change.items():
+                    setattr(model, name, value)
+            inputs = torch.randn(2, 2, 9, 8)
+            expected.append(dense_patches(model, inputs))
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    rows = [part.rows("", "keys") for part in Run(run).parts()]
+    assert all(isinstance(one, UnfoldedRows) for one in rows)
+    assert torch.equal(torch.cat([one.take(slice(None))[0] for one in rows]), torch.cat(expected))
+    assert dualform.open(run).verify(model).passed
+
+
+class SquashedConvolution(nn.Conv2d):
+    """A convolution of what it makes of its input."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.tanh())
+
+
+class SquashedKind(Conv2d):
+    name = "SquashedConvolution"
+
+    def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        return super().keys(module, inputs.tanh())
+
+
+@pytest.mark.parametrize("layers", [None, {"*": "keys"}], ids=["all", "keys"])
+def test_a_derived_kind_with_keys_of_its_own_has_them(
+    run: Path, monkeypatch: pytest.MonkeyPatch, layers: dict[str, Literal["keys"]] | None
+) -> None:
+    monkeypatch.setattr(layer_kind, "_KINDS", dict(layer_kind._KINDS))
+    dualform.register_layer(SquashedConvolution, SquashedKind)
+    torch.manual_seed(0)
+    model, inputs = SquashedConvolution(2, 3, 3), 3 * torch.randn(2, 2, 6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with dualform.record(model, optimizer, run, layers=layers):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    (part,) = Run(run).parts()
+    assert torch.equal(part.rows("", "keys").take(slice(None))[0], dense_patches(model, inputs.tanh()))
+    assert dualform.open(run).verify(model).passed
+
+
+def test_few_keys_and_many_of_a_large_input_are_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few are read in boxes, many from the whole input."""
+    monkeypatch.setattr(unfoldings, "MAX_PLACES", 0)
+    torch.manual_seed(0)
+    model, inputs = nn.Conv2d(2, 3, (3, 2), stride=(1, 2), dilation=(2, 1)), torch.randn(2, 2, 40, 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with dualform.record(model, optimizer, run):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    (part,) = Run(run).parts()
+    rows = part.rows("", "keys")
+    assert isinstance(rows, UnfoldedRows)
+    few, many = torch.tensor([3, 4, 700, 90]), torch.randperm(len(rows))[:600]
+    assert rows._takes_boxes((40, 30), few.numpy())
+    assert not rows._takes_boxes((40, 30), many.numpy())
+    expected = dense_patches(model, inputs)
+    for wanted in (few, many):
+        assert torch.equal(rows.take(wanted)[0], expected[wanted])

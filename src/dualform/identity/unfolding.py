@@ -12,8 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
 
 MAX_PLACES = 1 << 20
 """Elements of all patches of one input up to which their places in the input are kept, 8 bytes each."""
@@ -92,8 +96,33 @@ class Unfolding:
 
     def places(self, channels: int, sizes: tuple[int, ...]) -> Tensor | None:
         """Return where in an input the elements of all its patches are, (locations, width); None where it is large."""
-        count, width = math.prod(self.locations(sizes)), channels * math.prod(self.kernel)
-        return _places(self, channels, sizes).view(count, width) if count * width <= MAX_PLACES else None
+        width = channels * math.prod(self.kernel)
+        return None if self.is_large(channels, sizes) else _places(self, channels, sizes).view(-1, width)
+
+    def is_large(self, channels: int, sizes: tuple[int, ...]) -> bool:
+        """Say whether an input has so many patches that the places of their elements are not kept."""
+        return math.prod(self.locations(sizes)) * channels * math.prod(self.kernel) > MAX_PLACES
+
+    def begins(self, locations: Ints, sizes: tuple[int, ...]) -> Ints:
+        """Return where in a channel of an input the patches of some output locations begin, (n,).
+
+        >>> Unfolding((2, 2), (1, 2), (1, 1)).begins(np.array([0, 1, 2]), (3, 5))
+        array([0, 2, 5])
+        """
+        at = np.unravel_index(locations, self.locations(sizes))
+        every = zip(at, self.stride, _row_lengths(sizes), strict=True)
+        return sum((place * (step * length) for place, step, length in every), np.zeros_like(locations))
+
+    def offsets(self, channels: int, sizes: tuple[int, ...]) -> Ints:
+        """Return how far from where a patch begins its elements lie in an input, (width,).
+
+        >>> Unfolding((2, 2), (1, 2), (1, 1)).offsets(2, (3, 5))
+        array([ 0,  1,  5,  6, 15, 16, 20, 21])
+        """
+        found = np.arange(channels) * math.prod(sizes)
+        for count, spread, length in zip(self.kernel, self.dilation, _row_lengths(sizes), strict=True):
+            found = np.add.outer(found, np.arange(count) * (spread * length)).reshape(-1)
+        return found
 
     def used(self, inputs: Tensor) -> Tensor:
         """Return the part of inputs that lies in any patch: a stride may leave the end of an axis out, or gaps."""
@@ -118,6 +147,11 @@ class Unfolding:
             ]
             there: tuple[Any, ...] = (..., *offset)
             patches[there] = inputs[(slice(None), slice(None), *slices)].movedim(1, axes + 1)
+
+
+def _row_lengths(sizes: Sequence[int]) -> list[int]:
+    """Return how far apart in memory neighbours along each axis are."""
+    return [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
 
 @functools.lru_cache(maxsize=64)

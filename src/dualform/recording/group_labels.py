@@ -65,6 +65,8 @@ class GroupLabels:
             batch_last: whether the batch is not the first axis of the model's inputs.
         """
         patterns = call.rows * call.positions
+        if not patterns:  # of an empty batch, whose columns may be empty too
+            return np.zeros(0, dtype=np.int64)
         parts = [_column(column, step, call, patterns, batch_last=batch_last) for column in self.columns]
         local: Codes = np.zeros(patterns, dtype=np.int64)
         labels: list[tuple[Any, ...]] = [()]
@@ -75,8 +77,6 @@ class GroupLabels:
                 continue
             present, local = np.unique(local * width + places, return_inverse=True)
             labels = [(*labels[i // width], distinct[i % width]) for i in present.tolist()]
-        if not patterns:
-            return local
         found = np.array([self._place(label if len(parts) > 1 else label[0]) for label in labels], dtype=np.int64)
         return found[local]
 

@@ -7,7 +7,7 @@ What then becomes of the accumulated patterns is the recorder's business.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, cast
@@ -259,8 +259,7 @@ class Hooks:
 
     def _count_forwards(self, model: nn.Module) -> None:
         """Put hooks on the whole model and its children that report where a forward begins."""
-        watched = {id(layer.module) for layer in self.layers}
-        children = {name: child for name, child in _callable_children(model) if not _is_beside(child, watched)}
+        children = dict(_callable_children(model))
         names = {id(model): "", **{id(child): plain_name(name) for name, child in children.items()}}
 
         def begin(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -469,8 +468,3 @@ def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[st
             yield from _callable_children(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
-
-
-def _is_beside(module: nn.Module, watched: Collection[int]) -> bool:
-    """Say whether a module is one of torch's own that calls none of the watched modules (by id), as an activation."""
-    return type(module).__module__.startswith("torch.nn.") and not any(id(part) in watched for part in module.modules())

@@ -191,7 +191,9 @@ def _rows(
     dtype = next(iter(layer.parameters.values()))[1].dtype
     if call.coarse is not None and (layer.shares_only or not widened):
         dtype = call.coarse  # sums of such rows are computed in autocast's own dtype
-    inputs = None if unfolding is None else layer.kind.repeated_inputs(layer.module, call.inputs)
+    inputs = None
+    if unfolding is not None and layer.kind.unfolding(layer.module) == unfolding:  # else the module was changed since
+        inputs = layer.kind.repeated_inputs(layer.module, call.inputs)
     if inputs is not None and unfolding is not None and unfolding.is_smaller(inputs.shape[2:]):
         keys, arrival.unfolding = inputs, unfolding
         arrival.leading = len(inputs), *unfolding.locations(inputs.shape[2:])

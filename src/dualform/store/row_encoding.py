@@ -20,8 +20,6 @@ from dualform.engine.reading import decode as decode
 SCALE = ".scale"  # suffix of the name of a row-scaled tensor's scales
 ROW_SCALED = (torch.float16, torch.int8)
 """The stored dtypes whose rows have scales."""
-
-
 LARGEST_INT8 = 127
 MIN_SCALE = 2.0**-126
 """Float32's smallest normal number; a row whose scale would be far below it is as good as zero."""

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualform.identity.unfolding import Box, Unfolding, boxes
+from dualform.identity.unfolding import Box, Ints, Unfolding, boxes
 from dualform.store.tensors import TensorFile
 from dualform.store.unfolding_check import count_elements, parsed_sizes
 
-Ints = npt.NDArray[np.int64]
 MAX_READ_ELEMENTS = 1 << 20
 """Elements of inputs that are read at once for keys that do not follow each other, if it is more than one input."""
+MAX_WHOLE_ELEMENTS = 1 << 22
+"""Elements of one input up to which it may be read whole for such keys; of a larger one boxes are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,26 +192,35 @@ class UnfoldedRows:
             wanted: the number of each key in the block, (n,).
         """
         unfolding, channels, width = self.blocks.unfolding, self.blocks.channels, self.blocks.d_in
-        if block.sizes is None:
-            per_input, elements, places = 1, width, torch.arange(width)[None]
+        sizes = block.sizes
+        if sizes is None:
+            per_input, elements, offsets = 1, width, np.arange(width)
         else:
-            per_input = math.prod(unfolding.locations(block.sizes))
-            elements = channels * math.prod(block.sizes)
-            found = unfolding.places(channels, block.sizes)
-            if found is None:
-                for begin, end in _runs(wanted):
-                    part = torch.empty(end - begin, width, dtype=rows.dtype)
-                    self._fill_from(file, block, part, int(wanted[begin]))
-                    rows[torch.from_numpy(where[begin:end])] = part
-                return
-            places = found
+            per_input, elements = math.prod(unfolding.locations(sizes)), channels * math.prod(sizes)
+            offsets = unfolding.offsets(channels, sizes)
+        if sizes is not None and self._takes_boxes(sizes, wanted):
+            for begin, end in _runs(wanted):
+                part = torch.empty(end - begin, width, dtype=rows.dtype)
+                self._fill_from(file, block, part, int(wanted[begin]))
+                rows[torch.from_numpy(where[begin:end])] = part
+            return
         inputs, location = np.divmod(wanted, per_input)
         for few in _limited(inputs, MAX_READ_ELEMENTS // elements, MAX_READ_ELEMENTS // width):
             each, at = np.unique(inputs[few], return_inverse=True)
             begins = [block.offset + number * elements for number in each.tolist()]
             held = file.read_parts(self.name, begins, elements).view(-1)
-            index = torch.from_numpy(at * elements)[:, None] + places[torch.from_numpy(location[few])]
-            rows[torch.from_numpy(where[few])] = held.take(index)
+            first = at * elements + (0 if sizes is None else unfolding.begins(location[few], sizes))
+            rows[torch.from_numpy(where[few])] = held.take(torch.from_numpy(np.add.outer(first, offsets)))
+
+    def _takes_boxes(self, sizes: tuple[int, ...], wanted: Ints) -> bool:
+        """Say whether less is read if a box is read for each run of wanted keys, and not every input whole."""
+        unfolding, channels = self.blocks.unfolding, self.blocks.channels
+        elements, per_input = channels * math.prod(sizes), math.prod(unfolding.locations(sizes))
+        if not unfolding.is_large(channels, sizes):
+            return False
+        runs = 1 + np.count_nonzero(np.diff(wanted) != 1)
+        few = runs * unfolding.extents[0] * (elements // sizes[0]) < len(np.unique(wanted // per_input)) * elements
+        return elements > MAX_WHOLE_ELEMENTS or bool(few)
 
     def _elements(self, file: TensorFile, start: int, count: int) -> Tensor:
         """Return consecutive elements of the inputs, (count,): mapped where the file stays mapped, or read."""

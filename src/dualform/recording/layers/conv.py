@@ -49,7 +49,12 @@ class Convolution(LayerKind):
         return patches
 
     def unfolding(self, module: nn.Module) -> Unfolding | None:
-        """Return how keys are taken from inputs; None where they take no more memory than the inputs."""
+        """Return how keys are taken from inputs; None where they take no more memory than the inputs.
+
+        None too for a derived kind whose keys are other ones.
+        """
+        if type(self).keys is not Convolution.keys:
+            return None
         found = _unfolding_of(module)
         return found if found.repeats else None
 

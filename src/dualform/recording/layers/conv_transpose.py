@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from dualform.identity.parameter_use import ParameterUse
-from dualform.identity.unfolding import Unfolding
 from dualform.recording.layers.conv import Convolution
 from dualform.recording.layers.layer_kind import LayerKind, present, records
 
@@ -68,10 +67,6 @@ class TransposedConvolution(Convolution):
             conv.dilation,  # type: ignore[arg-type]
         )
         return _laid_out(conv, given, padding)[None]
-
-    def unfolding(self, module: nn.Module) -> Unfolding | None:
-        """Return None: keys are stored as they are."""
-        return None
 
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the patches, (B, *output locations, channels × kernel).
