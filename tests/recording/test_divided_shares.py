@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -219,6 +219,52 @@ def test_a_process_that_was_killed_may_know_fewer_groups(runs: Path, tmp_path: P
     mine, expected = (one.shares("0.weight", ("label", "step"), horizon=2) for one in (found, whole))
     assert mine.labels == expected.labels
     assert torch.equal(mine.shares, expected.shares)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "detach"])
+@pytest.mark.parametrize("where", ["_rows", "_move", "_step"])  # before the exchanges, after one, and after all
+def test_where_folding_fails_in_one_process_no_other_one_waits(
+    where: str, on_failure: Literal["raise", "detach"], tmp_path: Path
+) -> None:
+    def work(rank: int) -> list[str]:
+        model = divide(mlp(), 2)
+        optimizer = sgd(model)
+        told: list[str] = []
+        keep = dualform.Shares(by="label")
+        recorder = dualform.record(model, optimizer, tmp_path / "run", keep=keep, on_failure=on_failure).start()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in range(4):
+                inputs, labels, _ = batch(model, 2 * step + rank, 0)
+                recorder.annotate(label=labels)
+                optimizer.zero_grad()
+                model(inputs).square().sum().backward()
+                if rank and step == 2:
+                    fail_after(recorder._steps._sink._fold, where)  # type: ignore[attr-defined]
+                try:
+                    optimizer.step()
+                except RefusedError as error:
+                    told.append(str(error))
+        told += [str(one.message) for one in warned if "Recording stopped" in str(one.message)]
+        return [*told, f"closed: {recorder.closed}"]
+
+    def fail_after(fold: Any, name: str) -> None:
+        whole = getattr(fold, name)
+
+        def failing(*given: Any) -> None:
+            whole(*given)
+            raise MemoryError("no memory is left")
+
+        setattr(fold, name, failing)
+
+    for told, cause in zip(run_together(tmp_path, work), ("Another process of this", "no memory is left"), strict=True):
+        assert cause in told[0]
+        if on_failure == "raise":
+            assert told[1].startswith("An earlier step was not recorded")
+            assert told[2:] == ["closed: False"]
+        else:
+            assert told[0].startswith("Recording stopped at step 2 and training goes on without it")
+            assert told[1:] == ["closed: True"]
 
 
 def test_rounded_and_recomputed_and_refused(tmp_path: Path) -> None:

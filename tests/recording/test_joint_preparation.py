@@ -196,6 +196,12 @@ def test_what_several_processes_cannot_record_is_refused_in_all_of_them(tmp_path
                 parameter.grad += 0.1 * parameter.detach()
             optimizer.step()
 
+        def clamp(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Any) -> None:
+            model(inputs).square().sum().backward()
+            if rank:
+                model.module[0].weight.grad.clamp_(-1e-3, 1e-3)  # type: ignore[index, union-attr]
+            optimizer.step()
+
         def annotate(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Any) -> None:
             recorder.annotate(rank=1)
 
@@ -225,6 +231,7 @@ def test_what_several_processes_cannot_record_is_refused_in_all_of_them(tmp_path
             "column": attempt("column", wrapped(mlp()), annotate),
             "join": attempt("join", wrapped(mlp()), join),
             "nested": attempt("nested", nn.Sequential(wrapped(mlp())), step),
+            "clamped": attempt("clamped", wrapped(mlp()), clamp),
             "occupied": attempt("edit", wrapped(mlp()), step),
         }
 
@@ -233,6 +240,8 @@ def test_what_several_processes_cannot_record_is_refused_in_all_of_them(tmp_path
     assert first["detach"] == second["detach"] == "recorded"
     assert first["edit"].startswith(elsewhere)
     assert "changed between step 1 and step 2" in second["edit"]
+    assert first["clamped"].startswith(elsewhere)  # in a step that is checked in full
+    assert "is not one factor times the sum of the gradients" in second["clamped"]
     for told in (first, second):
         assert "is not one factor times the sum of the gradients of all 2 processes" in told["hidden use"]
         assert "it is not reduced over these processes" in told["not reduced"]

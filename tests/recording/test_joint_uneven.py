@@ -123,8 +123,13 @@ def test_what_cannot_be_recorded_of_uneven_batches_is_refused_in_all_processes(t
             loss_of(model(torch.full((2, 5), float(rank)))).backward()
             optimizer.step()
 
+        recorded: Any = [optimizer]
+        if name == "optimizers":
+            *groups, last = model.parameters()
+            recorded = [torch.optim.SGD(groups, lr=0.1), torch.optim.SGD([last], lr=0.1)]
+
         try:
-            with dualform.record(model, optimizer, tmp_path / name, **options) as recorder:
+            with dualform.record(model, recorded, tmp_path / name, **options) as recorder:
                 for _ in range(epochs):
                     with join(model, recorder):
                         for _ in range(2 + rank):
@@ -145,6 +150,7 @@ def test_what_cannot_be_recorded_of_uneven_batches_is_refused_in_all_processes(t
                 "shares": attempt("shares", both, keep=dualform.Shares(by="label")),
                 "steps": attempt("steps", both, keep=dualform.Steps()),
                 "detach": attempt("detach", both, on_failure="detach"),
+                "optimizers": attempt("optimizers", both),
                 "momentum": attempt("momentum", both, epochs=2),
             }
 
@@ -156,7 +162,48 @@ def test_what_cannot_be_recorded_of_uneven_batches_is_refused_in_all_processes(t
         assert "keeps shares or steps" in one["shares"]
         assert "keeps shares or steps" in one["steps"]
         assert 'on_failure="detach"' in one["detach"]
-        assert "state or the parameters are not the same in all processes after join()" in one["momentum"]
+        assert "has a recorder of 2 optimizers" in one["optimizers"]
+        assert "state or the parameters are not the same in all processes. After join()" in one["momentum"]
+
+
+def test_a_recording_after_a_join_that_has_ended(tmp_path: Path) -> None:
+    def work(rank: int) -> str:
+        model: Any = DistributedDataParallel(mlp())
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                optimizer.zero_grad()
+                loss_of(model(torch.full((2, 5), 1.0 + rank))).backward()
+                optimizer.step()
+
+        def record(name: str, joins: bool) -> None:
+            with dualform.record(model, optimizer, tmp_path / name) as recorder:
+                joined: list[Any] = [model, recorder]
+                with Join(joined) if joins else contextlib.nullcontext():
+                    steps(2 + rank if joins else 2)
+
+        record("joined", joins=True)
+        record("after", joins=False)
+        record("joined again", joins=True)
+        with Join([model]):
+            steps(2 + rank)
+        with pytest.raises(RefusedError) as refused:
+            record("after another", joins=False)
+        Join([model], enable=False)
+        record("told", joins=False)
+        optimizer = sgd(model)  # whose momentum a process without batches does not follow
+        record("momentum", joins=True)
+        with pytest.raises(RefusedError, match="state or the parameters are not the same in all processes"):
+            record("after momentum", joins=False)
+        return str(refused.value)
+
+    for told in run_together(tmp_path, work):
+        assert "make Join([model], enable=False) once" in told
+    for name, count in (("joined", 3), ("after", 2), ("joined again", 3), ("told", 2)):
+        memory = dualform.open(tmp_path / name)
+        assert memory.verify().passed
+        assert Run(tmp_path / name).steps == count
 
 
 def test_three_processes_run_out_one_by_one(tmp_path: Path) -> None:

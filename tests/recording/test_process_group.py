@@ -13,6 +13,31 @@ from dualform.recording.process_group import ProcessGroup
 from helpers.together import run_together
 
 
+def test_processes_that_come_for_different_purposes_are_refused_and_meet_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "ARRIVAL_SECONDS", 1.0)
+
+    def work(rank: int) -> list[str]:
+        told: list[str] = []
+        for purposes in (("asks", None), ("records", "asks"), ("asks", "asks"), ("records", "records")):
+            torch.distributed.barrier()
+            if (purpose := purposes[rank]) is None:
+                continue
+            try:
+                told.append(str(ProcessGroup(purpose=purpose, remedy="").gather(rank)))
+            except RefusedError as error:
+                told.append(str(error))
+        return told
+
+    first, second = run_together(tmp_path, work)
+    assert first[:2] == [
+        f"Process 0 {word}, and processes [1] did not come to it within 1 s. " for word in ("asks", "records")
+    ]
+    assert second[:1] == ["Process 1 asks, and processes [0] did not come to it within 1 s. "]
+    assert first[2:] == second[1:] == ["[0, 1]", "[0, 1]"]
+
+
 def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "CLOSING_SECONDS", 0.2)
     monkeypatch.setattr(process_group, "ARRIVAL_SECONDS", 0.2)

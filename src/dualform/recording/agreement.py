@@ -4,7 +4,10 @@ Every exchange carries whether a process has failed. What a process computes bet
 the later one: if that fails, the others hear of it, and all of them refuse the step together.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +55,36 @@ def gather_numbers(world: World, count: int, find: Callable[[], npt.ArrayLike]) 
         return every.reshape(-1)
 
     return sum_numbers(world, world.size * count, placed).reshape(world.size, count)
+
+
+class JointWork:
+    """What every process does with exchanges of large tensors in between, in a with statement.
+
+    Where it fails in one process, the others hear of it at their next exchange, or at the end, and raise too.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._heard: RefusedError | None = None  # raised because another process has failed
+
+    def __enter__(self) -> Self:
+        self._heard = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.agree()
+        elif isinstance(error, Exception) and error is not self._heard:
+            with contextlib.suppress(RuntimeError):  # of a process that is gone, as the error itself may tell
+                self.world.any(True)
+
+    def agree(self) -> None:
+        """Return if no process has failed so far, else raise; every process calls this before each exchange."""
+        if self.world.any(False):
+            self._heard = RefusedError(ELSEWHERE)
+            raise self._heard
 
 
 def join_samples(world: World, own_rows: Mapping[str, OwnRows]) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from dualform.identity.families.divided_fold import SummedRows
 from dualform.identity.families.optimizer_kind import DoubtfulStep, OptimizerKind, Spread
 from dualform.identity.families.parameter_fold import UseRows, bias_roundings
+from dualform.recording.agreement import JointWork
 from dualform.recording.row_exchange import make_exchanges
-from dualform.recording.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class BiasDoubts:
             self._spreads[name] = made
         self._doubtful[name] = linear, settings
 
-    def follow(self, rows: Mapping[str, Sequence[UseRows]], world: World | None) -> None:
-        """Follow a step, given its patterns by parameter, and the processes that have rows of divided parameters."""
+    def follow(self, rows: Mapping[str, Sequence[UseRows]], work: JointWork | None) -> None:
+        """Follow a step, given its patterns by parameter, and the work with processes that have other rows."""
         doubtful, self._doubtful = self._doubtful, {}
-        doubts = self._own_rows(self._roundings(list(doubtful), rows), world)
+        doubts = self._own_rows(self._roundings(list(doubtful), rows), work)
         steps = {name: DoubtfulStep(*of, doubts[name]) for name, of in doubtful.items()}
         families: dict[type[Spread[Any]], list[str]] = {}
         for name in steps:
@@ -87,18 +87,18 @@ class BiasDoubts:
                 )
         return found
 
-    def _own_rows(self, found: Mapping[str, Tensor], world: World | None) -> dict[str, Tensor]:
+    def _own_rows(self, found: Mapping[str, Tensor], work: JointWork | None) -> dict[str, Tensor]:
         """Return sizes of biases; of divided ones this process's rows of the sum over processes."""
         mine = dict(found)
-        if world is not None:
+        if work is not None:
             sums = [
                 SummedRows(
-                    (1, *size.shape), size.dtype, world.size, partial(size.unsqueeze, 0), partial(_put, mine, name)
+                    (1, *size.shape), size.dtype, work.world.size, partial(size.unsqueeze, 0), partial(_put, mine, name)
                 )
                 for name, size in sorted(found.items())
                 if self._biases[name].whole is not None
             ]
-            make_exchanges(world, sums)
+            make_exchanges(work, sums)
         return mine
 
     def tensors(self, name: str) -> Mapping[str, Tensor]:

@@ -142,7 +142,9 @@ class JointPreparation(StepPreparation):
             calls = [one.arrival.call for back in step.backwards for one in back.calls]
             rounded = coarse or any(call.coarse is not None for call in calls)
             full = not skipped and (self._schedule.is_full(number, kind) or rounded)
-            if not full:
+            objected = {name for name, one in zip(mine, followed, strict=True) if one.objection is not None}
+            # Of a gradient that is refused the others are told that it is, and no prediction.
+            if not full or not objected.isdisjoint(self._explainable):
                 finish()
             return [full]
 

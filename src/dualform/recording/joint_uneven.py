@@ -7,12 +7,13 @@ so that every process has recorded every step, and process 0 logs the facts of a
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.errors import RefusedError
 from dualform.recording.recorded_optimizers import RecordedOptimizer
@@ -26,6 +27,9 @@ REMEDY = (
     "Take the recorder along: with torch.distributed.algorithms.join.Join([model, recorder]); or give every process "
     "the same number of batches (torch.utils.data.DistributedSampler does)."
 )
+
+_ended: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""A wrapper -> how it joined last time, which has ended: torch leaves it with the wrapper."""
 
 
 class UnevenWorld:
@@ -98,17 +102,15 @@ class UnevenWorld:
 class JoinHook:
     """What `Join` calls in a process that has no batches left, and at the end in all of them."""
 
-    def __init__(self, world: UnevenWorld, begin: Callable[[], None], take: TakeStep, end: Callable[[], None]) -> None:
+    def __init__(self, world: UnevenWorld, take: TakeStep, end: Callable[[], None]) -> None:
         """Prepare the end of a process's batches.
 
         Args:
             world: the processes.
-            begin: is called when this process has no batches left.
             take: takes a step that other processes have made.
             end: is called when no process has any.
         """
         self._world = world
-        self._begin = begin
         self._take = take
         self._end = end
         self._thread: threading.Thread | None = None
@@ -117,14 +119,12 @@ class JoinHook:
     def main_hook(self) -> None:
         """Begin to add zeros to the exchanges of the others; called again and again while they have batches."""
         if self._thread is None:
-            self._begin()
             self._thread = threading.Thread(target=self._shadow, name="dualform-join", daemon=True)
             self._thread.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Go on together with the other processes."""
         if self._thread is None:
-            self._begin()
             self._shadow()
         else:
             self._thread.join()
@@ -169,6 +169,11 @@ def begin_join(world: World, config: Any) -> None:
     world.uneven = config.enable
 
 
+def note_ended(model: nn.Module) -> None:
+    """Note that the join of a wrapper has ended, of which torch leaves no sign."""
+    _ended[model] = getattr(model, "_join_config", None)
+
+
 def refuse_moved(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> RefusedError | None:
     """Return the refusal of a recording whose parameters after a join are not those after its last step, if so."""
     moved = [name for name, sample in before.items() if not torch.equal(sample, now[name].cpu())]
@@ -183,19 +188,20 @@ def refuse_moved(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Ref
 def refuse_stale_state() -> RefusedError:
     """Return the refusal of a step whose processes have different states of their optimizers."""
     return RefusedError(
-        "The optimizers' state or the parameters are not the same in all processes after join(): a process that had no "
-        "batches left took no steps, and its momentum or moments stayed behind, which torch does not bring over. Load "
-        "the optimizer's state of the process that went on longest into all others after the join, use an optimizer "
-        "without state, or give every process the same number of batches."
+        "The optimizers' state or the parameters are not the same in all processes. After join() they are not: a "
+        "process that had no batches left took no steps, and its momentum or moments stayed behind, which torch does "
+        "not bring over. Load the optimizer's state of the process that went on longest into all others after the "
+        "join, use an optimizer without state, or give every process the same number of batches."
     )
 
 
-def refuse_to_join(world: World, sink: Sink, *, recording: bool, detaches: bool) -> UnevenWorld:
+def refuse_to_join(world: World, sink: Sink, optimizers: int, *, recording: bool, detaches: bool) -> UnevenWorld:
     """Return the processes of a recording, or refuse to record where some of them may run out of batches.
 
     Args:
         world: the processes.
         sink: takes the recording.
+        optimizers: how many optimizers are recorded.
         recording: whether the recording has begun.
         detaches: whether a failure ends the recording and not the training.
     """
@@ -214,6 +220,12 @@ def refuse_to_join(world: World, sink: Sink, *, recording: bool, detaches: bool)
             'Join([model, recorder]) has a recorder with on_failure="detach": a process without batches would wait for '
             "a recording that has ended. Leave on_failure out."
         )
+    if optimizers > 1:  # a step that waits for another one would be told of while DDP waits for this process, in vain
+        raise RefusedError(
+            f"Join([model, recorder]) has a recorder of {optimizers} optimizers: where one of them does not take every "
+            "step, a process would run out of batches in the middle of a step. Use one optimizer, with several groups "
+            "of parameters; or give every process the same number of batches while you record."
+        )
     if isinstance(sink, AgreeingSink) or (isinstance(sink, WholeStepSink) and sink.needs_whole_steps()):
         raise RefusedError(
             "Join([model, recorder]) has a recorder that keeps shares or steps: a process without batches has no steps "
@@ -222,7 +234,7 @@ def refuse_to_join(world: World, sink: Sink, *, recording: bool, detaches: bool)
     return world
 
 
-def refuse_join(model: Any, known: Any) -> None:
+def refuse_join(model: nn.Module, known: Any) -> None:
     """Refuse a step inside of `model.join()` that the recorder does not take part in: the others would wait for it.
 
     Args:
@@ -230,8 +242,9 @@ def refuse_join(model: Any, known: Any) -> None:
         known: how the wrapper joins where the recorder takes part.
     """
     config = getattr(model, "_join_config", None)
-    if config is not None and getattr(config, "enable", False) and config is not known:
+    if getattr(config, "enable", False) and config is not known and config is not _ended.get(model):
         raise RefusedError(
             "This step is inside of DistributedDataParallel.join(), where processes may run out of batches, and the "
-            f"recorder takes no part in it. {REMEDY}"
+            f"recorder takes no part in it. {REMEDY} Where the join had ended before the recording began, which torch "
+            "does not tell: make Join([model], enable=False) once, in every process, before you record."
         )

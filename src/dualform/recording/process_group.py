@@ -27,8 +27,8 @@ RECORD_IN_ALL = (
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 """Global ranks -> the default group of the time, and the group of these ranks over gloo; kept for later recordings."""
-_made: dict[tuple[int, ...], int] = {}
-"""Global ranks -> how many worlds of them this process has made."""
+_made: dict[tuple[tuple[int, ...], str], int] = {}
+"""Global ranks and a purpose -> how many worlds of them this process has made for it."""
 
 
 class ProcessGroup:
@@ -99,19 +99,25 @@ class ProcessGroup:
 
 
 def _await_all(ranks: tuple[int, ...], purpose: str, remedy: str) -> None:
-    """Wait until every process has come here as often as this one, or refuse: a process would wait for ever later."""
+    """Wait until every process has come here for a purpose as often as this one, or refuse.
+
+    A process would wait for ever later. One that was refused has not come, so that it may come again.
+    """
     store = dist.distributed_c10d._get_default_store()
-    number = _made[ranks] = _made.get(ranks, 0) + 1
-    keys = {rank: f"dualform/{','.join(map(str, ranks))}/{number}/{rank}" for rank in ranks}
-    store.set(keys[dist.get_rank()], "here")
+    number = _made.get((ranks, purpose), 0) + 1
+    keys = {rank: f"dualform/{','.join(map(str, ranks))}/{purpose}/{number}/{rank}" for rank in ranks}
+    mine = keys[dist.get_rank()]
+    store.set(mine, "here")
     try:
         store.wait(list(keys.values()), timedelta(seconds=ARRIVAL_SECONDS))
     except RuntimeError as error:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
+        store.delete_key(mine)
         raise RefusedError(
             f"Process {dist.get_rank()} {purpose}, and processes {missing} did not come to it within "
             f"{ARRIVAL_SECONDS:.0f} s. {remedy}"
         ) from error
+    _made[ranks, purpose] = number
 
 
 def _gloo_group(ranks: tuple[int, ...]) -> Any:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from dualform.identity.families.divided_fold import Exchange
-from dualform.recording.world import World
+from dualform.recording.agreement import JointWork
 
 EXCHANGED_BYTES = 64 << 20
 """Bytes that are exchanged together; one exchange may be larger."""
 
 
-def make_exchanges(world: World, exchanges: Sequence[Exchange]) -> None:
-    """Make exchanges that every process asks for, in the same order."""
+def make_exchanges(work: JointWork, exchanges: Sequence[Exchange]) -> None:
+    """Make exchanges that every process asks for, in the same order; none where preparing it failed in any."""
     for dtype in sorted({one.dtype for one in exchanges}, key=str):
         waiting: list[Exchange] = []
         size = 0
@@ -25,22 +25,25 @@ def make_exchanges(world: World, exchanges: Sequence[Exchange]) -> None:
             if one.dtype != dtype:
                 continue
             if waiting and size + one.nbytes > EXCHANGED_BYTES:
-                _exchange(world, waiting)
+                _exchange(work, waiting)
                 waiting, size = [], 0
             waiting.append(one)
             size += one.nbytes
         if waiting:
-            _exchange(world, waiting)
+            _exchange(work, waiting)
 
 
-def _exchange(world: World, exchanges: Sequence[Exchange]) -> None:
+def _exchange(work: JointWork, exchanges: Sequence[Exchange]) -> None:
+    world = work.world
     outgoing = [one.outgoing() for one in exchanges]
     parts = [part for rank in range(world.size) for part in (one[rank] for one in outgoing)]
     sizes = [sum(len(one[rank]) for one in outgoing) for rank in range(world.size)]
     incoming = [one.incoming(world.rank) for one in exchanges]
     packed = torch.cat(parts)
     del outgoing, parts
-    found = world.exchange(packed, sizes, [sum(one[rank] for one in incoming) for rank in range(world.size)])
+    coming = [sum(one[rank] for one in incoming) for rank in range(world.size)]
+    work.agree()
+    found = world.exchange(packed, sizes, coming)
     pieces = [part.split([one[rank] for one in incoming]) for rank, part in enumerate(found)]
     for place, one in enumerate(exchanges):
         one.take([part[place] for part in pieces])

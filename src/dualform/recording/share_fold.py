@@ -4,6 +4,7 @@ Runs on the training thread, on the parameters' device or, if asked, in the CPU'
 the result is tensors by name and the groups' labels, which a sink keeps, and which can be loaded again to go on.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from dualform.identity.families.parameter_fold import (
 )
 from dualform.identity.grouped_products import RowGroups
 from dualform.recording.agreed_groups import AgreedGroups, StepGroups
+from dualform.recording.agreement import JointWork
 from dualform.recording.bias_doubts import BiasDoubts, BiasPlace
 from dualform.recording.estimate import size_text
 from dualform.recording.group_labels import ADDRESS_COLUMNS, GroupLabels, TooManyGroupsError
@@ -130,7 +132,7 @@ class ShareFold:
         self._agreed = AgreedGroups(self.groupings)
         self._step_groups = StepGroups({}, {})  # of the step that comes next, in all processes
         self._step_calls: tuple[int, list[StepCall]] = (0, [])  # the number of the step that comes next, and its calls
-        self._world: World | None = None  # those that have rows of the parameters
+        self._work: JointWork | None = None  # with those that have rows of the parameters
         self._warm: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict
         self._initial: Callable[[str], Tensor] = lambda name: torch.empty(0)
 
@@ -261,7 +263,7 @@ class ShareFold:
         """Number the groups of a step as all processes do that have rows of the parameters; each comes here."""
         if not self.divided:
             return
-        self._world = world
+        self._work = self._work or JointWork(world)
         step, calls = self._step_calls
         mine: dict[tuple[int, int], set[int]] = {}
         rows: dict[tuple[int, int], int] = {}
@@ -338,9 +340,13 @@ class ShareFold:
             "with coarser groups (dualform.bins), or with rest=True, which puts later groups into one."
         )
 
+    def together(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for `step` and what comes before it, which fails in all processes if it fails in one."""
+        return contextlib.nullcontext() if self._work is None else self._work
+
     @without_gradients
     def step(self, facts: StepFacts) -> None:
-        """Fold a step that was taken."""
+        """Fold a step that was taken, inside of `together`."""
         calls = [(call, self._records[call.number]) for call in facts.calls if call.number in self._records]
         device = next((record.keys.device.type for _, record in calls), "cpu")
         call_without_autocast([device], lambda: self._step(facts, calls))
@@ -375,7 +381,7 @@ class ShareFold:
                 self._move(moved, moves)
                 moves, moved, size = [], [], 0
         self._move(moved, moves)
-        self._doubts.follow(rows, self._world)
+        self._doubts.follow(rows, self._work)
         waiting = any(fold.waiting >= MAX_WAITING_STEPS for fold in self._folds.values())
         if any(fold.waiting for fold in self._folds.values()):
             self._waiting_bytes += sum(record.nbytes for _, record in calls)
@@ -403,9 +409,9 @@ class ShareFold:
 
     def _move(self, folds: Sequence[ParameterFold], moves: Sequence[Move[Any]]) -> None:
         """Let shares follow their step, after the exchanges that they wait for."""
-        if self._world is not None:
+        if self._work is not None:
             divided = [fold for fold in folds if isinstance(fold, DividedFold)]
-            make_exchanges(self._world, [one for fold in divided for one in fold.exchanges])
+            make_exchanges(self._work, [one for fold in divided for one in fold.exchanges])
             for fold in divided:
                 fold.exchanges = []
         follow_together(moves)

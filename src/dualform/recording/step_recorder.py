@@ -39,6 +39,7 @@ from dualform.recording.joint_uneven import (
     JoinHook,
     UnevenWorld,
     begin_join,
+    note_ended,
     refuse_join,
     refuse_moved,
     refuse_to_join,
@@ -196,7 +197,7 @@ class StepRecorder:
         self._lost: DualformError | None = None  # the error that kept a step that was made from being recorded
         self._untold: Exception | None = None  # a failure that the other processes hear of at the next step
         self._joining: Any = None  # how the wrapper joins processes without batches, where the recorder takes part
-        self._has_joined = False  # whether processes have joined since the last step
+        self._unlike = isinstance(world, UnevenWorld)  # whether processes may have other states, as after a join
         self._missed: Mapping[str, Tensor] | None = None  # samples after the last step that others made alone
 
     # The beginning and the end ------------------------------------------------------------------------------------
@@ -475,11 +476,11 @@ class StepRecorder:
             coarse=rounds_reduced(self._wrapper) or reduces_coarsely(self._model),
             look_first=look_first,
             then=self._sink.before_step,
-            state_mark=lambda: state_digest(self._owned, self._parameters) if self._has_joined else 0,
+            state_mark=lambda: state_digest(self._owned, self._parameters) if self._unlike else 0,
         )
         if isinstance(self._sink, AgreeingSink):
             self._sink.agree(self._world)
-        self._has_joined = False
+        self._unlike = False
         return prepared
 
     def _may_be_late(self, optimizer: Optimizer) -> bool:
@@ -610,8 +611,8 @@ class StepRecorder:
     def join_hook(self) -> JoinHook:
         """Return what this recording does when its process has no batches left; or refuse."""
         recording, detaches = self.state == "recording", self._on_failure == "detach"
-        world = refuse_to_join(self._world, self._sink, recording=recording, detaches=detaches)
-        return JoinHook(world, self._end_step, self._take_elsewhere, self._go_on)
+        world = refuse_to_join(self._world, self._sink, len(self._owned), recording=recording, detaches=detaches)
+        return JoinHook(world, self._take_elsewhere, self._go_on)
 
     def join(self, config: Any) -> None:
         """Begin to tell processes without batches of every exchange."""
@@ -628,7 +629,8 @@ class StepRecorder:
 
     def _go_on(self) -> None:
         """Go on after a join, with the parameters that the last process has given all of them."""
-        self._has_joined = True
+        self._unlike = True
+        note_ended(self._wrapper)
         missed, self._missed = self._missed, None
         if missed is not None and self.state == "recording":
             for owned in self._owned:

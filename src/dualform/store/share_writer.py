@@ -202,15 +202,16 @@ class ShareWriter:
 
     def step(self, facts: StepFacts) -> None:
         """Fold a step, and hand its facts on."""
-        for binding in {id(call.binding): call.binding for call in facts.calls}.values():
-            if binding is not None:
-                check_columns(self._columns, binding)
-        self._check_whole()
-        try:
-            self._fold.step(facts)
-        except BaseException as error:
-            self._broken = error
-            raise
+        with self._fold.together():
+            for binding in {id(call.binding): call.binding for call in facts.calls}.values():
+                if binding is not None:
+                    check_columns(self._columns, binding)
+            self._check_whole()
+            try:
+                self._fold.step(facts)
+            except BaseException as error:
+                self._broken = error
+                raise
         calls = [call for call in facts.calls if call.number in self._kept_calls]
         self._run.step(dataclasses.replace(facts, calls=calls))
         self._look([one for one in self._followers if one.is_due(self._fold.steps)], facts.snapshot)
