@@ -360,8 +360,12 @@ def modes() -> dict[str, Any]:
 
 
 def threads() -> list[str]:
-    """Return the names of the threads of ours that write or publish."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dualform-")]
+    """Return the names of the threads of ours that write or publish.
+
+    An interrupt within `Thread.start` can leave a thread in Python's list that was never begun, and has no number.
+    """
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("dualform-")]
+    return [thread.name for thread in ours if thread.ident is not None]
 
 
 def leftovers(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:

@@ -184,7 +184,7 @@ def test_a_backward_that_raises_leaves_nothing(run: Path) -> None:
     def fail(_: Tensor) -> None:
         raise ZeroDivisionError
 
-    with dualform.record(model, optimizer, run):
+    with dualform.record(model, optimizer, run) as recorder:
         for x in batches(STEPS):
             hidden = model[1](model[0](2 * x))
             hidden.register_hook(fail)
@@ -193,6 +193,7 @@ def test_a_backward_that_raises_leaves_nothing(run: Path) -> None:
             optimizer.zero_grad()
             train(model, optimizer, [x])
             del hidden
+            recorder._sink._queue.join()  # type: ignore[attr-defined]  # a thread that makes a tuple may fail meanwhile
             gc.collect()
             assert not any(type(found) is Arrival for found in gc.get_objects())
     memory = dualform.open(run)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,21 @@ def test_interrupts(tmp_path: Path) -> None:
     assert outcome.counts["interrupts in all"] == interrupts.SHORT
     assert outcome.counts["by timer"] > 0
     assert outcome.counts["hangs"] == 0
+
+
+def test_a_thread_counts_once_it_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt within `Thread.start` leaves one in Python's list that never was."""
+    wait = threading.Event()
+    never, begun = (threading.Thread(target=wait.wait, name=name) for name in ("dualform-never", "dualform-begun"))
+    monkeypatch.setitem(threading._limbo, never, never)  # type: ignore[attr-defined]
+    begun.start()
+    try:
+        assert "dualform-never" in [thread.name for thread in threading.enumerate()]
+        assert "dualform-begun" in lives.threads()
+        assert "dualform-never" not in lives.threads()
+    finally:
+        wait.set()
+        begun.join()
 
 
 def broken(folder: Path) -> None:

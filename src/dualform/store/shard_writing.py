@@ -168,8 +168,9 @@ class ShardWriter:
     def _take_call(self, step: int, call: TakenCall) -> None:
         """Add the patterns of a call to the shard that is open."""
         shard = self._open
-        if len(ends := tuple(float(end) for end in call.keys.ends())):
-            least, greatest = shard.key_range.get(call.layer, ends)
+        # A list: Python cannot make a tuple of a generator while another thread calls `gc.get_objects`.
+        if ends := [float(end) for end in call.keys.ends()]:
+            least, greatest = shard.key_range.get(call.layer, (ends[0], ends[1]))
             shard.key_range[call.layer] = (min(ends[0], least), max(ends[1], greatest))
         keys = call.keys
         if call.pooled:
