@@ -152,3 +152,23 @@ def test_rows_that_change_within_their_backward_are_refused(how: str, tmp_path: 
 
     with pytest.raises(RefusedError, match=r"'second' cannot be recorded exactly: .* written to or freed"):
         train(Spoilt(), tmp_path / "run", spoil=lambda: None)
+
+
+def test_a_step_within_a_backward_takes_the_rows_as_they_are_then(tmp_path: Path) -> None:
+    model, held = Watching(), list[Tensor]()
+    model.hold = lambda kind, tensor: held.append(tensor) if kind == "key" else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    waiting = set(model.parameters())
+
+    def accumulated(parameter: Tensor) -> None:
+        waiting.discard(parameter)  # type: ignore[arg-type]
+        if not waiting:
+            optimizer.step()
+            held.pop().detach().mul_(2.0)  # still within the backward, and the recording has not copied it before
+
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(accumulated)
+        functional.cross_entropy(model(torch.randn(ROWS, WIDTH)), torch.arange(ROWS) % 4).backward()
+    assert not held
+    assert dualform.open(tmp_path / "run").verify(model).passed
