@@ -75,3 +75,27 @@ def test_no_row_stays_and_no_power_of_the_order_rolls_or_flips(rows: int) -> Non
     for _ in range(min(rows, 12) - 2 if rows > FEW_ROWS else 0):
         assert power not in plain
         power = [order[i] for i in power]
+
+
+@pytest.mark.parametrize("least", [1, 1 << 12])
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e18, 1e30])
+def test_rows_of_any_magnitude_are_compared_by_themselves_or_together(
+    least: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 the squares of some of these magnitudes are zero or infinite."""
+    monkeypatch.setattr(row_evidence, "MIN_ROW_ELEMENTS", least)
+    monkeypatch.setattr(row_evidence, "MAX_CHUNK_ELEMENTS", 64)
+    order = row_order(17)
+    every = cases(17)
+    plain = every["moved"][0]
+    stayed = plain[order].clone()
+    stayed[-6:] = plain[-6:]  # two whole parts of three rows, 63 elements
+    every["the last rows stayed"] = plain, stayed
+    scaled = {
+        what: (before * scale, after * scale) if before.is_floating_point() else (before, after)
+        for what, (before, after) in every.items()
+    }
+    found = {what: _state(*both, order) for what, both in scaled.items()}
+    assert found == {what: whole_state(*both, order) for what, both in scaled.items()}
+    assert found["moved"] == "moved"
+    assert found["the last one moved wrongly"] == found["the last rows stayed"] == "other"

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
 from dualform.recording.argument_tensors import input_tensors
+from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.row_evidence import NO_ROW
 from dualform.recording.row_trials import check_rows, other_axes, still_holds
 from dualform.recording.rowcheck import SEVERITY, RowCheck
@@ -40,6 +41,7 @@ class Alignment:
         self.enabled = enabled
         self._model = model
         self._layers = layers
+        self._memory = BufferPool()
         self._settled = batch_axis is not None  # whether no other axis of the inputs can be meant
         self._tried: dict[Any, dict[str, RowCheck]] = {}  # input shapes -> what was found
         self._latest: dict[str, RowCheck] = {}
@@ -97,7 +99,17 @@ class Alignment:
             return None
         name, module = called
         with _own_saved_tensors():
-            same = still_holds(known, module, self._layers, args, kwargs, rows=rows, axis=self.batch_axis, prefix=name)
+            same = still_holds(
+                known,
+                module,
+                self._layers,
+                args,
+                kwargs,
+                rows=rows,
+                axis=self.batch_axis,
+                prefix=name,
+                memory=self._memory,
+            )
         return known if same else None
 
     def look(
@@ -118,7 +130,17 @@ class Alignment:
         name, module = ("", self._model) if called is None else called
 
         def found_on(axis: int, *, plainly: bool) -> dict[str, RowCheck]:
-            return check_rows(module, self._layers, args, kwargs, rows=rows, axis=axis, prefix=name, plainly=plainly)
+            return check_rows(
+                module,
+                self._layers,
+                args,
+                kwargs,
+                rows=rows,
+                axis=axis,
+                prefix=name,
+                plainly=plainly,
+                memory=self._memory,
+            )
 
         found = found_on(self.batch_axis, plainly=False)
         proved = {name for name, check in found.items() if check.outcome == "proved"}

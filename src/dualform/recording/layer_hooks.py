@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from dualform.recording.layers import Report
@@ -284,8 +285,15 @@ class CaughtCall:
 
 
 @contextmanager
-def catch_calls(layers: Mapping[str, Watched]) -> Iterator[dict[str, list[CaughtCall]]]:
-    """Collect every call of layers while the context lasts; errors arrive at a call when a backward comes to it."""
+def catch_calls(
+    layers: Mapping[str, Watched], edges: list[GradientEdge] | None = None
+) -> Iterator[dict[str, list[CaughtCall]]]:
+    """Collect every call of layers while the context lasts; errors arrive at a call when a backward comes to it.
+
+    Args:
+        layers: the layers, by name.
+        edges: takes the places in the graph to which a backward has to come for that; they hold on to the graph.
+    """
     caught: dict[str, list[CaughtCall]] = {name: [] for name in layers}
     names = {id(layer): name for name, layer in layers.items()}
 
@@ -294,12 +302,15 @@ def catch_calls(layers: Mapping[str, Watched]) -> Iterator[dict[str, list[Caught
             inputs = inputs_of()
             if layer.composite is None:
                 inputs = inputs.detach().clone()
-            leading = tuple(layer.kind.keys(layer.module, inputs).shape[:-1])
+            leading = layer.kind.leading(layer.module, inputs)
             call = CaughtCall(layer, inputs, leading, [None] * len(outputs))
             caught[names[id(layer)]].append(call)
             for i, output in enumerate(outputs):
                 if output.requires_grad:
-                    hookable(output).register_hook(_arrive(call, i, output.shape))
+                    place = hookable(output)
+                    place.register_hook(_arrive(call, i, output.shape))
+                    if edges is not None:
+                        edges.append(get_gradient_edge(place))
 
         return report
 

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from torch.overrides import TorchFunctionMode
 
+from dualform.recording.buffer_pool import BufferPool
+
 MAX_COPY_BYTES = 2 << 30  # parameters and buffers of a model that is copied for a trial
+
+MAX_KEPT_BYTES = 32 << 20  # of a model's parameters, whose copies keep their memory between trials
 
 
 class Untried(Exception):
@@ -70,6 +74,25 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def copied_parameters(model: nn.Module, memory: BufferPool) -> dict[int, Any]:
+    """Return copies of a small model's large parameters, by the originals' ids, in memory that is used again.
+
+    Memory that is new to the process costs more than copying into it. What a large model would keep of it is not worth
+    that, so its parameters are left to whoever copies the modules.
+    """
+    plain = [
+        p
+        for p in model.parameters()
+        if type(p) is nn.Parameter and type(p.data) is Tensor and p.layout is torch.strided and p.is_contiguous()
+    ]
+    if sum(parameter.nbytes for parameter in plain) > MAX_KEPT_BYTES:
+        return {}
+    return {
+        id(parameter): nn.Parameter(memory.copy(parameter.detach()), requires_grad=parameter.requires_grad)
+        for parameter in plain
+    }
+
+
 def _unfreeze(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.requires_grad_(True)
@@ -84,10 +107,13 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
         yield
     finally:
+        thawed = False
         try:
             _unfreeze(trained)
+            thawed = True
         finally:
-            _unfreeze(trained)  # once more: an interrupt may have cut the first short
+            if not thawed:
+                _unfreeze(trained)  # once more: an interrupt has cut the first short
 
 
 def check_copyable(model: nn.Module) -> None:

@@ -155,10 +155,13 @@ def temporary_hooks() -> Iterator[list[Any]]:
     try:
         yield handles
     finally:
+        removed = False
         try:
             remove_hooks(handles)
+            removed = True
         finally:
-            remove_hooks(handles)  # once more: an interrupt may have cut the first short
+            if not removed:
+                remove_hooks(handles)  # once more: an interrupt has cut the first short
 
 
 class _Hiding:

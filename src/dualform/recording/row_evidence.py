@@ -1,9 +1,10 @@
 """What a permuted batch shows of a layer: whether its patterns moved as the rows did, and on which axis. Pure."""
 
 import dataclasses
+import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -18,18 +19,30 @@ SAME = 0.05  # how far a row may be from where it should be, relative to how far
 ROUNDING = 64  # units in the last place of a tensor's largest element that rounding may move its elements by
 FIRST_ROWS = 2  # of a batch, that are looked at before the others
 MAX_CHUNK_ELEMENTS = 1 << 15  # that are compared at once on a CPU, so that they stay in its cache
+MAX_SQUARED = 1e10  # the largest magnitude of rows that are compared in float32; its inverse is the smallest
+MIN_ROW_ELEMENTS = 1 << 12  # of a row that is compared by itself; shorter ones are first brought together
 FLAT = 50  # times the rounding: rows that differ by less count as equal
 
 NO_ROW = "its patterns belong to no row of the batch"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SeenCall:
-    """The patterns of one call of a layer in a trial."""
+    """The patterns of one call of a layer in a trial; keys have the shape (*leading, d_in)."""
 
     leading: tuple[int, ...]
     keys: Tensor  # (..., d_in)
     values: Tensor | None  # (n, d_out); nothing where the backward did not come
+
+    @functools.cached_property
+    def largest_key(self) -> float:
+        """The largest magnitude of an element of the keys."""
+        return _largest(self.keys)
+
+    @functools.cached_property
+    def largest_value(self) -> float:
+        """The largest magnitude of an element of the values, if there are any."""
+        return 0.0 if self.values is None else _largest(self.values)
 
 
 def judge(before: SeenCall, after: SeenCall, order: Tensor) -> RowCheck:
@@ -90,41 +103,85 @@ def all_move_as(before: Sequence[SeenCall], after: Sequence[SeenCall], check: Ro
 
 
 def _states(before: SeenCall, after: SeenCall, place: Placement, order: Tensor) -> set[str]:
-    pairs = [(before.keys, after.keys)]
-    if before.values is not None and after.values is not None:
-        pairs.append((before.values, after.values))
-    elif before.values is not None or after.values is not None:
-        return {"other"}
     view = place.view(before.leading, len(order))
     assert view is not None, "placements are made for these leading axes"
     shape, axis = view
-    return {_state(a.reshape(*shape, -1).movedim(axis, 0), b.reshape(*shape, -1).movedim(axis, 0), order)
-            for a, b in pairs}  # fmt: skip
+    if (before.values is None) != (after.values is None):
+        return {"other"}
+
+    def rows(patterns: Tensor) -> Tensor:  # (B, ...)
+        return patterns.reshape(*shape, -1).movedim(axis, 0)
+
+    states: set[str] = {_state(rows(before.keys), rows(after.keys), order, before.largest_key)}
+    if before.values is not None and after.values is not None:
+        states.add(_state(rows(before.values), rows(after.values), order, before.largest_value))
+    return states
 
 
-def _state(before: Tensor, after: Tensor, order: Tensor) -> Literal["moved", "equal", "other"]:
-    """Say whether rows (B, ...) moved as ordered, are all equal, or did something else."""
+def _state(
+    before: Tensor, after: Tensor, order: Tensor, largest: float | None = None
+) -> Literal["moved", "equal", "other"]:
+    """Say whether rows (B, ...) moved as ordered, are all equal, or did something else.
+
+    Args:
+        before: the rows before the permutation.
+        after: the rows after it.
+        order: which of the rows before each row after it should be, (B,).
+        largest: the largest magnitude among the rows before, where it is known.
+    """
     if not before.numel():
         return "equal"
-    rounding = _rounding(before)
+    largest = _largest(before) if largest is None else largest
+    rounding, dtype = _rounding(before, largest), _dtype_of_differences(before, largest)
+    flat = FLAT * rounding
     order, rows = order.to(before.device), len(before)
     size = max(1, MAX_CHUNK_ELEMENTS // (before.numel() // rows)) if before.device.type == "cpu" else rows
+    are_exact = _exact_comparison(before, after, order)
     apart, wrong, all_moved = 0.0, 0.0, True  # the greatest distance, the greatest error
     # The first rows are looked at alone: in most places where rows are not, they tell already.
     for start, stop in pairwise([0, *range(min(FIRST_ROWS, rows), rows, size), rows]):
-        expected = before[order[start:stop]].flatten(1).double()
-        distance = (expected - before[start:stop].flatten(1).double()).norm(dim=1)  # (b,)
-        error = (after[start:stop].flatten(1).double() - expected).norm(dim=1)
+        # Once rows are known to differ, a part whose rows are exactly where they should be tells nothing more. Where an
+        # element is not finite, neither is `flat`, and every part is looked at.
+        if apart > flat and are_exact(start, stop):
+            continue
+        expected, found = before.index_select(0, order[start:stop]), after[start:stop]
+        error = _distances(found, expected, dtype)  # (b,)
         if not bool(torch.isfinite(error).all()):
             return "other"
+        if apart > flat and bool((error <= rounding).all()):
+            continue  # nor does one whose rows are there but for rounding
+        distance = _distances(expected, before[start:stop], dtype)  # (b,)
         limit = torch.maximum(SAME * distance, torch.full_like(distance, rounding))
         all_moved = all_moved and bool((error <= limit).all())
         apart, wrong = _larger(apart, distance), _larger(wrong, error)
-        if not all_moved and apart > FLAT * rounding:
+        if not all_moved and apart > flat:
             return "other"
-    if apart <= FLAT * rounding:
-        return "equal" if wrong <= FLAT * rounding else "other"
+    if apart <= flat:
+        return "equal" if wrong <= flat else "other"
     return "moved" if all_moved else "other"
+
+
+def _exact_comparison(before: Tensor, after: Tensor, order: Tensor) -> Callable[[int, int], bool]:
+    """Return a function that says of the rows from one number to another whether each is to the bit as ordered."""
+    if before.device.type == "cpu" and before.numel() >= len(before) * MIN_ROW_ELEMENTS:
+        places, rows, found = order.tolist(), before.unbind(0), after.unbind(0)
+        return lambda start, stop: all(torch.equal(found[row], rows[places[row]]) for row in range(start, stop))
+    return lambda start, stop: torch.equal(after[start:stop], before.index_select(0, order[start:stop]))
+
+
+def _distances(some: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the distances (b,) between rows (b, ...)."""
+    found: Tensor = torch.linalg.vector_norm((some.to(dtype) - others.to(dtype)).flatten(1), dim=1)
+    return found
+
+
+def _dtype_of_differences(rows: Tensor, largest: float) -> torch.dtype:
+    """Return the dtype in which rows are compared: float32 where squares of what tells them apart are normal in it.
+
+    A comparison need not be finer than `_rounding`, which is a small multiple of the last place of the largest element.
+    """
+    few_bits = rows.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return torch.float32 if few_bits and 1 / MAX_SQUARED < largest < MAX_SQUARED else torch.float64
 
 
 def _larger(one: float, others: Tensor) -> float:
@@ -142,11 +199,18 @@ def _unchanged(before: Tensor | None, after: Tensor | None) -> bool:
     return difference <= 1e-3 * float(before.double().norm())
 
 
-def _rounding(rows: Tensor) -> float:
+def _largest(rows: Tensor) -> float:
+    """Return the largest magnitude of an element; NaN where any is."""
+    if not rows.numel() or not rows.is_floating_point():
+        return 0.0
+    low, high = torch.aminmax(rows)
+    return max(-float(low), float(high))
+
+
+def _rounding(rows: Tensor, largest: float) -> float:
     """Return how far rounding may move a row of (B, ...), as a norm; nothing rounds whole numbers."""
     if not rows.is_floating_point():
         return 0.0
-    largest = float(torch.stack(torch.aminmax(rows)).abs().max())
     return ROUNDING * torch.finfo(rows.dtype).eps * largest * math.sqrt(rows.numel() / len(rows))
 
 

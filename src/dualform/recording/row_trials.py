@@ -11,22 +11,26 @@ import dataclasses
 import itertools
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import is_
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.rnn import PackedSequence
 
 from dualform.recording.argument_tensors import input_tensors, leaves, mapped, tensors_in
+from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.generators import untouched_generators
-from dualform.recording.layer_hooks import catch_calls
-from dualform.recording.model_copies import NoDropout, Untried, check_copyable, frozen, not_called
+from dualform.recording.layer_hooks import CaughtCall, catch_calls
+from dualform.recording.layers import LayerKind
+from dualform.recording.model_copies import NoDropout, Untried, check_copyable, copied_parameters, frozen, not_called
 from dualform.recording.row_evidence import FEW_ROWS, NO_ROW, SeenCall, all_move_as, joint_check, judge, row_order
 from dualform.recording.rowcheck import RowCheck
-from dualform.recording.sharded_modules import plain_copy
+from dualform.recording.sharded_modules import original_type, plain_copy
 from dualform.recording.watch import Watched, find_candidates
 from dualform.torch_modes import (
     call_without_autocast,
@@ -52,6 +56,7 @@ def check_rows(
     axis: int,
     prefix: str = "",
     plainly: bool = False,
+    memory: BufferPool | None = None,
 ) -> dict[str, RowCheck]:
     """Find out which layers have the rows of a batch, by trials on a copy of the model.
 
@@ -64,6 +69,7 @@ def check_rows(
         axis: which axis of the inputs holds them.
         prefix: the name of the model in the one whose layers these are, where it is a child of that.
         plainly: whether to permute that axis of every input that has so many rows there, and try no other way.
+        memory: holds the copies of parameters, from one trial to the next; by default they get new memory.
     """
     layers = [layer for layer in layers if not prefix or f"{layer.name}.".startswith(f"{prefix}.")]
     names = [layer.name for layer in layers]
@@ -71,7 +77,7 @@ def check_rows(
         return dict.fromkeys(names, RowCheck("assumed", "a batch of one row cannot be permuted", undecided=True))
     try:
         ways = list(_ways(args, kwargs, rows, axis, plainly=plainly))
-        best = _best(_Trial(model, prefix, layers, args, kwargs), ways, rows)
+        best = _best(_Trial(model, prefix, layers, args, kwargs, memory=memory), ways, rows)
         if not plainly and not _is_clear(best):
             # A difference that float64 does not show is rounding; most models can be run in it.
             with suppress(Untried):
@@ -92,6 +98,7 @@ def still_holds(
     rows: int,
     axis: int,
     prefix: str = "",
+    memory: BufferPool | None = None,
 ) -> bool:
     """Say whether a trial on a few rows of a batch finds the same of every layer as an earlier one on a whole batch.
 
@@ -107,6 +114,7 @@ def still_holds(
         rows: how many rows the batch has.
         axis: which axis of the inputs holds them.
         prefix: the name of the model in the one whose layers these are, where it is a child of that.
+        memory: as in `check_rows`.
     """
     if rows < 2 * RETRIED_ROWS:
         return False
@@ -119,7 +127,8 @@ def still_holds(
             if not _tells_as_much(input_tensors(args, kwargs), input_tensors(*few), axes):
                 return False
             with suppress(Untried):
-                if _Trial(model, prefix, layers, *few, keys_only=True).confirms(known, axes, RETRIED_ROWS):
+                trial = _Trial(model, prefix, layers, *few, keys_only=True, memory=memory)
+                if trial.confirms(known, axes, RETRIED_ROWS):
                     return True
     return False
 
@@ -212,8 +221,10 @@ class _Trial:
         *,
         double: bool = False,
         keys_only: bool = False,
+        memory: BufferPool | None = None,
     ) -> None:
         self._double = double
+        self._memory = memory
         self._keys_only = keys_only  # whether to run no backward, and look at no values
         self._prefix = prefix
         _check_permutable(args, kwargs)
@@ -288,6 +299,7 @@ class _Trial:
             with untouched_generators() as moved, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if self._copy is None or not self._copy.is_as_made():
+                    self._copy = None  # the next one may have its memory
                     self._copy = self._copied()
                 cloned = _cloned_double if self._double else _cloned
                 seen = self._catch(self._copy, mapped(batch, cloned))
@@ -302,17 +314,20 @@ class _Trial:
 
     def _copied(self) -> "_Copy":
         """Return a copy of the model, its watched layers by name, and no dropout inside of its layers."""
-        model = plain_copy(self._model)
+        twins = {} if self._memory is None else copied_parameters(self._model, self._memory)
+        model = plain_copy(self._model, twins)
         if self._double:
             model = model.double()
         elif any(p.dtype in _COARSE for p in model.parameters()):
             model = model.float()  # rows that move must differ by more than rounding
-        candidates = {".".join(filter(None, (self._prefix, name))): c for name, c in find_candidates(model).items()}
-        watched = {
-            layer.name: dataclasses.replace(layer, module=found.module, kind=found.kind)
-            for layer in self._layers
-            if (found := candidates.get(layer.name)) is not None
-        }
+        watched = {layer.name: twin for layer in self._layers if (twin := _twin(layer, twins)) is not None}
+        if len(watched) < len(self._layers):  # the model has other modules now, or copies some in a way of its own
+            candidates = {".".join(filter(None, (self._prefix, n))): c for n, c in find_candidates(model).items()}
+            watched = {
+                layer.name: dataclasses.replace(layer, module=found.module, kind=found.kind)
+                for layer in self._layers
+                if (found := candidates.get(layer.name)) is not None
+            }
         for module in model.modules():
             if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
                 module.dropout = 0.0
@@ -322,19 +337,17 @@ class _Trial:
         model = made.model
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         mode, depth = NoDropout(), function_modes()
+        edges: list[GradientEdge] = []
 
         @(without_gradients if self._keys_only else with_gradients)
         def compute() -> None:
             try:
                 # Not by `with`: its end raises another error where torch has taken the mode off and was interrupted.
                 cast("Any", mode).__enter__()  # torch has no type for it
-                with not_called(self._model), frozen(self._model):
-                    args, kwargs = batch
-                    outputs = model(*args, **kwargs)
-                    # Into the gradients of the copy, which goes; what a closure of the model refers to is no copy, and
-                    # frozen.
-                    if not self._keys_only:
-                        _summed(outputs).backward()
+                args, kwargs = batch
+                outputs = model(*args, **kwargs)
+                if not self._keys_only:
+                    _go_back(_summed(outputs), [*edges, *_read_parameters(made.watched.values())])
             except BaseException as error:
                 # Where an interrupt kept torch from putting a mode back, that happens when its frame is cleared: now,
                 # and not when somebody drops the exception.
@@ -348,15 +361,60 @@ class _Trial:
                     mode.put_back()
                     end_function_modes(depth)
 
-        with catch_calls(made.watched) as calls:
+        # Outside of the mode, through which each look at a parameter would go. What a closure of the model refers to is
+        # no copy, and frozen.
+        with catch_calls(made.watched, edges) as calls, not_called(self._model), frozen(self._model):
             call_without_autocast([device], compute)
-        return {
-            layer.name: [
-                SeenCall(call.leading, call.keys().detach(), call.values(call.keys()) if call.reached else None)
-                for call in calls.get(layer.name, ())
-            ]
-            for layer in self._layers
-        }
+        return {layer.name: [_seen(call) for call in calls.get(layer.name, ())] for layer in self._layers}
+
+
+def _go_back(total: Tensor, wanted: Sequence[GradientEdge | Tensor]) -> None:
+    """Let a backward bring the errors to these places in its graph, and compute no other gradient of a parameter.
+
+    A function that is written in Python may call layers in its backward, or refuse all but a whole one (reentrant
+    checkpointing does both), so with any such function in the graph the backward is whole.
+    """
+    if _has_python_function(total.grad_fn):
+        total.backward()  # into the gradients of the copy, which goes
+    elif wanted:
+        torch.autograd.grad(total, cast("Any", wanted), allow_unused=True)
+
+
+def _has_python_function(end: Node | None) -> bool:
+    """Say whether a graph has a node whose backward is Python code."""
+    nodes: list[Any] = [end]
+    seen: set[Any] = {end, None}  # None stands for what needs no gradient
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, BackwardCFunction):
+            return True
+        before = {found for found, _ in node.next_functions} - seen
+        nodes += before
+        seen |= before
+    return False
+
+
+def _read_parameters(layers: Iterable[Watched]) -> list[Tensor]:
+    """Return the parameters to which a backward has to come so that these layers find their errors.
+
+    A kind with an `errors` of its own may read them where the backward through its module left them.
+    """
+    modules = [layer.module for layer in layers if type(layer.kind).errors is not LayerKind.errors]
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    return list(found.values())
+
+
+def _twin(layer: Watched, twins: Mapping[int, Any]) -> Watched | None:
+    """Return a layer of a copied model, given the copies by their originals' ids; None where it has none."""
+    module = twins.get(id(layer.module))
+    if type(module) is not original_type(layer.module):
+        return None
+    return dataclasses.replace(layer, module=module, kind=layer.kind.for_module(module))
+
+
+def _seen(call: CaughtCall) -> SeenCall:
+    keys = call.keys().detach()
+    return SeenCall(call.leading, keys, call.values(keys) if call.reached else None)
 
 
 class _Copy:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from dualform.recording.module_copies import deep_copy
+
 M = TypeVar("M", bound=nn.Module)
 _SHARDED = "FSDPModule"  # the class that comes between a module's own class and its new one
 _STATE = "__composable_api_state_key"  # how attributes begin in which `fully_shard` keeps what it knows of a module
@@ -43,13 +45,17 @@ def own_part(tensor: Tensor) -> Tensor:
     return cast("Tensor", cast("Any", tensor).to_local()).detach() if is_divided(tensor) else tensor
 
 
-def plain_copy(model: M) -> M:
+def plain_copy(model: M, memo: dict[int, Any] | None = None) -> M:
     """Return a deep copy of a module, for a trial; of one that is divided among processes, with whole parameters.
 
     Rows that other processes have are drawn at random in the copy, as this process's rows are distributed: they come
     over no network, since not every process need make a trial at the same time.
+
+    Args:
+        model: the module.
+        memo: takes the copy of each module inside, and of other objects, by the original's id.
     """
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     for parameter in model.parameters():
         if is_divided(parameter):
             memo[id(parameter)] = nn.Parameter(_filled(parameter), requires_grad=parameter.requires_grad)
@@ -62,7 +68,7 @@ def plain_copy(model: M) -> M:
     for module in sharded:
         kept = {name: value for name, value in vars(module).items() if not name.startswith(_STATE)}
         vars(memo[id(module)]).update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
-    return copy.deepcopy(model, memo)
+    return deep_copy(model, memo)
 
 
 def _filled(parameter: nn.Parameter) -> Tensor:

@@ -48,6 +48,13 @@ class Convolution(LayerKind):
         unfolding.fill(patches, padded)
         return patches
 
+    def leading(self, module: nn.Module, inputs: Tensor) -> tuple[int, ...]:
+        """Return (B, *output locations)."""
+        if type(self).keys is not Convolution.keys:
+            return super().leading(module, inputs)
+        padded = self.repeated_inputs(module, inputs)
+        return len(padded), *_unfolding_of(module).locations(padded.shape[2:])
+
     def unfolding(self, module: nn.Module) -> Unfolding | None:
         """Return how keys are taken from inputs; None where they take no more memory than the inputs.
 

@@ -53,6 +53,10 @@ class LayerKind(ABC):
         """Return the keys of a call, (..., d_in): here the input itself."""
         return inputs
 
+    def leading(self, module: nn.Module, inputs: Any) -> tuple[int, ...]:
+        """Return the shape of a call's patterns, all axes of `keys` but the last; overridden where keys are costly."""
+        return tuple(self.keys(module, inputs).shape[:-1])
+
     def unfolding(self, module: nn.Module) -> Unfolding | None:
         """Return how keys repeat elements of `repeated_inputs`, which may be kept in their place; None if they do not.
 

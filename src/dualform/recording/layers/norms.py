@@ -45,6 +45,12 @@ class Norm(LayerKind):
 class _LastAxes(Norm):
     """Normalises over the last axes; patterns are all the others."""
 
+    def leading(self, module: nn.Module, inputs: Tensor) -> tuple[int, ...]:
+        """Return the axes before those."""
+        if type(self).keys is not _LastAxes.keys:
+            return super().leading(module, inputs)
+        return tuple(inputs.shape[: -len(cast("tuple[int, ...]", module.normalized_shape))])
+
     def keys(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Return the normalised input, its last axes flattened."""
         shape = cast("tuple[int, ...]", module.normalized_shape)
