@@ -200,14 +200,15 @@ class GradientCheck:
 
     def columns(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """Return the fixed random columns R of a parameter, (d_in, C); None where it has a single axis."""
+        columns = self._columns.get(name)
+        if columns is not None and columns.device == parameter.device:
+            return columns
         shape = whole_shape(parameter)
         if len(shape) == 1:
             return None
-        columns = self._columns.get(name)
-        if columns is None or columns.device != parameter.device:
-            rows, width = shape[0], shape[1:].numel()
-            columns = projection(rows, width, dtype=parameter.dtype, device=parameter.device)
-            self._columns[name] = columns
+        rows, width = shape[0], shape[1:].numel()
+        columns = projection(rows, width, dtype=parameter.dtype, device=parameter.device)
+        self._columns[name] = columns
         return columns
 
     def resolve(

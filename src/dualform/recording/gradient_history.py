@@ -216,15 +216,41 @@ def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:
             Factors({history.accumulations[0].micro: 1.0}) if sees else None
             for (history, _), sees in zip(seen, shown, strict=True)
         ]
-    eps, tiny = _limits([sample.elements for sample in finals])
-    widths = np.array(
-        [history.width if sample.projected else 0 for (history, _), sample in zip(seen, finals, strict=True)]
-    )
-    factors, fine = _one_factor_each(before, now, counts, norms, eps, tiny, widths)
+    factors, fine = _factors_of(seen, before, now, norms)
     return [
         Factors({history.accumulations[0].micro: float(factor)}) if is_fine else None
         for (history, _), factor, is_fine in zip(seen, factors, fine, strict=True)
     ]
+
+
+def follow_joined(
+    seen: Sequence[Seen], before: Float64Array, now: Float64Array, norms: Float64Array
+) -> list[Factors] | None:
+    """Follow gradients that `are_usual`; None where any of them was changed by more than one factor.
+
+    Args:
+        seen: their histories, and their samples at the step.
+        before: the elements of all samples after their backward, one after the other.
+        now: the same at the step.
+        norms: of the gradients at the step.
+    """
+    factors, fine = _factors_of(seen, before, now, norms)
+    if not fine.all():
+        return None
+    found = zip(seen, factors.tolist(), strict=True)
+    return [Factors({history.accumulations[0].micro: factor}) for (history, _), factor in found]
+
+
+def _factors_of(
+    seen: Sequence[Seen], before: Float64Array, now: Float64Array, norms: Float64Array
+) -> tuple[Float64Array, npt.NDArray[np.bool_]]:
+    """Return the factor of each gradient that was accumulated once, and whether it explains what happened to it."""
+    finals = [final for _, final in seen if final is not None]
+    eps, tiny = _limits([sample.elements for sample in finals])
+    widths = np.array(
+        [history.width if sample.projected else 0 for (history, _), sample in zip(seen, finals, strict=True)]
+    )
+    return _one_factor_each(before, now, [len(sample.elements) for sample in finals], norms, eps, tiny, widths)
 
 
 def _one_factor_each(

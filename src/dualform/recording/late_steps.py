@@ -14,7 +14,15 @@ from torch import Tensor
 
 from dualform.recording.baseline import LaterComparison
 from dualform.recording.gradient_check import GradientView, PredictedPart
-from dualform.recording.gradient_history import Factors, Seen, are_usual, follow_all, tensors_of, with_tensors
+from dualform.recording.gradient_history import (
+    Factors,
+    Seen,
+    are_usual,
+    follow_all,
+    follow_joined,
+    tensors_of,
+    with_tensors,
+)
 from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.packing import NumbersUnderWay
 from dualform.recording.parameter_facts import BeforeStep, StepContext
@@ -56,6 +64,11 @@ class JoinedSamples:
         unchanged = shown and bool(np.isfinite(norms.numpy()).all())
         if unchanged and not samples:
             return [Factors({history.accumulations[0].micro: 1.0}) for history, _ in self._seen], []
+        if not samples and not same:
+            arrays = before.double().numpy(), now.double().numpy(), norms.double().numpy()
+            found = follow_joined(self._seen, *arrays)
+            if found is not None:
+                return found, []
         here = iter(
             [
                 tensor

@@ -128,14 +128,27 @@ class StepPreparation:
         # What happened to the gradients of this step is not known yet; a change is noticed one step later.
         kind = (owned.name, len(step.backwards), self._last_factors, frozenset(names_with_gradient(mine)))
         full = self._schedule.is_full(number, kind)
-        arrivals = arrivals_of(step.backwards) if self._explainable else {}
         views = {}
+        for name, (calls, parameter, final) in self._compared(mine, step, seen, full=full).items():
+            views[name] = self._check.view(name, parameter, calls, final.elements, _not_at_hand)
+        return LateStep(number, owned, before, context, step.backwards, seen, views, comparisons)
+
+    def _compared(
+        self, mine: Mapping[str, nn.Parameter], step: StepInProgress, seen: Sequence[Seen], *, full: bool
+    ) -> dict[str, tuple[Sequence[tuple[int, Arrival]], nn.Parameter, GradientSample]]:
+        """Return the parameters whose gradients are compared with their patterns, with calls and samples at the step.
+
+        That is in a full check, and of a gradient that autocast rounded.
+        """
+        coarse = full or _has_coarse_calls(step)
+        arrivals = arrivals_of(step.backwards) if self._explainable and coarse else {}
+        found: dict[str, tuple[Sequence[tuple[int, Arrival]], nn.Parameter, GradientSample]] = {}
         for (name, parameter), (_, final) in zip(mine.items(), seen, strict=True) if arrivals else ():
             calls = arrivals.get(name, [])
-            coarse = any(arrival.call.coarse is not None for _, arrival in calls)
-            if final is not None and name in self._explainable and (full or coarse):
-                views[name] = self._check.view(name, parameter, calls, final.elements, _not_at_hand)
-        return LateStep(number, owned, before, context, step.backwards, seen, views, comparisons)
+            rounded = any(arrival.call.coarse is not None for _, arrival in calls)
+            if final is not None and name in self._explainable and (full or rounded):
+                found[name] = calls, parameter, final
+        return found
 
     def foresee(self, late: LateStep) -> PreparedStep:
         """Return what is known of a late step before it is made: settings, and which parameters have a gradient."""
@@ -212,7 +225,7 @@ class StepPreparation:
         """Return what is known of each parameter's gradient, those compared with their patterns that are to be."""
         kind = (optimizer, len(step.backwards), kind_of_factors(followed), frozenset(names_with_gradient(mine)))
         full = not skipped and self._schedule.is_full(number, kind)
-        coarse = bool([one for back in step.backwards for one in back.calls if one.arrival.call.coarse is not None])
+        coarse = _has_coarse_calls(step)
         arrivals: dict[str, list[tuple[int, Arrival]]] = {}
         if full or coarse or [factors for factors in followed if factors.blind]:
             arrivals = arrivals_of(step.backwards)
@@ -290,6 +303,11 @@ class StepPreparation:
 
     def _axis(self, layer: Watched) -> int:
         return self._batch_axis if layer.kind.batch_axis is None else layer.kind.batch_axis
+
+
+def _has_coarse_calls(step: StepInProgress) -> bool:
+    """Say whether autocast computed any call of a step."""
+    return bool([one for back in step.backwards for one in back.calls if one.arrival.call.coarse is not None])
 
 
 def arrivals_of(backwards: Sequence[Backward]) -> dict[str, list[tuple[int, Arrival]]]:

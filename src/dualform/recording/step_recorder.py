@@ -151,6 +151,8 @@ class StepRecorder:
         self._layers = layers
         self._owned = optimizers
         self._sink = sink
+        self._late = isinstance(sink, LateSink)  # asked once: Python looks at every member of a protocol each time
+        self._watches_late = isinstance(sink, LateWatchingSink)
         self._alignment = alignment
         self._world = world
         self._strict = strict
@@ -439,8 +441,8 @@ class StepRecorder:
             if self._may_be_late(optimizer):
                 comparisons = self._changes.check_later(owned, self.steps)
                 late = self._preparation.begin(owned, step, self.steps, comparisons)
-                if isinstance(self._sink, LateWatchingSink):
-                    self._sink.before_late_step(self._preparation.foresee(late))
+                if self._watches_late:
+                    self._sink.before_late_step(self._preparation.foresee(late))  # type: ignore[attr-defined]
                 step.prepared = late
                 return
             self._changes.check(owned, self.steps)
@@ -496,7 +498,7 @@ class StepRecorder:
             and len(self._owned) == 1
             and getattr(optimizer, "grad_scale", None) is None
             and getattr(optimizer, "found_inf", None) is None
-            and isinstance(self._sink, LateSink)
+            and self._late
         )
 
     def _look_for_joined(self, owned: RecordedOptimizer) -> None:
