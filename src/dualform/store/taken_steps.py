@@ -8,6 +8,7 @@ call and batch; the writer's thread compacts them to a few, because Python's gar
 object that lives long, again and again, on whichever thread it happens to run.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,6 +119,8 @@ inputs, where these are stored. Before the layout come the call's first
 row among the step's rows of columns (None without columns), and the rows and positions of its columns. A plain tuple of
 numbers and strings is something that the garbage collector need not look through.
 """
+CALL_ROW_CELLS = 11
+"""Cells of a call's row."""
 
 
 class ColumnRows(NamedTuple):
@@ -166,10 +169,8 @@ class TakenStep:
         by_layer: dict[str, list[TakenCall]] = {}
         for call in self.calls:
             by_layer.setdefault(call.layer, []).append(call)
-        if len(by_layer) < len(self.calls) and all(
-            call.joinable and call.nbytes <= MAX_JOINED_BYTES for call in self.calls
-        ):
-            self.calls = [_joined(calls) for calls in by_layer.values()]
+        if len(by_layer) < len(self.calls):
+            self.calls = [one for calls in by_layer.values() for one in _joined(calls)]
             self.copy = None
 
     def release(self) -> None:
@@ -177,18 +178,16 @@ class TakenStep:
         self.copy, self.calls = None, ()
 
 
-def _joined(calls: Sequence[TakenCall]) -> TakenCall:
-    """Return the patterns of several calls of one layer as one, in memory of their own."""
-    if len(calls) == 1:
-        return calls[0]
+def _joined(calls: Sequence[TakenCall]) -> Sequence[TakenCall]:
+    """Return the patterns of several calls of one layer, in memory of their own, as one call; large calls as they are."""
+    if len(calls) == 1 or any(not call.joinable or call.nbytes > MAX_JOINED_BYTES for call in calls):
+        return calls
     values = [call.values.rows for call in calls if call.values is not None]
     ends: tuple[Tensor, ...] = ()
     if any(call.keys.seen is not None for call in calls) and (each := list(filter(None, map(_ends, calls)))):
         ends = torch.stack([low for low, _ in each]).min(), torch.stack([high for _, high in each]).max()
-    return calls[0]._replace(
-        keys=TakenRows(torch.cat([call.keys.rows for call in calls]), range=ends),
-        values=TakenRows(torch.cat(values)) if values else None,
-    )
+    keys = TakenRows(torch.cat([call.keys.rows for call in calls]), range=ends)
+    return [calls[0]._replace(keys=keys, values=TakenRows(torch.cat(values)) if values else None)]
 
 
 def _ends(call: TakenCall) -> tuple[Tensor, ...]:
@@ -200,25 +199,36 @@ def _rows_of(
 ) -> tuple[list[CallRow], list[ColumnRows]]:
     """Return the rows of a step's calls, and the columns that they refer to, each batch's once."""
     found: list[CallRow] = []
-    offsets: dict[int, int] = {}  # id of a binding -> its first row
+    placed: dict[int, tuple[int, int, int]] = {}  # id of a binding -> its first row, its rows and its positions
     bindings: list[Binding] = []
     rows_before = 0
     for (layer, (_, micro, call, rows, positions, inner, binding, layout, _)), size in zip(places, sizes, strict=True):
         if binding is None or not rows * positions:  # an empty batch has nothing to annotate
             found.append((layer, micro, call, rows, positions, inner, None, None, None, layout, size))
             continue
-        offset = offsets.get(id(binding))
-        if offset is None:
-            offset = offsets[id(binding)] = rows_before
+        annotated = placed.get(id(binding))
+        if annotated is None:
+            annotated = placed[id(binding)] = rows_before, binding.rows, binding.positions
             bindings.append(binding)
             rows_before += binding.size
-        annotated = offset, binding.rows, binding.positions
         found.append((layer, micro, call, rows, positions, inner, *annotated, layout, size))
     if len(bindings) > 1 and all(binding.constant for binding in bindings):
-        columns = [ColumnRows({name: column[None] for name, column in b.columns.items()}, None) for b in bindings]
-    else:
-        columns = [ColumnRows(binding.flat(), binding.missing) for binding in bindings]
-    return found, join_columns(columns)
+        return found, _constant_columns(bindings)
+    return found, join_columns([ColumnRows(binding.flat(), binding.missing) for binding in bindings])
+
+
+def _constant_columns(bindings: Sequence[Binding]) -> list[ColumnRows]:
+    """Return the columns of batches that have constants alone, a row for each batch."""
+    found: list[ColumnRows] = []
+    for _, alike in itertools.groupby(bindings, _kind_of_constants):
+        columns = [binding.columns for binding in alike]
+        found.append(ColumnRows({name: np.array([each[name] for each in columns]) for name in columns[0]}, None))
+    return found
+
+
+def _kind_of_constants(binding: Binding) -> list[tuple[str, str]]:
+    """Return the names and types of a batch's columns."""
+    return [(name, column.dtype.kind) for name, column in binding.columns.items()]
 
 
 def join_columns(rows: Sequence[ColumnRows]) -> list[ColumnRows]:
