@@ -16,7 +16,7 @@ from dualform.engine.proofs import unpack_mark
 from dualform.errors import AnnotationError
 from dualform.recording.annotations import Binding
 from dualform.store.arrow_columns import column_of, column_of_array, inferred_column
-from dualform.store.taken_steps import CALL_ROW_CELLS, TakenStep, join_columns
+from dualform.store.taken_steps import CALL_CELLS, TakenStep, join_columns
 
 CALLS = pa.schema(
     [
@@ -37,6 +37,9 @@ CALLS = pa.schema(
 
 SIZES = pa.field("sizes", pa.string())
 """In a run with layers whose inputs are stored: the sizes of a call's inputs, padded; null where keys are stored."""
+
+COMPACTED = [name for name in (*CALLS.names, SIZES.name) if name not in ("step", "offset")]
+"""The columns of the cells of a compacted step, in their order: `CALL_CELLS` of them."""
 
 COLUMN_TYPES = {"b": "bool", "i": "int64", "f": "double", "U": "string"}
 """The kind of a numpy array -> the type of a column, by Arrow's name for it."""
@@ -65,28 +68,19 @@ LATER_MARKS = ("backwards",)
 
 def call_tables(records: Sequence[TakenStep]) -> tuple[pa.Table, pa.Table]:
     """Return the calls table and the annotations table of a shard, of steps that are compacted."""
-    rows = [row for record in records for row in record.call_rows]
-    cells: list[Sequence[Any]] = list(zip(*rows, strict=True)) if rows else [()] * CALL_ROW_CELLS
-    layers, micros, numbers, counts, positions, inners, annotated, *more, sizes = cells
-    calls_of_steps = [len(record.call_rows) for record in records]
+    cells: list[Any] = [cell for record in records for cell in record.call_cells]
+    columns = {name: cells[i::CALL_CELLS] for i, name in enumerate(COMPACTED)}
+    calls_of_steps = [len(record.call_cells) // CALL_CELLS for record in records]
     steps = np.repeat(np.array([record.step for record in records], dtype=np.int64), calls_of_steps)
     before = _before(np.array([_annotated_rows(record) for record in records], dtype=np.int64))
     placed = np.repeat(before, calls_of_steps).tolist()  # rows of the annotation table that earlier steps take
-    firsts = [None if row is None else first + row for first, row in zip(placed, annotated, strict=True)]
-    patterns = np.array(counts, dtype=np.int64) * np.array(positions, dtype=np.int64)
-    columns = {
-        "layer": layers,
-        "micro": micros,
-        "call": numbers,
-        "rows": counts,
-        "positions": positions,
-        "inner": inners,
-        "annotation_offset": firsts,
-        **dict(zip(("annotation_rows", "annotation_positions", "layout"), more, strict=True)),
-        SIZES.name: sizes,
-    }
-    counted = {"step": steps, "offset": _offsets(layers, patterns)}
-    schema = CALLS.append(SIZES) if any(size is not None for size in sizes) else CALLS
+    offsets = columns["annotation_offset"]
+    columns["annotation_offset"] = [
+        None if row is None else first + row for first, row in zip(placed, offsets, strict=True)
+    ]
+    patterns = np.array(columns["rows"], dtype=np.int64) * np.array(columns["positions"], dtype=np.int64)
+    counted = {"step": steps, "offset": _offsets(columns["layer"], patterns)}
+    schema = CALLS.append(SIZES) if any(size is not None for size in columns[SIZES.name]) else CALLS
     calls = [
         column_of_array(counted[field.name]) if field.name in counted else column_of(columns[field.name], field.type)
         for field in schema
