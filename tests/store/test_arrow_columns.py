@@ -1,13 +1,17 @@
 """Columns that are made of memory are those that Arrow makes of the same entries, one after the other."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import dualform
 from dualform.store import arrow_columns
 from dualform.store.arrow_columns import column_of, column_of_array, inferred_column
 
@@ -54,3 +58,24 @@ def test_arrays(values: list[Any], missing: list[bool] | None, step: int) -> Non
 def test_more_text_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_columns, "MAX_TEXT_BYTES", 3)
     assert column_of(["abc", None, "d"], pa.string()).to_pylist() == ["abc", None, "d"]
+
+
+def test_a_recording_does_without_what_imports_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of `pyarrow.array` imports pandas, on the thread of the writer beside a training that waits."""
+    model = nn.Linear(40, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("pyarrow.array was called")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pa, "array", refused)
+        with dualform.record(
+            model, optimizer, tmp_path / "run", keep=[dualform.Steps(), dualform.Patterns()]
+        ) as recorder:
+            for step in range(2):
+                recorder.annotate(turn=step, name=["a", "b"], part=[0.5, 0.25], late=[True, False])
+                optimizer.zero_grad()
+                model(torch.randn(2, 40)).sum().backward()
+                optimizer.step()
+    assert dualform.open(tmp_path / "run").patterns("")["name"].to_pylist() == ["a", "b"] * 2
