@@ -16,7 +16,7 @@ from dualform.replaying import step_proof
 from dualform.replaying.replay_sink import ReplaySink
 from dualform.replaying.replayed_patterns import ReplayWarning, run_again
 from dualform.replaying.training import Recording, Train, record_training
-from dualform.store import tables
+from dualform.store import shard_writing, tables
 from dualform.store.blobs import Blobs
 from dualform.store.memory_blobs import MemoryBlobs
 from dualform.store.reader import Run
@@ -204,12 +204,8 @@ def test_runs_without_marks_of_backwards_are_replayed(monkeypatch: pytest.Monkey
     """The first runs have none; what they mark is compared as before."""
     blobs = MemoryBlobs()
     with monkeypatch.context() as patch:
-        whole = tables._marked
-        patch.setattr(
-            tables,
-            "_marked",
-            lambda marks, name: {key: one for key, one in whole(marks, name).items() if key != "backwards"},
-        )
+        whole = tables.steps_table
+        patch.setattr(shard_writing, "steps_table", lambda records: whole(records).drop_columns(["backwards"]))
         record_training(accumulating("head"), blobs)
     assert "backwards" not in Run(blobs).steps_table.column_names
     assert dualform.open(blobs, train=accumulating("head")).verify().passed

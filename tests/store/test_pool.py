@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
+from dualform.store import pool as pool_module
 from dualform.store import taken_steps
 from dualform.store.pool import Pool
 from dualform.store.reader import Run
@@ -152,3 +154,41 @@ def test_rows_come_back_as_they_went_in(numbers: list[int], cuts: list[int]) -> 
     for base, source in zip(bases, sources, strict=True):
         again.remember(base, Pool().place(source.stored)[2])
     assert again.place(rows)[1].numel() == 0
+
+
+def placed_plainly(known: dict[bytes, int], size: int, rows: Tensor) -> tuple[list[int], list[int], list[bytes]]:
+    """Look keys up one after the other; return their key ids, which rows are new, and the digests of new keys."""
+    key_ids: list[int] = []
+    new: list[int] = []
+    digests: list[bytes] = []
+    for i, row in enumerate(rows):
+        digest = xxhash.xxh3_128_digest(row.numpy().tobytes())
+        if digest in known:
+            key_ids.append(known[digest])
+            continue
+        key_ids.append(size + len(new))
+        if len(known) < pool_module.MAX_REMEMBERED_KEYS:
+            known[digest] = key_ids[-1]
+        new.append(i)
+        digests.append(digest)
+    return key_ids, new, digests
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=6), st.integers(0, 40))
+def test_keys_are_placed_as_one_by_one(batches: list[list[int]], most: int) -> None:
+    """Batches of new keys, of known ones, of both, with repeated keys, and with more than are remembered."""
+    alphabet = torch.arange(31 * 3, dtype=torch.float32).reshape(31, 3)
+    known: dict[bytes, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "MAX_REMEMBERED_KEYS", most)
+        pool = Pool()
+        for numbers in batches:
+            rows = alphabet[torch.tensor(numbers, dtype=torch.int64)]
+            expected = placed_plainly(known, pool.size, rows)
+            size = pool.size
+            key_ids, new, digests = pool.place(rows)
+            assert key_ids.dtype == torch.int32
+            assert key_ids.tolist() == expected[0]
+            assert new.tolist() == expected[1]
+            assert digests.numpy().tobytes() == b"".join(expected[2])
+            assert pool.size == size + len(expected[1])

@@ -1,5 +1,6 @@
 """Files in parts: the safetensors library reads what we write, and we read what it writes; damage is named."""
 
+import io
 from pathlib import Path
 from typing import Literal
 
@@ -14,8 +15,9 @@ import dualform
 from dualform.engine.reading import BlockReader, pattern_ranges, read_blocks
 from dualform.errors import CorruptError
 from dualform.store import reader
+from dualform.store import tensors as tensors_module
 from dualform.store.stored_rows import FileRows
-from dualform.store.tensors import OpenFiles, TensorFile
+from dualform.store.tensors import OpenFiles, TensorFile, write_parts, write_tensors
 from helpers.blob_files import file_blob, write_parts_file
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
@@ -55,6 +57,32 @@ def test_the_library_reads_what_was_written_in_parts(
         assert torch.equal(file.read(place, middle, len(expected)), expected[middle:])
         buffer = torch.empty(expected.nbytes + 3, dtype=torch.uint8)
         assert torch.equal(file.read(place, 0, middle, buffer), expected[:middle])
+
+
+@pytest.mark.parametrize("dtype", tensors_module._CODES)
+@pytest.mark.parametrize("joined_bytes", [0, 48, 200, 1 << 18])
+def test_parts_that_are_joined_make_the_same_file(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, joined_bytes: int
+) -> None:
+    """Whatever is joined, the file is that of the whole tensors."""
+    monkeypatch.setattr(tensors_module, "JOINED_BYTES", joined_bytes)
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(2, (60, 3, 2, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    rows = bits.flatten(1).view(dtype).view(60, 3, 2)
+    counts = (1, 0, 2, 1, 30, 0, 4, 3, 3, 3, 10, 3)
+    written, expected = io.BytesIO(), io.BytesIO()
+    write_parts(
+        written,
+        {
+            "a": rows.split(counts),
+            "b": rows[:, 0, 0].split(counts),
+            "c": rows[:, :0].split(counts),
+            "d": [rows[:0]],
+            "e": rows.transpose(1, 2).split(counts),
+        },
+    )
+    write_tensors(expected, {"a": rows, "b": rows[:, 0, 0], "c": rows[:, :0], "d": rows[:0], "e": rows.transpose(1, 2)})
+    assert written.getvalue() == expected.getvalue()
 
 
 @pytest.mark.parametrize("keep_mapped", [False, True])

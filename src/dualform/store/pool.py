@@ -5,7 +5,9 @@ together being the layer's pool, and a pattern holds its key id: the place of it
 128-bit xxh3 of its bytes, which is stored beside it so that a resumed recording knows it too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,24 +33,45 @@ class Pool:
         """
         rows = keys.contiguous().view(torch.uint8).numpy()  # numpy does not know every dtype
         digests = list(map(xxhash.xxh3_128_digest, rows))
-        key_ids = [self._known.get(digest, -1) for digest in digests]
+        key_ids: list[Any] = list(map(self._known.get, digests))
+        new: Sequence[int] = ()
+        if None in key_ids:
+            new = self._add_distinct(digests, key_ids) or self._add_each(digests, key_ids)
+        digest_words = np.frombuffer(bytearray().join([digests[i] for i in new]), dtype=np.int64).reshape(-1, 2)
+        return (
+            torch.from_numpy(np.array(key_ids, dtype=np.int32)),
+            torch.from_numpy(np.array(new, dtype=np.int64)),
+            torch.from_numpy(digest_words),
+        )
+
+    def _add_distinct(self, digests: Sequence[bytes], key_ids: list[Any]) -> Sequence[int]:
+        """Add the keys of a batch if all are new and distinct, as in a first epoch; return which rows are new.
+
+        Does nothing, and returns nothing, where some are not, or are too many to remember.
+        """
+        count = len(digests)
+        room = len(self._known) + count <= MAX_REMEMBERED_KEYS
+        if not room or key_ids.count(None) < count or len(set(digests)) < count:
+            return ()
+        key_ids[:] = range(self.size, self.size + count)
+        self._known.update(zip(digests, key_ids, strict=True))
+        self.size += count
+        return range(count)
+
+    def _add_each(self, digests: Sequence[bytes], key_ids: list[Any]) -> Sequence[int]:
+        """Add the keys without a key id, one after the other; return which rows are new."""
         new = []
-        for i, key_id in enumerate(key_ids):
-            if key_id < 0:
-                found = self._known.get(digests[i])  # the same key may have come a few rows ago
+        for i, digest in enumerate(digests):
+            if key_ids[i] is None:
+                found = self._known.get(digest)  # the same key may have come a few rows ago
                 if found is None:
                     found = self.size
                     self.size += 1
                     if len(self._known) < MAX_REMEMBERED_KEYS:
-                        self._known[digests[i]] = found
+                        self._known[digest] = found
                     new.append(i)
                 key_ids[i] = found
-        digest_words = np.frombuffer(b"".join(digests[i] for i in new), dtype=np.int64).reshape(-1, 2).copy()
-        return (
-            torch.tensor(key_ids, dtype=torch.int32),
-            torch.tensor(new, dtype=torch.int64),
-            torch.from_numpy(digest_words),
-        )
+        return new
 
     def remember(self, base: int, digests: Tensor) -> None:
         """Add the keys of a published shard to the known ones; the first of them has the key id `base`."""

@@ -21,6 +21,7 @@ from dualform.recording.media import Files
 from dualform.recording.rowcheck import SEVERITY
 from dualform.store.attach import publish_files, remove_replaced
 from dualform.store.blobs import Blobs, FileEntry, Tag, changed_error
+from dualform.store.element_range import joined_ranges
 from dualform.store.format import MANIFEST, shard_files
 from dualform.store.kept_state import ShardState
 from dualform.store.manifest import Manifest, ShardEntry
@@ -167,22 +168,20 @@ class ShardWriter:
 
     def _take_call(self, step: int, call: TakenCall) -> None:
         """Add the patterns of a call to the shard that is open."""
-        shard = self._open
-        # A list: Python cannot make a tuple of a generator while another thread calls `gc.get_objects`.
-        if ends := [float(end) for end in call.keys.ends()]:
-            least, greatest = shard.key_range.get(call.layer, (ends[0], ends[1]))
-            shard.key_range[call.layer] = (min(ends[0], least), max(ends[1], greatest))
-        keys = call.keys
+        shard, entry, keys = self._open, self.manifest.layers[call.layer], call.keys
+        stored: torch.dtype = getattr(torch, entry.dtype)
+        key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
+        joined = joined_ranges(shard.key_range.get(call.layer), keys.ends())
+        if joined is not None:
+            shard.key_range[call.layer] = joined
         if call.pooled:
             pool = self._pools.setdefault(call.layer, Pool())
             shard.bases.setdefault(call.layer, pool.size)
             key_ids, new, digests = pool.place(keys.rows)
-            shard.tensors.setdefault(f"{call.layer}/{REFERENCES}", []).append(key_ids)
-            shard.tensors.setdefault(f"{call.layer}/{DIGESTS}", []).append(digests)
+            _append(shard.tensors, f"{call.layer}/{REFERENCES}", key_ids)
+            _append(shard.tensors, f"{call.layer}/{DIGESTS}", digests)
             keys = keys if len(new) == len(keys.rows) else TakenRows(keys.rows[new])
-        stored: torch.dtype = getattr(torch, self.manifest.layers[call.layer].dtype)
-        key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
-        if call.pooled or self.manifest.layers[call.layer].unfolding is None:
+        if call.pooled or entry.unfolding is None:
             self._add(shard.tensors, step, call, "keys", keys, key_dtype)
         else:
             self._add(shard.tensors, step, call, INPUTS, keys, self.manifest.inputs_dtype(call.layer))
@@ -201,12 +200,16 @@ class ShardWriter:
         """Add keys or values of a call to the parts of a tensor, encoded if they are not, and their scales if any."""
         stored, scales = rows.rows, rows.scales
         if not rows.encoded:
-            seed = address_seed(call.layer, what, step, call.micro, call.call, self.manifest.rank)
-            stored, scales = encode(rows.rows, dtype, seed=seed)
-        layer = call.layer
-        tensors.setdefault(f"{layer}/{what}", []).append(stored.contiguous())
+            seed = 0
+            if dtype is torch.int8:
+                seed = address_seed(call.layer, what, step, call.micro, call.call, self.manifest.rank)
+            stored, scales = encode(stored, dtype, seed=seed)
+        name = f"{call.layer}/{what}"
+        if not stored.is_contiguous():
+            stored = stored.contiguous()
+        _append(tensors, name, stored)
         if scales is not None:
-            tensors.setdefault(f"{layer}/{what}{SCALE}", []).append(scales)
+            _append(tensors, f"{name}{SCALE}", scales)
 
     def check_alone(self) -> None:
         """Raise `StoreError` where somebody else has replaced the manifest, before files of the same names are."""
@@ -221,6 +224,15 @@ class ShardWriter:
         """Change entries of the manifest, and publish it."""
         self.manifest = dataclasses.replace(self.manifest, **changes)
         self._tag = self.manifest.publish(self._blobs, was=self._tag)
+
+
+def _append(tensors: dict[str, list[Tensor]], name: str, part: Tensor) -> None:
+    """Add a part to those of a tensor; one without rows only where it is the first, and says how wide rows are."""
+    parts = tensors.get(name)
+    if parts is None:
+        tensors[name] = [part]
+    elif len(part):
+        parts.append(part)
 
 
 def _publish_table(blobs: Blobs, name: str, table: pa.Table) -> FileEntry:

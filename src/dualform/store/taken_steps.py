@@ -8,9 +8,10 @@ call and batch; the writer's thread compacts them to a few, because Python's gar
 object that lives long, again and again, on whichever thread it happens to run.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from dualform.engine.proofs import ParameterMarker, digest_annotations, digest_c
 from dualform.recording.annotations import Binding
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
+from dualform.store.element_range import Ends, element_range, joined_ranges
 from dualform.store.host_copy import HostCopier, HostCopy, is_elsewhere
 from dualform.store.pool import MIN_POOLED_WIDTH
 from dualform.store.row_encoding import ROW_SCALED, address_seed, encode, stored_dtypes
@@ -58,10 +60,11 @@ class TakenRows(NamedTuple):
         """Return the tensors that are there, in a fixed order."""
         return [self.rows, *(() if self.scales is None else (self.scales,)), *self.range]
 
-    def ends(self) -> tuple[Tensor, ...]:
-        """Return the least and the greatest element of keys, () each; nothing where there are no keys."""
-        seen = self.rows if self.seen is None else self.seen
-        return self.range or (tuple(torch.aminmax(seen)) if seen.numel() else ())
+    def ends(self) -> Ends | None:
+        """Return the least and the greatest element of keys; nothing where there are no keys."""
+        if self.range:
+            return float(self.range[0]), float(self.range[1])
+        return element_range(self.rows if self.seen is None else self.seen)
 
 
 class TakenCall(NamedTuple):
@@ -110,13 +113,12 @@ class StepMarks:
     annotations: str
 
 
-CallRow = tuple[str, int, int, int, int, int, int | None, int | None, int | None, str | None, str | None]
-"""A call's row in the calls table, without its step and the offset of its patterns.
+CALL_CELLS = 11
+"""Cells of a call's row of the calls table, without its step and the offset of its patterns.
 
-layer, micro, call, rows, positions, inner, and layout are those of `StepCall`. Behind them come the sizes of the call's
-inputs, where these are stored. Before the layout come the call's first
-row among the step's rows of columns (None without columns), and the rows and positions of its columns. A plain tuple of
-numbers and strings is something that the garbage collector need not look through.
+layer, micro, call, rows, positions and inner are those of `StepCall`. Then come the call's first row among the step's
+rows of columns (None without columns), and the rows and positions of its columns; its layout; and the sizes of its
+inputs, where these are stored.
 """
 
 
@@ -145,7 +147,7 @@ class TakenStep:
     copy: HostCopy | None  # until it is released: it refers to all tensors
     marks: StepMarks | None = None  # where the training is to be run again
     sizes: Sequence[str | None] = ()  # of each call's inputs, where any of the run are stored, until it is compacted
-    call_rows: list[CallRow] = field(default_factory=list)  # once it is compacted
+    call_cells: list[int | str | None] = field(default_factory=list)  # of all calls' rows, once it is compacted
     columns: list[ColumnRows] = field(default_factory=list)  # once it is compacted
 
     @property
@@ -161,15 +163,13 @@ class TakenStep:
 
     def compact(self) -> None:
         """Turn the places of the calls into rows, and put small calls of a layer together; after `wait`."""
-        self.call_rows, self.columns = _rows_of(self.places, self.sizes or [None] * len(self.places))
+        self.call_cells, self.columns = _rows_of(self.places, self.sizes or [None] * len(self.places))
         self.places, self.sizes = (), ()
         by_layer: dict[str, list[TakenCall]] = {}
         for call in self.calls:
             by_layer.setdefault(call.layer, []).append(call)
-        if len(by_layer) < len(self.calls) and all(
-            call.joinable and call.nbytes <= MAX_JOINED_BYTES for call in self.calls
-        ):
-            self.calls = [_joined(calls) for calls in by_layer.values()]
+        if len(by_layer) < len(self.calls):
+            self.calls = [one for calls in by_layer.values() for one in _joined(calls)]
             self.copy = None
 
     def release(self) -> None:
@@ -177,48 +177,68 @@ class TakenStep:
         self.copy, self.calls = None, ()
 
 
-def _joined(calls: Sequence[TakenCall]) -> TakenCall:
-    """Return the patterns of several calls of one layer as one, in memory of their own."""
+def _joined(calls: Sequence[TakenCall]) -> Sequence[TakenCall]:
+    """Return several small calls of one layer as one call, in memory of its own; other calls as they are."""
     if len(calls) == 1:
-        return calls[0]
-    values = [call.values.rows for call in calls if call.values is not None]
+        return calls
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    has_range = False
+    for _, _, _, own_keys, own_values, _, joinable in calls:
+        size = own_keys.rows.nbytes
+        keys.append(own_keys.rows)
+        if own_values is not None:
+            size += own_values.rows.nbytes
+            values.append(own_values.rows)
+        if not joinable or size > MAX_JOINED_BYTES:
+            return calls
+        has_range = has_range or own_keys.seen is not None
     ends: tuple[Tensor, ...] = ()
-    if any(call.keys.seen is not None for call in calls) and (each := list(filter(None, map(_ends, calls)))):
-        ends = torch.stack([low for low, _ in each]).min(), torch.stack([high for _, high in each]).max()
-    return calls[0]._replace(
-        keys=TakenRows(torch.cat([call.keys.rows for call in calls]), range=ends),
-        values=TakenRows(torch.cat(values)) if values else None,
-    )
-
-
-def _ends(call: TakenCall) -> tuple[Tensor, ...]:
-    return call.keys.ends()
+    if has_range:
+        whole = functools.reduce(joined_ranges, [call.keys.ends() for call in calls])
+        ends = () if whole is None else tuple(torch.tensor(whole, dtype=torch.float64))
+    joined = TakenRows(torch.cat(keys), range=ends)
+    return [calls[0]._replace(keys=joined, values=TakenRows(torch.cat(values)) if values else None)]
 
 
 def _rows_of(
     places: Sequence[tuple[str, StepCall]], sizes: Sequence[str | None]
-) -> tuple[list[CallRow], list[ColumnRows]]:
-    """Return the rows of a step's calls, and the columns that they refer to, each batch's once."""
-    found: list[CallRow] = []
-    offsets: dict[int, int] = {}  # id of a binding -> its first row
+) -> tuple[list[int | str | None], list[ColumnRows]]:
+    """Return the cells of the rows of a step's calls, and the columns that they refer to, each batch's once.
+
+    A list of numbers and texts is one object that the garbage collector looks at; a tuple for each call were many.
+    """
+    found: list[int | str | None] = []
+    placed: dict[int, tuple[int, int, int]] = {}  # id of a binding -> its first row, its rows and its positions
     bindings: list[Binding] = []
     rows_before = 0
     for (layer, (_, micro, call, rows, positions, inner, binding, layout, _)), size in zip(places, sizes, strict=True):
         if binding is None or not rows * positions:  # an empty batch has nothing to annotate
-            found.append((layer, micro, call, rows, positions, inner, None, None, None, layout, size))
+            found += (layer, micro, call, rows, positions, inner, None, None, None, layout, size)
             continue
-        offset = offsets.get(id(binding))
-        if offset is None:
-            offset = offsets[id(binding)] = rows_before
+        annotated = placed.get(id(binding))
+        if annotated is None:
+            annotated = placed[id(binding)] = rows_before, binding.rows, binding.positions
             bindings.append(binding)
             rows_before += binding.size
-        annotated = offset, binding.rows, binding.positions
-        found.append((layer, micro, call, rows, positions, inner, *annotated, layout, size))
+        found += (layer, micro, call, rows, positions, inner, *annotated, layout, size)
     if len(bindings) > 1 and all(binding.constant for binding in bindings):
-        columns = [ColumnRows({name: column[None] for name, column in b.columns.items()}, None) for b in bindings]
-    else:
-        columns = [ColumnRows(binding.flat(), binding.missing) for binding in bindings]
-    return found, join_columns(columns)
+        return found, _constant_columns(bindings)
+    return found, join_columns([ColumnRows(binding.flat(), binding.missing) for binding in bindings])
+
+
+def _constant_columns(bindings: Sequence[Binding]) -> list[ColumnRows]:
+    """Return the columns of batches that have constants alone, a row for each batch."""
+    found: list[ColumnRows] = []
+    for _, alike in itertools.groupby(bindings, _kind_of_constants):
+        columns = [binding.columns for binding in alike]
+        found.append(ColumnRows({name: np.array([each[name] for each in columns]) for name in columns[0]}, None))
+    return found
+
+
+def _kind_of_constants(binding: Binding) -> list[tuple[str, str]]:
+    """Return the names and types of a batch's columns."""
+    return [(name, column.dtype.kind) for name, column in binding.columns.items()]
 
 
 def join_columns(rows: Sequence[ColumnRows]) -> list[ColumnRows]:
@@ -352,7 +372,7 @@ class AccumulatedCalls:
                     found.append(TakenRows(values))
                 continue
             of_keys, of_values = stored_dtypes(self._dtypes[record.layer], pooled=in_pool)
-            seed = partial(_seed, record.layer, facts.step, call, self._rank)
+            seed = functools.partial(_seed, record.layer, facts.step, call, self._rank)
             if seen is not None:
                 of_keys = keys.dtype if self._dtypes[record.layer] in ROW_SCALED else of_keys
             # Keys of a pool are known by the bytes that were trained with.

@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -31,6 +31,8 @@ HEADER_ALIGNMENT = 64  # the first tensor begins at a multiple of this many byte
 MAX_GAP_ROWS = 4  # rows that are at most this far apart are read with the rows between them
 MAX_HEADER_BYTES = 100 << 20
 """Size above which a header is refused, as the safetensors library does."""
+JOINED_BYTES = 1 << 18
+"""Bytes of small parts of a tensor that are written together: to write each by itself takes longer than to copy it."""
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -55,12 +57,50 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 def write_parts(file: BinaryIO, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-    """Write each tensor as the rows of its parts, one part after the other.
+    """Write each tensor as the rows of its parts, one part after the other; small parts are written together.
 
-    Parts of a tensor are alike but for their first axis.
+    Parts of a tensor are in the CPU's memory, and alike but for their first axis.
     """
-    shapes = {name: [sum(len(part) for part in parts), *parts[0].shape[1:]] for name, parts in tensors.items()}
-    _write(file, tensors, shapes, {})
+    shapes = {name: [sum(map(len, parts)), *parts[0].shape[1:]] for name, parts in tensors.items()}
+    names = _write_header(file, tensors, shapes, {})
+    scratch = torch.empty(JOINED_BYTES, dtype=torch.uint8)
+    for name in names:
+        for piece in _joined_parts(tensors[name], scratch):
+            file.write(tensor_bytes(piece))
+
+
+def _joined_parts(parts: Sequence[Tensor], scratch: Tensor) -> Iterator[Tensor]:
+    """Yield the parts of a tensor: a large one as it is, small ones together, one behind the other in one axis.
+
+    Small ones lie in `scratch` (uint8) until the next tensor is asked for.
+    """
+    most = len(scratch) // parts[0].element_size()
+    waiting: list[Tensor] = []
+    count = 0
+    for part in parts:
+        size = part.numel()
+        if waiting and count + size > most:
+            yield _joined_piece(waiting, count, scratch)
+            waiting, count = [], 0
+        if 2 * size <= most:
+            waiting.append(part)
+            count += size
+            continue
+        if waiting:
+            yield _joined_piece(waiting, count, scratch)
+            waiting, count = [], 0
+        yield part
+    if count:
+        yield _joined_piece(waiting, count, scratch)
+
+
+def _joined_piece(parts: list[Tensor], count: int, scratch: Tensor) -> Tensor:
+    """Return the elements of parts one behind the other, in the first bytes of `scratch` if they are several."""
+    if len(parts) == 1:
+        return parts[0]
+    into = scratch[: count * parts[0].element_size()].view(parts[0].dtype)
+    torch.cat(parts, out=into.view(-1, *parts[0].shape[1:]))
+    return into
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -68,7 +108,9 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mappi
     if other := [name for name, tensor in tensors.items() if tensor.dtype not in _CODES]:
         raise OSError(f"{other[0]!r} is of {tensors[other[0]].dtype}, which safetensors cannot hold")
     whole = {name: [tensor] for name, tensor in tensors.items()}
-    _write(file, whole, {name: list(tensor.shape) for name, tensor in tensors.items()}, metadata or {})
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in _write_header(file, whole, shapes, metadata or {}):
+        file.write(tensor_bytes(tensors[name]))
 
 
 def publish_tensors(
@@ -78,12 +120,13 @@ def publish_tensors(
     return blobs.publish(name, lambda file: write_tensors(file, tensors, metadata))
 
 
-def _write(
+def _write_header(
     file: BinaryIO,
     tensors: Mapping[str, Sequence[Tensor]],
     shapes: Mapping[str, Sequence[int]],
     metadata: Mapping[str, str],
-) -> None:
+) -> list[str]:
+    """Write the header of a file, and return the names of its tensors in the order in which they have to follow."""
     names = sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name))  # keeps each one aligned
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -97,9 +140,7 @@ def _write(
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-(8 + len(head)) % HEADER_ALIGNMENT)
     file.write(len(head).to_bytes(8, "little") + head)
-    for name in names:
-        for part in tensors[name]:
-            file.write(tensor_bytes(part))
+    return names
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
