@@ -161,7 +161,7 @@ def test_a_step_within_a_backward_takes_the_rows_as_they_are_then(tmp_path: Path
     waiting = set(model.parameters())
 
     def accumulated(parameter: Tensor) -> None:
-        waiting.discard(parameter)  # type: ignore[arg-type]
+        waiting.discard(parameter)
         if not waiting:
             optimizer.step()
             held.pop().detach().mul_(2.0)  # still within the backward, and the recording has not copied it before
