@@ -25,7 +25,7 @@ from dualform.recording.annotations import Binding
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
 from dualform.store.element_range import Ends, element_range, joined_ranges
-from dualform.store.host_copy import HostCopier, HostCopy, is_elsewhere
+from dualform.store.host_copy import MAX_PACKED_BYTES, HostCopier, HostCopy, is_elsewhere
 from dualform.store.pool import MIN_POOLED_WIDTH
 from dualform.store.row_encoding import ROW_SCALED, address_seed, encode, stored_dtypes
 from dualform.store.unfolding_check import sizes_text
@@ -418,7 +418,9 @@ def _seed(layer: str, step: int, call: StepCall, rank: int, what: str) -> int:
 def _encoded(
     rows: Tensor, dtype: torch.dtype | None, seed: Callable[[str], int], what: str, seen: Tensor | None
 ) -> TakenRows:
-    """Return rows as they go to the CPU's memory from another one: keys with their range, and encoded.
+    """Return rows as they go to the CPU's memory from another one: encoded, and large keys with their range.
+
+    To find the range of a few rows takes the processor less time than to start the kernels that would find it.
 
     Args:
         rows: keys or values, on a GPU.
@@ -427,10 +429,14 @@ def _encoded(
         what: "keys" or "values".
         seen: what the range of keys is of; None for values.
     """
-    ends = tuple(torch.aminmax(seen)) if seen is not None and seen.numel() else ()
+    ends: tuple[Tensor, ...] = ()
+    as_they_are = seen is rows and dtype in (None, rows.dtype)  # so that their range can be found where they arrive
+    if seen is not None and seen.numel() and not (as_they_are and rows.nbytes <= MAX_PACKED_BYTES):
+        ends = tuple(torch.aminmax(seen))
     if dtype is None:
         return TakenRows(rows, range=ends)
-    return TakenRows(*encode(rows, dtype, seed=seed(what)), encoded=True, range=ends)
+    noise = seed(what) if dtype == torch.int8 else None
+    return TakenRows(*encode(rows, dtype, seed=noise), encoded=True, range=ends)
 
 
 def _with_tensors(rows: TakenRows, tensors: Iterator[Tensor]) -> TakenRows:
