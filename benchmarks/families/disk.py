@@ -25,12 +25,11 @@ PIECE = 128 << 20  # bytes between two fsyncs, as much as a shard
     cpu=at_least(0.8),
     cuda=at_least(0.8),
     why={
-        "cpu": "two cores: a step of 33 MB takes 34 ms of the training thread (16 without recording; 12 to copy the "
-        "keys, 4 to compare them in the first 20 steps) and 12 to 14 of the writer's threads (5 to copy, sum and "
-        "write, 5 to look keys up among earlier ones, 1.4 for their range), where the disk alone takes 12: the loop "
-        "itself makes no 33 MB in the time in which the disk writes them.",
-        "cuda": "the writer's one thread, which looks keys up and copies them into the file: the loop ends 0.4 to "
-        "0.6 s before the last shard is written.",
+        "cpu": "two cores: all keys are inputs of the model, which are copied, and the writer looks them up among "
+        "earlier ones, finds their range, copies and sums them: each passes over memory that no cache holds, beside "
+        "the loop's own. The loop does not make the bytes in the time in which the disk writes them.",
+        "cuda": "the writer's one thread, which looks keys up and copies them into the file: the loop ends before the "
+        "last shards are written, which the details call draining.",
     },
 )
 def disk(bench: Bench) -> Measured:

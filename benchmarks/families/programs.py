@@ -12,31 +12,21 @@ from torch.nn import functional
 import dualform
 from benchmarks.bench import Bench
 from benchmarks.rows import REPORTED, Measured, at_most, row
-from benchmarks.timing import timed_pairs, wait
+from benchmarks.timing import of_steps, timed_pairs, wait
 
 AGAINST = "the same program without recording"
 WARM = 5  # steps at the beginning that the row's own figure leaves out
 FIRST = 60  # steps from the very first on, whose ratio is a detail of the row
 WHY = {
-    "language": "22 MB of keys and values a step: copying them takes 5 ms of a step of 50 on one core, the hooks, "
-    "samples and facts of 28 parameters 5, and the writer 10 on another core. Full checks add 6 ms to each of the "
-    "first 20 steps. A trial of a few rows, after 1, 3, 7, ... steps, takes 30, and one of a whole batch, at the "
-    "first step and after 127, 130.",
-    "cnn": "inputs and errors are 4.9 MB a step (10 with patches in place of inputs): recording adds 2.8 ms of "
-    "processor time to the training thread's 8.1 on one core (4.2 with patches), and 3.9 with the "
-    "writer's (6.3). Full checks unfold the inputs in each of the first 20 steps. A trial of a few rows, "
-    "after 1, 3, 7, ... steps, takes 7, and one of a whole batch, at the first step and after 127, 41.",
-    "lstm": "of 5 ms that recording adds to a step of 11 on one core, reading the gates' errors out of the kernel's "
-    "workspace and copying them takes 3, a dozen passes over arrays of 0.7 MB; the hooks, samples and facts take the "
-    "rest, and the writer 1.5 on another core. A trial of a few rows, after 1, 3, 7, ... steps, takes 5, "
-    "and one of a whole batch, at the first step and after 127, 55.",
-    "reinforce": "64 calls of one row cost 2 ms of Python beside 2.4 of the program's own. By function: noting calls "
-    "in the forward takes 0.41 ms (6.4 microseconds a call, a third of them torch's, which registers a hook), "
-    "annotating 0.17, counting forwards 0.08, errors in the backward 0.09, copying 0.18 and handing over 0.08; the "
-    "work before the step 0.27, and after it 0.30. The rest is torch's own calling of hooks.",
+    "language": "a step of two threads on two cores: what the training thread spends inside of the recorder is in the "
+    "details, and the writer takes a core meanwhile, to find ranges of keys, copy, sum and write.",
+    "cnn": "a small step, two thirds of which run on two threads: recording's samples, its copies of errors, which lie "
+    "channel by channel, and the writer take the rest. Full checks unfold the inputs in each of the first 20 steps.",
+    "lstm": "reading the gates' errors out of the kernel's workspace takes a dozen passes over them.",
+    "reinforce": "64 calls of one row: torch's own calling of hooks, a hook on each output, and Python objects for "
+    "each call, its errors and its place. The writer's Python takes turns with the program's.",
 }
-"""Why each program misses its goal on a CPU, from times of single functions on one thread (processor time, on a busy "
-"machine)."""
+"""Why each program misses its goal on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +216,8 @@ def programs(bench: Bench, make: Callable[[torch.device], Program], steps: int) 
     count, warm, first = bench.size(steps, 1), bench.size(WARM, 0), bench.size(FIRST, 1)
     beginnings: tuple[list[float], list[float]] = ([], [])  # seconds of the first steps: recorded, plain
 
+    inside: list[float] = []
+
     def run(program: Program, recorder: Any, which: int) -> float:
         going = program.steps(recorder)
         ends = []
@@ -236,6 +228,8 @@ def programs(bench: Bench, make: Callable[[torch.device], Program], steps: int) 
             if number + 1 in (warm, first):
                 wait(bench.device)
             ends.append(time.perf_counter())
+            if recorder is not None:
+                inside.append(recorder.overhead)
         wait(bench.device)
         end = time.perf_counter()
         beginnings[which].append(ends[first - 1] - begin)
@@ -265,5 +259,6 @@ def programs(bench: Bench, make: Callable[[torch.device], Program], steps: int) 
             f"ratio of the first {first} steps": min(beginnings[0]) / min(beginnings[1]),
             "median of the pairs' ratios": pairs.median,
             "ratio of processor times": pairs.processor,
+            **of_steps(inside),
         },
     )

@@ -11,7 +11,7 @@ import dualform
 from benchmarks.bench import Bench
 from benchmarks.rows import REPORTED, Measured, at_most, row
 from benchmarks.stores import MNIST, batches, classifier, images, train
-from benchmarks.timing import Pairs, timed_pairs
+from benchmarks.timing import Pairs, of_steps, timed_pairs
 
 LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128, keys and values, to disk"
 
@@ -24,18 +24,14 @@ LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128,
     cpu=at_most(0.15),
     cuda=at_most(0.30),
     why={
-        "cpu": "after the first 20 steps recording adds 1.6 ms of processor time to the training thread's 13 (one "
-        "thread, by function): copies of keys and values 0.46, reading samples of gradients and parameters before the "
-        "step 0.45, hooks of the backward 0.22, of the forward 0.17, after the step 0.20. A full check adds 1.5: in "
-        "each of the first 20 steps, then in one of sixteen; a trial of a few rows, after 1, 3, 7, ... steps, takes 6, "
-        "and one of a whole batch, at the first step and after 127, 27. The writer's threads take 1.4 beside "
-        "it on two cores: 0.6 to copy, sum and write, 0.45 to look keys up among "
-        "earlier ones and find their range, the rest for tables and for publishing.",
-        "cuda": "Python: a step takes 1.0 ms, nearly all of it launching kernels, recording adds 2.3 to 2.7 without "
-        "a disk. A profile gives 1.7 before the step (0.9 to take samples, norms and their copy, 0.6 to read the step "
-        "before, 0.2 to compare parameters), 0.5 in the hooks of the backward, 0.3 in those of the forward; twelve "
-        "samples are six small products and six copies, 36 and 16 microseconds of launching each. With a disk the "
-        "copies to page-locked memory add 0.9, and the writer's Python waits for the same interpreter.",
+        "cpu": "what the training thread spends inside of the recorder is in the details: reading samples of gradients "
+        "and parameters before and after the step, hooks, and in few steps full checks and trials of rows. The rest "
+        "is the writer, which looks keys up, finds their range, copies, sums and writes on the second of two cores, "
+        "which torch's threads want too, and whose Python takes turns with the training's.",
+        "cuda": "Python and launches: nearly all of a plain step is launching kernels, and recording launches as many "
+        "again, for samples, norms and copies. With a disk the copies to page-locked memory come on top, and the "
+        "writer's Python takes turns with the training's. What the training thread spends inside of the recorder is in "
+        "the details.",
     },
 )
 @row(
@@ -69,6 +65,7 @@ def _measure(bench: Bench, dtype: Literal["float16"] | None) -> Measured:
     inputs = inputs.to(bench.device)
     order = batches(len(inputs), bench.size(500 if bench.device.type == "cpu" else 200, 3))  # 2 MB each
     whole: list[float] = []
+    inside: list[float] = []
 
     def plain() -> float:
         return train(*classifier(MNIST, bench.device), inputs, labels, order)
@@ -78,7 +75,7 @@ def _measure(bench: Bench, dtype: Literal["float16"] | None) -> Measured:
         with bench.scratch() as folder:
             begin = time.perf_counter()
             with dualform.record(model, optimizer, folder, dtype=dtype) as recorder:
-                loop = train(model, optimizer, inputs, labels, order, recorder=recorder)
+                loop = train(model, optimizer, inputs, labels, order, recorder=recorder, inside=inside)
             whole.append(time.perf_counter() - begin)
         return loop
 
@@ -97,6 +94,7 @@ def _measure(bench: Bench, dtype: Literal["float16"] | None) -> Measured:
             "recorded, ms per step": 1e3 * min(pairs.ours) / len(order),
             "median of the pairs' overheads": pairs.median - 1,
             "overhead in processor time": pairs.processor - 1,
+            **of_steps(inside),
             "overhead with opening and closing": closed / plain_seconds - 1,
             "opening, and draining at close, s": closed - min(pairs.ours),
             "MB per step in memory": 4e-6 * patterns / len(order) * sum(a + b for a, b in pairwise(MNIST)),
