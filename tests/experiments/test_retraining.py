@@ -355,6 +355,7 @@ def test_effects_are_compared_with_a_peer_on_the_splits_of_both() -> None:
     text = said(**{peer: {1: 0.6}})
     assert "Effects are ahead of every peer asked." in text, "0.6 is more than 0.5, which is another split's"
     assert f"**Asked about fewer splits than effects:** {ekfac} on small." in text
+    assert f"**Behind a peer, or level:** small, {ekfac} 0.95 to 0.90 of effects." in said(**{peer: {1: 0.95, 2: 0.1}})
     text = said(**{peer: {2: 0.95}})
     assert "Effects are ahead of every peer asked." in text, "no split in common"
     text = said(**{peer: {0: 0.5, 1: 0.7}, "EK-FAC, damping 2": {1: 0.99}})
