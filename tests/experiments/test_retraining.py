@@ -30,7 +30,7 @@ from dualform.experiments.retraining import (
     scores,
 )
 from dualform.experiments.retraining_config import NETWORKS, RetrainingConfig, make_split, read_config
-from dualform.experiments.retraining_page import NEW_ROWS, cost_table, decision, section, table
+from dualform.experiments.retraining_page import EARLIER, NEW_ROWS, cost_table, decision, section, table
 from dualform.experiments.retraining_results import Cost, Evaluation, load_evaluations, store_evaluation
 from dualform.experiments.stacked_training import (
     SECOND_MOMENT,
@@ -296,6 +296,8 @@ def test_results_are_kept_with_cells_of_earlier_runs(tmp_path: Path) -> None:
     rows = {row[0]: row[1:] for row in table(found).rows}
     assert rows["effects"] == ("0.55 ± 0.05", "0.50")
     assert rows[ekfac] == ("(0.60 ± 0.01)", "-")
+    assert EARLIER in section(found).text
+    assert EARLIER not in section(found[:1]).text
     first, *_ = section(found).text[1:]
     assert first == f"**Behind a peer, or level:** small, {ekfac} 0.60 to 0.55 of effects."
     asked = Evaluation(SMALL, {"effects": {0: 0.5, 1: 0.9}, "EK-FAC, damping 1": {0: 0.6}})

@@ -58,17 +58,17 @@ preconditioned form with dampings, of TRAK the numbers of features, of TracInCP 
 score is shown; effects have nothing to choose. The ceiling is what a perfect prediction could reach, given that each
 half was retrained with so many seeds only; against a single retraining of each half every score is lower, as the last
 row but one says. Means ± standard errors over splits; a number without an error is of one split, and a dash stands for
-what was not asked. A number in parentheses was not asked again: it is that of an earlier run of the same recipe, over
-all of its splits. Above, effects are compared with each peer on the splits that both were asked about; there the error
+what was not asked. Above, effects are compared with each peer on the splits that both were asked about; there the error
 is that of the mean of the differences split by split, and of two or three splits such an error is itself a rough one.
 These are small networks and small data; nothing here says how effects do on large ones."""
+EARLIER = """\
+A number in parentheses was not asked again: it is that of an earlier run of the same recipe, over all of its splits."""
 HOW_PEERS_RUN = """\
 SOURCE is Bae et al. 2024, "Training Data Attribution via Approximate Unrolled Differentiation", written from its
 formulas (`benchmarks/source_peer.py`): bergson, which has it, asks for checkpoints of Hugging Face's causal language
 models, and so for none of these networks. kronfluence, captum and SOURCE see linear layers and convolutions, and the
 LSTM, which they do not know, written out with linear layers; TRAK sees all parameters, and of a passage the mean margin
-of its characters. Where no mean over networks stands below it, EK-FAC is of one network alone. Absolute attention was
-left out where it costs more than everything else."""
+of its characters. Absolute attention was left out where it costs more than everything else."""
 COSTS = """\
 Seconds of a processor (one thread, one run, on a machine that others used too) to score all samples for all test inputs
 of a split, and bytes that are kept of the training for it: recordings of effects, the network and its factors of
@@ -197,7 +197,8 @@ def section(found: Sequence[Evaluation]) -> Section:
         grids.append(cost_table(found))
     if any("joint" in each.scores for each in found):
         grids.append(decision(found))
-    text = (COMMAND, *_behind(found), TEXT, HOW_PEERS_RUN, DECISION)
+    earlier = (EARLIER,) if any(cell.startswith("(") for row in grids[0].rows for cell in row) else ()
+    text = (COMMAND, *_behind(found), TEXT, *earlier, HOW_PEERS_RUN, DECISION)
     return Section("effects", "Do effects predict retraining?", text, grids, more=f"{recipes}\n")
 
 
