@@ -299,7 +299,7 @@ def test_results_are_kept_with_cells_of_earlier_runs(tmp_path: Path) -> None:
     assert EARLIER in section(found).text
     assert EARLIER not in section(found[:1]).text
     first, *_ = section(found).text[1:]
-    assert first == f"**Behind a peer, or level:** small, {ekfac} 0.60 to 0.55 of effects."
+    assert first == f"**Behind a peer on average:** small, {ekfac} 0.60 to 0.55 of effects."
     asked = Evaluation(SMALL, {"effects": {0: 0.5, 1: 0.9}, "EK-FAC, damping 1": {0: 0.6}})
     assert f"small, {ekfac} 0.60 to 0.50 of effects" in section([asked]).text[1], "on the split of the peer"
     assert (
@@ -357,19 +357,23 @@ def test_effects_are_compared_with_a_peer_on_the_splits_of_both() -> None:
     text = said(**{peer: {1: 0.6}})
     assert "Effects are ahead of every peer asked." in text, "0.6 is more than 0.5, which is another split's"
     assert f"**Asked about fewer splits than effects:** {ekfac} on small." in text
-    assert f"**Behind a peer, or level:** small, {ekfac} 0.95 to 0.90 of effects." in said(**{peer: {1: 0.95, 2: 0.1}})
+    assert f"**Behind a peer on average:** small, {ekfac} 0.95 to 0.90 of effects." in said(**{peer: {1: 0.95, 2: 0.1}})
     text = said(**{peer: {2: 0.95}})
     assert "Effects are ahead of every peer asked." in text, "no split in common"
     text = said(**{peer: {0: 0.5, 1: 0.7}, "EK-FAC, damping 2": {1: 0.99}})
-    assert "Effects are ahead" in text, "a setting asked about one split alone is not the best of those asked about two"
+    assert "**Behind" not in text, "a setting asked about one split alone is not the best of those asked about two"
     assert "Asked about fewer" not in text
     text = said(**{peer: {0: 0.6, 1: 0.94}})
-    assert f"**Behind a peer, or level:** small, {ekfac} 0.77 to 0.70 of effects (behind by 0.070 ± 0.030)." in text
+    assert f"**Behind a peer on average:** small, {ekfac} 0.77 to 0.70 of effects (behind by 0.070 ± 0.030)." in text
     text = said(**{peer: {0: 0.8, 1: 0.8}})
     assert f"{ekfac} 0.80 to 0.70 of effects (behind by 0.100 ± 0.200, within its error)." in text
     text = said(**{peer: {0: 0.6, 1: 0.6}})
-    assert "Effects are ahead of every peer asked. **Ahead of a peer, but within the standard error" in text
+    level = "**Level with a peer, to two digits or within the standard error of the difference:**"
+    assert f"Effects are on average behind no peer asked. {level} small, {ekfac} 0.60 to 0.70" in text
     assert f"small, {ekfac} 0.60 to 0.70 of effects (ahead by 0.100 ± 0.200, within its error)." in text
+    text = said(**{peer: {0: 0.499, 1: 0.898}})
+    assert f"{level} small, {ekfac} 0.70 to 0.70 of effects (ahead by 0.002 ± 0.001)." in text, "0.6985 to 0.7"
+    assert f"{level} small, {ekfac} 0.50 to 0.50 of effects." in said(**{peer: {0: 0.5}}), "a tie of one split"
 
 
 def test_what_methods_took_is_known(evaluated: Path) -> None:

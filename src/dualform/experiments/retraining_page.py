@@ -205,12 +205,16 @@ def section(found: Sequence[Evaluation]) -> Section:
 def _behind(found: Sequence[Evaluation]) -> list[str]:
     """Say first where another method is ahead of effects, and which rows were not run in full."""
     pairs = [(each.config.name, pair) for each in _ordered(found) for pair in _comparisons(each)]
-    said = [f"{row}, {pair.text()}" for row, pair in pairs if round(pair.theirs, 2) >= round(pair.ours, 2)]
-    behind = f"**Behind a peer, or level:** {'; '.join(said)}." if said else "Effects are ahead of every peer asked."
+    said = [f"{row}, {pair.text()}" for row, pair in pairs if pair.is_behind()]
+    level = [f"{row}, {pair.text()}" for row, pair in pairs if pair.is_level()]
+    none = "Effects are on average behind no peer asked." if level else "Effects are ahead of every peer asked."
+    behind = f"**Behind a peer on average:** {'; '.join(said)}." if said else none
     unasked = [e.config.name for e in _ordered(found) if all(_cell(e, row, METHOD_ROWS[row]) == "-" for row in PEERS)]
     lines = [behind]
-    if close := [f"{row}, {pair.text()}" for row, pair in pairs if pair.lead > 0 and pair.is_within_error()]:
-        lines.append(f"**Ahead of a peer, but within the standard error of the difference:** {'; '.join(close)}.")
+    if level:
+        lines.append(
+            f"**Level with a peer, to two digits or within the standard error of the difference:** {'; '.join(level)}."
+        )
     costs = [(_cost(each, "effects"), _cost(each, METHOD_ROWS[EKFAC])) for each in _ordered(found)]
     measured = [(ours, theirs) for ours, theirs in costs if ours is not None and theirs is not None]
     if measured:
@@ -263,6 +267,14 @@ class Comparison:
     def lead(self) -> float:
         """By how much effects are ahead."""
         return self.ours - self.theirs
+
+    def is_behind(self) -> bool:
+        """Whether the peer's mean is the larger, as far as scores are kept (four digits)."""
+        return round(self.lead, 4) < 0
+
+    def is_level(self) -> bool:
+        """Whether effects are not behind, but ahead by too little to show in two digits or beside the error."""
+        return not self.is_behind() and (round(self.ours, 2) == round(self.theirs, 2) or self.is_within_error())
 
     def is_within_error(self) -> bool:
         """Whether the difference is no larger than its standard error."""
@@ -321,5 +333,5 @@ def _retraining_recipe(found: Evaluation) -> str:
         f"{config.epochs} epochs of {config.optimizer}, learning rate {config.learning_rate:g}"
         f"{f', momentum {config.momentum:g}' if config.optimizer == 'SGD' else ''}, batches of "
         f"{config.batch}; {config.subsets} halves with {config.seeds} seeds each, {config.tests} test inputs, "
-        f"{config.recordings} recordings, of {config.splits} splits run again: {', '.join(map(str, found.splits))}."
+        f"{config.recordings} recordings; of {config.splits} splits, numbers {', '.join(map(str, found.splits))} were run."
     )
