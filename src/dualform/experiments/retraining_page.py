@@ -333,5 +333,6 @@ def _retraining_recipe(found: Evaluation) -> str:
         f"{config.epochs} epochs of {config.optimizer}, learning rate {config.learning_rate:g}"
         f"{f', momentum {config.momentum:g}' if config.optimizer == 'SGD' else ''}, batches of "
         f"{config.batch}; {config.subsets} halves with {config.seeds} seeds each, {config.tests} test inputs, "
-        f"{config.recordings} recordings; of {config.splits} splits, numbers {', '.join(map(str, found.splits))} were run."
+        f"{config.recordings} recordings; of {config.splits} splits, numbers "
+        f"{', '.join(map(str, found.splits))} were run."
     )
