@@ -367,6 +367,7 @@ def test_effects_are_compared_with_a_peer_on_the_splits_of_both() -> None:
     assert f"**Behind a peer on average:** small, {ekfac} 0.77 to 0.70 of effects (behind by 0.070 ± 0.030)." in text
     text = said(**{peer: {0: 0.8, 1: 0.8}})
     assert f"{ekfac} 0.80 to 0.70 of effects (behind by 0.100 ± 0.200, within its error)." in text
+    assert "**Level with a peer" not in text
     text = said(**{peer: {0: 0.6, 1: 0.6}})
     level = "**Level with a peer, to two digits or within the standard error of the difference:**"
     assert f"Effects are on average behind no peer asked. {level} small, {ekfac} 0.60 to 0.70" in text
@@ -374,6 +375,7 @@ def test_effects_are_compared_with_a_peer_on_the_splits_of_both() -> None:
     text = said(**{peer: {0: 0.496, 1: 0.898}})
     assert f"{level} small, {ekfac} 0.70 to 0.70 of effects (ahead by 0.003 ± 0.001)." in text, "0.697 to 0.7"
     assert f"{level} small, {ekfac} 0.50 to 0.50 of effects." in said(**{peer: {0: 0.5}}), "a tie of one split"
+    assert "**Behind" not in said(**{peer: {0: 0.03, 1: 1.37}}), "a tie but for rounding"
 
 
 def test_what_methods_took_is_known(evaluated: Path) -> None:
