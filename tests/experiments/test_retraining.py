@@ -490,6 +490,7 @@ def test_the_command_evaluates(
         if arguments:
             found = json.loads(captured.out)
             assert set(found["scores"]) >= {"effects", "direct", "attention", "random", "shuffled", "ceiling"}
+            assert isinstance(found["scores"]["effects"], list), "in the order of the splits, all of which are run"
             assert "characters: split 0, effects of recording 0" in captured.err
         else:
             assert captured.err == "", "everything was there"
