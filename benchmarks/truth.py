@@ -1,16 +1,17 @@
 """Do effects predict retraining, and how well do other libraries? Retrains, records, asks all of them, prints a table.
 
-    python -m benchmarks.truth benchmarks/truth/*.toml [--folder runs/truth] [--splits 1] [--page docs/results.md]
+    python -m benchmarks.truth benchmarks/truth/*.toml [--folder runs/truth] [--splits 0 1] [--page docs/results.md]
 
-Goes on where an earlier run stopped. What was found is kept in benchmarks/truth/results, and the page is written from
-there: without recipes, from what was found before. Peers (kronfluence, traker, captum) are asked where they are
-installed; what a peer said once is kept, so that they may be installed one after the other, or in an environment of
-their own.
+Goes on where an earlier run stopped. What was found is kept in benchmarks/truth/results, each score under the number of
+its split, so that splits may be run one at a time, in folders of their own. The page is written from there: without
+recipes, from what was found before. Peers (kronfluence, traker, captum) are asked where they are installed; what a peer
+said once is kept, so that they may be installed one after the other, or in an environment of their own.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -28,9 +29,9 @@ def tell(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def ask_peers(config: RetrainingConfig, folder: Path, names: list[str]) -> None:
-    """Ask every installed peer about every finished split that it has not been asked about."""
-    for number in finished_splits(config, folder):
+def ask_peers(config: RetrainingConfig, folder: Path, names: list[str], splits: Iterable[int]) -> None:
+    """Ask every installed peer about every finished split of those chosen that it has not been asked about."""
+    for number in sorted(set(finished_splits(config, folder)) & set(splits)):
         split, here = make_split(config, number), folder / f"split-{number}"
         for name in installed(names):
             path = here / f"peer-{name}.safetensors"
@@ -47,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", type=Path, nargs="*")
     parser.add_argument("--folder", type=Path, default=Path("runs/truth"))
-    parser.add_argument("--splits", type=int, help="how many splits of each recipe to run at most")
+    parser.add_argument("--splits", type=int, nargs="+", help="the numbers of the splits to run, from 0; default all")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "truth" / "results")
     parser.add_argument("--page", type=Path, help="the page whose section on effects to write")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
@@ -58,8 +59,9 @@ def main() -> None:
     for path in chosen.configs:
         config = read_config(path)
         folder = chosen.folder / config.name
-        evaluate_effects(config, folder, splits=chosen.splits, device=chosen.device, tell=tell)
-        ask_peers(config, folder, chosen.peers)
+        splits = range(config.splits) if chosen.splits is None else chosen.splits
+        evaluate_effects(config, folder, splits=splits, device=chosen.device, tell=tell)
+        ask_peers(config, folder, chosen.peers, splits)
         store_evaluation(chosen.results, Evaluation(config, scores(config, folder), costs=costs(config, folder)))
     found = load_evaluations(chosen.results)
     grid = table(found)

@@ -30,7 +30,7 @@ from dualform.experiments.retraining import (
     scores,
 )
 from dualform.experiments.retraining_config import NETWORKS, RetrainingConfig, make_split, read_config
-from dualform.experiments.retraining_page import NEW_ROWS, cost_table, decision, section, table
+from dualform.experiments.retraining_page import EARLIER, NEW_ROWS, cost_table, decision, section, table
 from dualform.experiments.retraining_results import Cost, Evaluation, load_evaluations, store_evaluation
 from dualform.experiments.stacked_training import (
     SECOND_MOMENT,
@@ -190,7 +190,8 @@ def test_the_recorded_network_is_the_stacks(tmp_path: Path) -> None:
 
 def test_effects_predict_retraining_and_controls_do_not(evaluated: Path) -> None:
     found = scores(SMALL, evaluated)
-    mean = {name: sum(values) / len(values) for name, values in found.items()}
+    assert all(list(each) == [0, 1] for each in found.values())
+    mean = {name: sum(each.values()) / len(each) for name, each in found.items()}
     assert mean["effects"] > 0.4
     assert mean["effects"] > mean["direct"] - 0.05
     assert mean["effects"] > mean["effects, against one retraining"]
@@ -215,6 +216,27 @@ def test_an_evaluation_goes_on_where_it_stopped(
     assert {path for path in before if after[path] != before[path]} == {lost}
     with pytest.raises(DataError, match="holds another evaluation"):
         evaluate_effects(dataclasses.replace(SMALL, epochs=7), evaluated)
+
+
+def test_a_split_is_run_alone_and_joins_what_is_stored_of_others(evaluated: Path, tmp_path: Path) -> None:
+    alone, results, told = tmp_path / "alone", tmp_path / "results", list[str]()
+    shutil.copytree(evaluated / "split-1", alone / "split-1")
+    (alone / "split-1" / "ours-0.safetensors").unlink()
+    evaluate_effects(SMALL, alone, splits=[1], tell=told.append)
+    assert told == ["small: split 1, effects of recording 0"]
+    assert not (alone / "split-0").exists()
+    whole, second = scores(SMALL, evaluated), scores(SMALL, alone)
+    assert second == {name: {1: pytest.approx(each[1])} for name, each in whole.items()}
+    store_evaluation(results, Evaluation(SMALL, {name: {0: each[0]} for name, each in whole.items()}))
+    store_evaluation(results, Evaluation(SMALL, second))
+    (found,) = load_evaluations(results)
+    assert found.splits == [0, 1]
+    assert found.scores == {
+        name: {number: pytest.approx(score, abs=1e-4) for number, score in each.items()} for name, each in whole.items()
+    }
+    with pytest.raises(DataError, match="no split 2, 5; its splits are 0, 1"):
+        evaluate_effects(SMALL, tmp_path / "none", splits=[5, 0, 2])
+    assert not (tmp_path / "none").exists()
 
 
 def test_seeds_never_meet() -> None:
@@ -254,7 +276,7 @@ def test_the_page_has_a_section_that_can_be_replaced(evaluated: Path, tmp_path: 
     write_page(page, [section(found)])
     first = page.read_text()
     assert "Other things." in first
-    assert f"| effects | {mean_and_error(found[0].scores['effects'])} |" in first
+    assert f"| effects | {mean_and_error(list(found[0].scores['effects'].values()))} |" in first
     assert "- small: 120 samples of digits, an MLP with hidden units 24; 6 epochs of SGD" in first
     write_page(page, [section(found)])
     assert page.read_text() == first
@@ -262,38 +284,98 @@ def test_the_page_has_a_section_that_can_be_replaced(evaluated: Path, tmp_path: 
 
 def test_results_are_kept_with_cells_of_earlier_runs(tmp_path: Path) -> None:
     ekfac = "kronfluence EK-FAC, best damping"
-    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": [0.5]}, {ekfac: "0.60 ± 0.01", "effects": "0.1"}))
-    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": [0.5, 0.6], "joint": [0.5, 0.6], "layerwise": [0.4, 0.6]}))
+    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": {0: 0.5}}, {ekfac: "0.60 ± 0.01", "effects": "0.1"}))
+    store_evaluation(
+        tmp_path,
+        Evaluation(SMALL, {"effects": {0: 0.5, 1: 0.6}, "joint": {0: 0.5, 1: 0.6}, "layerwise": {0: 0.4, 1: 0.6}}),
+    )
     other = dataclasses.replace(SMALL, name="other", epochs=7)
-    store_evaluation(tmp_path, Evaluation(other, {"effects": [0.5], "joint": [0.5], "layerwise": [0.6]}))
+    store_evaluation(tmp_path, Evaluation(other, {"effects": {0: 0.5}, "joint": {0: 0.5}, "layerwise": {0: 0.6}}))
     found = load_evaluations(tmp_path)
     assert [one.config for one in found] == [other, SMALL]
     rows = {row[0]: row[1:] for row in table(found).rows}
     assert rows["effects"] == ("0.55 ± 0.05", "0.50")
     assert rows[ekfac] == ("(0.60 ± 0.01)", "-")
+    assert EARLIER in section(found).text
+    assert EARLIER not in section(found[:1]).text
     first, *_ = section(found).text[1:]
-    assert first == f"**Behind a peer, or level:** small, {ekfac} 0.60 to 0.55 of effects."
-    asked = Evaluation(SMALL, {"effects": [0.5, 0.9], "EK-FAC, damping 1": [0.6]})
+    assert first == f"**Behind a peer on average:** small, {ekfac} 0.60 to 0.55 of effects."
+    asked = Evaluation(SMALL, {"effects": {0: 0.5, 1: 0.9}, "EK-FAC, damping 1": {0: 0.6}})
     assert f"small, {ekfac} 0.60 to 0.50 of effects" in section([asked]).text[1], "on the split of the peer"
-    assert "ahead of every peer" in section([Evaluation(SMALL, {"effects": [0.5], "EK-FAC, damping 1": [0.4]})]).text[1]
+    assert (
+        "ahead of every peer"
+        in section([Evaluation(SMALL, {"effects": {0: 0.5}, "EK-FAC, damping 1": {0: 0.4}})]).text[1]
+    )
     assert "**Not compared with any peer:** other." in section(found).text
     assert "**Splits run with both filters:** other 1 of 2; all of the other rows." in section(found).text
     assert f"a dash in the table:** {ekfac} on other." in section(found).text[3]
     grid = decision(found)
     assert [row[4] for row in grid.rows] == ["+0.050", "-0.100"]
-    new = [Evaluation(dataclasses.replace(SMALL, name=name), {"joint": [0.5], "layerwise": [0.4]}) for name in NEW_ROWS]
+    new = [
+        Evaluation(dataclasses.replace(SMALL, name=name), {"joint": {0: 0.5}, "layerwise": {0: 0.4}})
+        for name in NEW_ROWS
+    ]
     assert "joint is adopted" in decision(new).note
     assert "joint is not adopted" in decision([*new, found[0]]).note, "one row loses more than 0.02"
     assert "joint is not adopted" in decision(new[1:]).note, "a new row is missing"
 
 
 def test_results_keep_splits_methods_and_costs_that_are_not_found_again(tmp_path: Path) -> None:
-    first = {"effects": [0.5, 0.6], "EK-FAC, damping 1": [0.4]}
+    first = {"effects": {0: 0.5, 1: 0.6}, "EK-FAC, damping 1": {0: 0.4}}
     store_evaluation(tmp_path, Evaluation(SMALL, first, costs={"effects": Cost(1.0, 10), "joint": Cost(2.0, 0)}))
-    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": [0.55]}, costs={"effects": Cost(3.25, 30)}))
+    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": {0: 0.55}}, costs={"effects": Cost(3.25, 30)}))
     (found,) = load_evaluations(tmp_path)
-    assert found.scores == {"effects": [0.55, 0.6], "EK-FAC, damping 1": [0.4]}
+    assert found.scores == {"effects": {0: 0.55, 1: 0.6}, "EK-FAC, damping 1": {0: 0.4}}
     assert found.costs == {"effects": Cost(3.25, 30), "joint": Cost(2.0, 0)}
+
+
+def test_results_of_splits_join_in_any_order_and_those_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    store_evaluation(tmp_path, Evaluation(SMALL, {"effects": {1: 0.6}, "EK-FAC, damping 1": {1: 0.4}}))
+    more = dataclasses.replace(SMALL, splits=11)
+    store_evaluation(tmp_path, Evaluation(more, {"effects": {10: 0.8, 0: 0.51236}}))
+    stored = (tmp_path / "small.json").read_text()
+    assert json.loads(stored)["scores"] == {
+        "effects": {"0": 0.5124, "1": 0.6, "10": 0.8},
+        "EK-FAC, damping 1": {"1": 0.4},
+    }
+    assert list(json.loads(stored)["scores"]["effects"]) == ["0", "1", "10"]
+    other = dataclasses.replace(more, epochs=7, seeds=2)
+    with pytest.raises(DataError, match=r"small.json holds scores of another recipe, which differs in epochs, seeds\."):
+        store_evaluation(tmp_path, Evaluation(other, {"effects": {0: 0.1}}))
+    assert (tmp_path / "small.json").read_text() == stored
+    (found,) = load_evaluations(tmp_path)
+    assert (found.config, found.splits) == (more, [0, 1, 10])
+
+
+def test_effects_are_compared_with_a_peer_on_the_splits_of_both() -> None:
+    ekfac, peer = "kronfluence EK-FAC, best damping", "EK-FAC, damping 1"
+
+    def said(**by_name: dict[int, float]) -> str:
+        return " ".join(section([Evaluation(SMALL, {"effects": ours, **by_name})]).text)
+
+    ours = {0: 0.5, 1: 0.9}
+    text = said(**{peer: {1: 0.6}})
+    assert "Effects are ahead of every peer asked." in text, "0.6 is more than 0.5, which is another split's"
+    assert f"**Asked about fewer splits than effects:** {ekfac} on small." in text
+    assert f"**Behind a peer on average:** small, {ekfac} 0.95 to 0.90 of effects." in said(**{peer: {1: 0.95, 2: 0.1}})
+    text = said(**{peer: {2: 0.95}})
+    assert "Effects are ahead of every peer asked." in text, "no split in common"
+    text = said(**{peer: {0: 0.5, 1: 0.7}, "EK-FAC, damping 2": {1: 0.99}})
+    assert "**Behind" not in text, "a setting asked about one split alone is not the best of those asked about two"
+    assert "Asked about fewer" not in text
+    text = said(**{peer: {0: 0.6, 1: 0.94}})
+    assert f"**Behind a peer on average:** small, {ekfac} 0.77 to 0.70 of effects (behind by 0.070 ± 0.030)." in text
+    text = said(**{peer: {0: 0.8, 1: 0.8}})
+    assert f"{ekfac} 0.80 to 0.70 of effects (behind by 0.100 ± 0.200, within its error)." in text
+    assert "**Level with a peer" not in text
+    text = said(**{peer: {0: 0.6, 1: 0.6}})
+    level = "**Level with a peer, to two digits or within the standard error of the difference:**"
+    assert f"Effects are on average behind no peer asked. {level} small, {ekfac} 0.60 to 0.70" in text
+    assert f"small, {ekfac} 0.60 to 0.70 of effects (ahead by 0.100 ± 0.200, within its error)." in text
+    text = said(**{peer: {0: 0.496, 1: 0.898}})
+    assert f"{level} small, {ekfac} 0.70 to 0.70 of effects (ahead by 0.003 ± 0.001)." in text, "0.697 to 0.7"
+    assert f"{level} small, {ekfac} 0.50 to 0.50 of effects." in said(**{peer: {0: 0.5}}), "a tie of one split"
+    assert "**Behind" not in said(**{peer: {0: 0.03, 1: 1.37}}), "a tie but for rounding"
 
 
 def test_what_methods_took_is_known(evaluated: Path) -> None:
@@ -312,7 +394,7 @@ def test_what_methods_took_is_known(evaluated: Path) -> None:
 
 
 def test_costs_stand_beside_scores() -> None:
-    scored = {"effects": [0.5], "EK-FAC, damping 1": [0.4], "EK-FAC, damping 2": [0.45]}
+    scored = {"effects": {0: 0.5}, "EK-FAC, damping 1": {0: 0.4}, "EK-FAC, damping 2": {0: 0.45}}
     took = {"effects": Cost(0.5, 10**6), "EK-FAC, damping 1": Cost(1, 1), "EK-FAC, damping 2": Cost(20, 2000)}
     one = Evaluation(SMALL, scored, costs={**took, PLAIN_TRAINING: Cost(0.2, 0)})
     other = Evaluation(dataclasses.replace(SMALL, name="other", epochs=7), scored, costs={"effects": Cost(30, 10**7)})
@@ -337,9 +419,9 @@ def test_the_mean_of_several_networks_is_scored_and_compared_with_that_of_severa
     found = scores(SMALL, tmp_path)
     assert found["mean of 2 networks: EK-FAC, damping 1"][0] == pytest.approx(found["effects"][0])
     assert found["EK-FAC, damping 1"][0] < found["effects"][0] - 0.1
-    many = {"effects": [0.5], "effects, mean of 2": [0.7], "mean of 2 networks: EK-FAC, damping 1": [0.6]}
+    many = {"effects": {0: 0.5}, "effects, mean of 2": {0: 0.7}, "mean of 2 networks: EK-FAC, damping 1": {0: 0.6}}
     assert "ahead of every peer" in section([Evaluation(SMALL, many)]).text[1]
-    many["mean of 2 networks: EK-FAC, damping 1"] = [0.8]
+    many["mean of 2 networks: EK-FAC, damping 1"] = {0: 0.8}
     assert "mean of as many networks 0.80 to 0.70 of effects" in section([Evaluation(SMALL, many)]).text[1]
 
 
@@ -408,6 +490,7 @@ def test_the_command_evaluates(
         if arguments:
             found = json.loads(captured.out)
             assert set(found["scores"]) >= {"effects", "direct", "attention", "random", "shuffled", "ceiling"}
+            assert isinstance(found["scores"]["effects"], list), "in the order of the splits, all of which are run"
             assert "characters: split 0, effects of recording 0" in captured.err
         else:
             assert captured.err == "", "everything was there"

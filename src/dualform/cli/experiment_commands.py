@@ -141,7 +141,8 @@ def _evaluate(config: Path, *, folder: Path | None, device: str, json: bool) -> 
     retraining.evaluate_effects(settings, results, device=device, tell=_tell)
     scores = retraining.scores(settings, results)
     if json:
-        print_json({"config": settings, "scores": scores, "note": EFFECT_NOTE})
+        each = {name: list(splits.values()) for name, splits in scores.items()}
+        print_json({"config": settings, "scores": each, "note": EFFECT_NOTE})
         return
     grid = table([Evaluation(settings, scores)])
     screen = console()

@@ -13,6 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from time import process_time
@@ -50,7 +51,7 @@ def evaluate_effects(
     config: RetrainingConfig,
     folder: Path,
     *,
-    splits: int | None = None,
+    splits: Sequence[int] | None = None,
     device: str = "cpu",
     tell: Callable[[str], None] = lambda _: None,
 ) -> None:
@@ -59,13 +60,18 @@ def evaluate_effects(
     Args:
         config: what to evaluate.
         folder: where everything is kept.
-        splits: how many splits, of those of the configuration; by default all.
+        splits: the numbers of the splits to run, from 0 on; by default all of the configuration.
         device: where to retrain; recording and scoring are done on the CPU.
         tell: takes a line about each part that is done.
     """
+    numbers = range(config.splits) if splits is None else splits
+    if unknown := sorted(set(numbers) - set(range(config.splits))):
+        raise DataError(
+            f"{config.name} has no split {', '.join(map(str, unknown))}; its splits are {', '.join(_named(config))}."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     _keep_config(config, folder)
-    for number in range(config.splits if splits is None else min(splits, config.splits)):
+    for number in numbers:
         split, here = make_split(config, number), folder / f"split-{number}"
         here.mkdir(exist_ok=True)
         for seed in range(config.seeds):
@@ -82,6 +88,10 @@ def evaluate_effects(
                 store_costs(here / f"ours-{recording}.json", costs)
                 _save_scores(path, found)
                 tell(f"{config.name}: split {number}, effects of recording {recording}")
+
+
+def _named(config: RetrainingConfig) -> list[str]:
+    return [str(number) for number in range(config.splits)]
 
 
 def _keep_config(config: RetrainingConfig, folder: Path) -> None:
@@ -231,10 +241,11 @@ def finished_splits(config: RetrainingConfig, folder: Path) -> list[int]:
     ]
 
 
-def scores(config: RetrainingConfig, folder: Path) -> dict[str, list[float]]:
-    """Return the score of each method in each finished split of the folder: ours, peers', controls, ceiling."""
-    found: dict[str, list[float]] = {}
+def scores(config: RetrainingConfig, folder: Path) -> dict[str, dict[int, float]]:
+    """Return method -> number of a finished split of the folder -> score: ours, peers', controls, ceiling."""
+    found: dict[str, dict[int, float]] = {}
     for number in finished_splits(config, folder):
+        keep = partial(_keep_score, found, number)
         here = folder / f"split-{number}"
         split = make_split(config, number)
         margins = torch.stack(
@@ -247,24 +258,28 @@ def scores(config: RetrainingConfig, folder: Path) -> dict[str, list[float]]:
         ours = [{**one, "effects": one[FILTERING]} for one in ours]
         for name in (name for name in OURS if all(name in one for one in ours)):
             each = [score(one[name], members, actual) for one in ours]
-            found.setdefault(name, []).append(mean(each))
+            keep(name, mean(each))
             together = torch.stack([one[name] for one in ours]).mean(dim=0)
-            found.setdefault(f"{name}, mean of {len(ours)}", []).append(score(together, members, actual))
+            keep(f"{name}, mean of {len(ours)}", score(together, members, actual))
         generator = torch.Generator().manual_seed(number)
         noise = torch.randn(config.tests, config.train, generator=generator, dtype=torch.float64)
-        found.setdefault("random", []).append(score(noise, members, actual))
+        keep("random", score(noise, members, actual))
         shuffled = ours[0]["effects"][:, torch.randperm(config.train, generator=generator)]
-        found.setdefault("shuffled", []).append(score(shuffled, members, actual))
-        found.setdefault("ceiling", []).append(ceiling(margins))
+        keep("shuffled", score(shuffled, members, actual))
+        keep("ceiling", ceiling(margins))
         single = [score(ours[0]["effects"], members, margins[seed]) for seed in range(config.seeds)]
-        found.setdefault("effects, against one retraining", []).append(mean(single))
+        keep("effects, against one retraining", mean(single))
         for path in sorted(here.glob("peer-*.safetensors")):
             for name, networks in load_file(path).items():
-                found.setdefault(name, []).append(mean(score(one.double(), members, actual) for one in networks))
+                keep(name, mean(score(one.double(), members, actual) for one in networks))
                 if len(networks) > 1:
                     averaged = score(networks.double().mean(dim=0), members, actual)
-                    found.setdefault(mean_of(len(networks), name), []).append(averaged)
+                    keep(mean_of(len(networks), name), averaged)
     return found
+
+
+def _keep_score(found: dict[str, dict[int, float]], number: int, name: str, value: float) -> None:
+    found.setdefault(name, {})[number] = value
 
 
 def mean_of(networks: int, name: str) -> str:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from statistics import mean
+from statistics import mean, stdev
 
 from dualform.effects.layer_effects import FILTERING
 from dualform.experiments.page import Section
@@ -57,16 +58,17 @@ preconditioned form with dampings, of TRAK the numbers of features, of TracInCP 
 score is shown; effects have nothing to choose. The ceiling is what a perfect prediction could reach, given that each
 half was retrained with so many seeds only; against a single retraining of each half every score is lower, as the last
 row but one says. Means ± standard errors over splits; a number without an error is of one split, and a dash stands for
-what was not asked. A number in parentheses was not asked again: it is that of an earlier run of the same recipe, over
-all of its splits; where fewer splits of a peer were run, effects are compared with it on those. These are small
-networks and small data; nothing here says how effects do on large ones."""
+what was not asked. Above, effects are compared with each peer on the splits that both were asked about; there the error
+is that of the mean of the differences split by split, and of two or three splits such an error is itself a rough one.
+These are small networks and small data; nothing here says how effects do on large ones."""
+EARLIER = """\
+A number in parentheses was not asked again: it is that of an earlier run of the same recipe, over all of its splits."""
 HOW_PEERS_RUN = """\
 SOURCE is Bae et al. 2024, "Training Data Attribution via Approximate Unrolled Differentiation", written from its
 formulas (`benchmarks/source_peer.py`): bergson, which has it, asks for checkpoints of Hugging Face's causal language
 models, and so for none of these networks. kronfluence, captum and SOURCE see linear layers and convolutions, and the
 LSTM, which they do not know, written out with linear layers; TRAK sees all parameters, and of a passage the mean margin
-of its characters. Where no mean over networks stands below it, EK-FAC is of one network alone. Absolute attention was
-left out where it costs more than everything else."""
+of its characters. Absolute attention was left out where it costs more than everything else."""
 COSTS = """\
 Seconds of a processor (one thread, one run, on a machine that others used too) to score all samples for all test inputs
 of a split, and bytes that are kept of the training for it: recordings of effects, the network and its factors of
@@ -152,30 +154,34 @@ def _cell(found: Evaluation, label: str, pattern: str) -> str:
     """Return the best score among the methods whose names match a pattern."""
     shown = _best(found, pattern)
     if shown is not None:
-        return mean_and_error(found.scores[shown])
+        return mean_and_error(list(found.scores[shown].values()))
     return f"({found.earlier[label]})" if label in found.earlier else "-"
 
 
 def _best(found: Evaluation, pattern: str) -> str | None:
-    """Return the name of the best method on average that a pattern matches."""
+    """Return the name of the method that a pattern matches and that is best on average, of those asked most often.
+
+    A mean over fewer splits is no better or worse than one over more: its splits may be the easier ones.
+    """
     names = [name for name in found.scores if fnmatchcase(name, pattern)]
-    return max(names, key=lambda name: mean(found.scores[name]), default=None)
+    return max(names, key=lambda name: (len(found.scores[name]), mean(found.scores[name].values())), default=None)
 
 
 def decision(found: Sequence[Evaluation]) -> Grid:
     """Return the table by which the filter of effects was chosen, and the choice."""
     rows, new, every = [], [], []
     for each in _ordered(found):
-        if "joint" not in each.scores:
+        joint, layerwise = each.scores.get("joint", {}), each.scores.get("layerwise", {})
+        if not (both := sorted(set(joint) & set(layerwise))):
             rows.append((each.config.name, "0", "-", "-", "-"))
             continue
-        joint, layerwise = each.scores["joint"], each.scores["layerwise"]
-        gain = mean(a - b for a, b in zip(joint, layerwise, strict=True))
+        gain = mean(joint[number] - layerwise[number] for number in both)
         every.append(gain)
         if each.config.name in NEW_ROWS:
             new.append(gain)
         name = f"{each.config.name} (new)" if each.config.name in NEW_ROWS else each.config.name
-        rows.append((name, str(each.splits), mean_and_error(joint), mean_and_error(layerwise), f"{gain:+.3f}"))
+        joint_said, layerwise_said = (mean_and_error([one[number] for number in both]) for one in (joint, layerwise))
+        rows.append((name, str(len(both)), joint_said, layerwise_said, f"{gain:+.3f}"))
     holds = len(new) == len(NEW_ROWS) and mean(new) > 0 and mean(every) > 0 and min(every) > -0.02
     means = (("mean over the new rows", mean(new or [math.nan])), ("over all", mean(every)), ("least", min(every)))
     said = ", ".join(f"{what} {value:+.3f}" for what, value in means)
@@ -191,24 +197,26 @@ def section(found: Sequence[Evaluation]) -> Section:
         grids.append(cost_table(found))
     if any("joint" in each.scores for each in found):
         grids.append(decision(found))
-    text = (COMMAND, *_behind(found), TEXT, HOW_PEERS_RUN, DECISION)
+    earlier = (EARLIER,) if any(cell.startswith("(") for row in grids[0].rows for cell in row) else ()
+    text = (COMMAND, *_behind(found), TEXT, *earlier, HOW_PEERS_RUN, DECISION)
     return Section("effects", "Do effects predict retraining?", text, grids, more=f"{recipes}\n")
 
 
 def _behind(found: Sequence[Evaluation]) -> list[str]:
     """Say first where another method is ahead of effects, and which rows were not run in full."""
-    said = []
-    for each in _ordered(found):
-        for label in PEERS:
-            both = _on_the_same_splits(each, label)
-            if both is not None and round(both[0], 2) >= round(both[1], 2):
-                said.append(f"{each.config.name}, {label} {both[0]:.2f} to {both[1]:.2f} of effects")
-    behind = f"**Behind a peer, or level:** {'; '.join(said)}." if said else "Effects are ahead of every peer asked."
+    pairs = [(each.config.name, pair) for each in _ordered(found) for pair in _comparisons(each)]
+    said = [f"{row}, {pair.text()}" for row, pair in pairs if pair.is_behind()]
+    level = [f"{row}, {pair.text()}" for row, pair in pairs if pair.is_level()]
+    none = "Effects are on average behind no peer asked." if level else "Effects are ahead of every peer asked."
+    behind = f"**Behind a peer on average:** {'; '.join(said)}." if said else none
     unasked = [e.config.name for e in _ordered(found) if all(_cell(e, row, METHOD_ROWS[row]) == "-" for row in PEERS)]
-    short = [f"{e.config.name} {e.splits} of {e.config.splits}" for e in _ordered(found) if e.splits < e.config.splits]
     lines = [behind]
-    pairs = [(_cost(each, "effects"), _cost(each, METHOD_ROWS[EKFAC])) for each in _ordered(found)]
-    measured = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    if level:
+        lines.append(
+            f"**Level with a peer, to two digits or within the standard error of the difference:** {'; '.join(level)}."
+        )
+    costs = [(_cost(each, "effects"), _cost(each, METHOD_ROWS[EKFAC])) for each in _ordered(found)]
+    measured = [(ours, theirs) for ours, theirs in costs if ours is not None and theirs is not None]
     if measured:
         sizes, seconds = ([getattr(a, of) / getattr(b, of) for a, b in measured] for of in ("size", "seconds"))
         lines.append(
@@ -223,26 +231,88 @@ def _behind(found: Sequence[Evaluation]) -> list[str]:
     if dashes:
         said = [f"{row} on {', '.join(names)}" for row, names in dashes.items()]
         lines.append(f"**Not asked for want of time, and a dash in the table:** {'; '.join(said)}.")
-    if short:
+    run = {e.config.name: (len(e.splits), e.config.splits) for e in _ordered(found)}
+    if short := [f"{name} {done} of {planned}" for name, (done, planned) in run.items() if done < planned]:
         lines.append(f"**Splits run with both filters:** {', '.join(short)}; all of the other rows.")
+    fewer = {row: [e.config.name for e in _ordered(found) if _asked_less(e, METHOD_ROWS[row])] for row in PEERS}
+    if any(fewer.values()):
+        said = [f"{row} on {', '.join(names)}" for row, names in fewer.items() if names]
+        lines.append(f"**Asked about fewer splits than effects:** {'; '.join(said)}.")
     return lines
 
 
-def _on_the_same_splits(found: Evaluation, label: str) -> tuple[float, float] | None:
-    """Return a peer's score and that of effects, on the splits that the peer was asked about; None without both.
+def _asked_less(found: Evaluation, pattern: str) -> bool:
+    """Whether the method that is shown of a pattern lacks splits that effects have."""
+    shown = _best(found, pattern)
+    return shown is not None and bool(set(found.scores.get("effects", {})) - set(found.scores[shown]))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A peer's score beside that of effects.
+
+    Attributes:
+        label: the peer's row of the table.
+        theirs: the peer's mean over the splits that both were asked about.
+        ours: the mean of effects over the same splits.
+        error: the standard error of the mean difference over those splits; None of one split, and of an earlier run.
+    """
+
+    label: str
+    theirs: float
+    ours: float
+    error: float | None = None
+
+    @property
+    def lead(self) -> float:
+        """By how much effects are ahead."""
+        return self.ours - self.theirs
+
+    def is_behind(self) -> bool:
+        """Whether the peer's mean is the larger, as far as scores are kept (four digits)."""
+        return round(self.lead, 4) < 0
+
+    def is_level(self) -> bool:
+        """Whether effects are not behind, but ahead by too little to show in two digits or beside the error."""
+        return not self.is_behind() and (round(self.ours, 2) == round(self.theirs, 2) or self.is_within_error())
+
+    def is_within_error(self) -> bool:
+        """Whether the difference is no larger than its standard error."""
+        return self.error is not None and abs(self.lead) <= self.error
+
+    def text(self) -> str:
+        """Return both scores, and the difference with its error."""
+        said = f"{self.label} {self.theirs:.2f} to {self.ours:.2f} of effects"
+        if self.error is None:
+            return said
+        side, within = "ahead" if self.lead > 0 else "behind", ", within its error" if self.is_within_error() else ""
+        return f"{said} ({side} by {abs(self.lead):.3f} ± {self.error:.3f}{within})"
+
+
+def _comparisons(found: Evaluation) -> list[Comparison]:
+    return [pair for label in PEERS if (pair := _on_the_same_splits(found, label)) is not None]
+
+
+def _on_the_same_splits(found: Evaluation, label: str) -> Comparison | None:
+    """Compare a peer with effects on the splits that both were asked about; None without any.
 
     A mean over several networks is compared with the mean over several recordings.
     """
     several = "mean of as many" in label
     ours = found.scores.get(_best(found, METHOD_ROWS["effects, mean of several recordings"]) or "") if several else None
     ours = found.scores.get("effects") if ours is None else ours
-    if ours is None:
+    if not ours:
         return None
     shown = _best(found, METHOD_ROWS[label])
-    if shown is not None:
-        best = found.scores[shown]
-        return mean(best), mean(ours[: len(best)])
-    return (float(found.earlier[label].split()[0]), mean(ours)) if label in found.earlier else None
+    if shown is None:
+        earlier = found.earlier.get(label)
+        return None if earlier is None else Comparison(label, float(earlier.split()[0]), mean(ours.values()))
+    theirs = found.scores[shown]
+    if not (both := sorted(set(ours) & set(theirs))):
+        return None
+    differences = [ours[number] - theirs[number] for number in both]
+    error = stdev(differences) / math.sqrt(len(both)) if len(both) > 1 else None
+    return Comparison(label, mean(theirs[number] for number in both), mean(ours[number] for number in both), error)
 
 
 def _network(config: RetrainingConfig) -> str:
@@ -263,5 +333,6 @@ def _retraining_recipe(found: Evaluation) -> str:
         f"{config.epochs} epochs of {config.optimizer}, learning rate {config.learning_rate:g}"
         f"{f', momentum {config.momentum:g}' if config.optimizer == 'SGD' else ''}, batches of "
         f"{config.batch}; {config.subsets} halves with {config.seeds} seeds each, {config.tests} test inputs, "
-        f"{config.recordings} recordings, of {config.splits} splits {found.splits} run again."
+        f"{config.recordings} recordings; of {config.splits} splits, numbers "
+        f"{', '.join(map(str, found.splits))} were run."
     )
