@@ -70,10 +70,22 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+SAME_MACHINE = ("processor", "gpu", "torch")
+"""What rows of one page have in common, unless they say otherwise."""
+
+
 def merged(path: Path, where: Mapping[str, Any], results: Iterable[Result], *, keep: bool) -> dict[str, Any]:
-    """Return what the file should hold: these results, and with `keep` the others that it holds already."""
-    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if keep and path.is_file() else {}
-    return {"machine": dict(where), "rows": before | {result.name: asdict(result) for result in results}}
+    """Return what the file should hold: these results, and with `keep` the others that it holds already.
+
+    A row that is kept from another machine says so in its details.
+    """
+    before = json.loads(path.read_text(encoding="utf-8")) if keep and path.is_file() else {"machine": where, "rows": {}}
+    there = before["machine"]
+    if any(there.get(name) != where.get(name) for name in SAME_MACHINE):
+        text = f"{there.get('gpu') or there.get('processor')}, torch {there.get('torch')}, {there.get('date')}"
+        for kept in before["rows"].values():
+            kept["detail"] = {"measured on": text} | kept["detail"]
+    return {"machine": dict(where), "rows": before["rows"] | {result.name: asdict(result) for result in results}}
 
 
 def verdict(row: Row, result: Result, device: str) -> str:

@@ -53,6 +53,7 @@ def recording(bench: Bench, dtype: Literal["float16"] | None = None) -> Measured
     against="the same loop without recording",
     unit="seconds",
     cuda=at_most(0.001),
+    why={"cuda": "see `recording`: Python, and launches of kernels."},
 )
 def recording_added(bench: Bench) -> Measured:
     found = recording(bench).detail

@@ -81,6 +81,20 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path) -> None:
     assert list(merged(path, {}, [Result("b", 3.0)], keep=False)["rows"]) == ["b"]
 
 
+def test_rows_that_are_kept_from_another_machine_say_so(tmp_path: Path) -> None:
+    from benchmarks.report import Result, merged
+
+    path = tmp_path / "cpu.json"
+    one, other = ({"processor": name, "gpu": None, "torch": "2.13", "date": "2026"} for name in ("one", "other"))
+    path.write_text(json.dumps(merged(path, one, [Result("a", 1.0), Result("b", 2.0)], keep=True)))
+    assert "measured on" not in merged(path, one, [], keep=True)["rows"]["a"]["detail"]
+    path.write_text(json.dumps(merged(path, other, [Result("b", 3.0)], keep=True)))
+    assert merged(path, other, [], keep=True)["rows"]["a"]["detail"] == {"measured on": "one, torch 2.13, 2026"}
+    again = merged(path, one, [], keep=True)["rows"]
+    assert again["a"]["detail"] == {"measured on": "one, torch 2.13, 2026"}
+    assert again["b"]["detail"] == {"measured on": "other, torch 2.13, 2026"}
+
+
 def test_top_patterns_that_are_no_ties_are_told_apart() -> None:
     from benchmarks.families.topk import compare
 
