@@ -79,7 +79,9 @@ def merged(path: Path, where: Mapping[str, Any], results: Iterable[Result], *, k
 
     A row that is kept from another machine says so in its details.
     """
-    before = json.loads(path.read_text(encoding="utf-8")) if keep and path.is_file() else {"machine": where, "rows": {}}
+    before: dict[str, Any] = {"machine": where, "rows": {}}
+    if keep and path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
     there = before["machine"]
     if any(there.get(name) != where.get(name) for name in SAME_MACHINE):
         text = f"{there.get('gpu') or there.get('processor')}, torch {there.get('torch')}, {there.get('date')}"
