@@ -21,7 +21,6 @@ from dualform.errors import RefusedError
 from dualform.identity.parameter_use import ParameterUse
 from dualform.identity.unfolding import Unfolding
 from dualform.recording.annotations import Binding
-from dualform.recording.borrowed_rows import MIN_BORROWED_BYTES, BorrowedRows, settle_borrowed
 from dualform.recording.buffer_pool import BufferPool
 from dualform.recording.divided import OwnRows
 from dualform.recording.host_clock import HostClock
@@ -46,7 +45,6 @@ class Call:
     coarse: torch.dtype | None  # what autocast computed it in, where that is coarser than the parameters
     binding: Binding | None
     forward: int = 0  # which forward of the whole model it is part of
-    computed: bool = False  # whether the input is a tensor that autograd computed, which no program fills anew
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +76,11 @@ class Arrival:
 class TaskArrivals:
     """What one backward (a graph task of autograd) has brought so far, by layer."""
 
-    __slots__ = ("_by_layer", "_count", "any_strided", "borrowed")
+    __slots__ = ("_by_layer", "_count", "any_strided")
 
     def __init__(self) -> None:
         self._by_layer: dict[int, dict[int, Arrival]] = {}  # id of a layer -> id of a call -> its arrival
         self._count = 0
-        self.borrowed: list[BorrowedRows] = []  # rows that were not copied, and have not been settled
         self.any_strided = False  # whether the layout of any error is to be found
 
     def at(self, call: Call, outputs: int) -> Arrival:
@@ -105,22 +102,6 @@ class TaskArrivals:
         found = [arrival for layer in layers for arrival in self._by_layer.get(layer, {}).values()]
         found.sort(key=_place)
         return found
-
-    def settle(self, pool: BufferPool) -> None:
-        """Copy the borrowed rows that somebody else holds, and make the others the recording's own."""
-        borrowed, self.borrowed = self.borrowed, []
-        if borrowed:
-            settle_borrowed(borrowed, self._held(), pool)
-
-    def _held(self) -> Iterator[Tensor]:
-        """Yield all tensors of the user's that this backward's arrivals hold, and their keys and values."""
-        for calls in self._by_layer.values():
-            for arrival in calls.values():
-                for one in (arrival.call.inputs, *arrival.errors, arrival.strided, arrival.keys, arrival.values):
-                    if isinstance(one, Tensor):
-                        yield one
-                        if one._base is not None:  # which a view keeps alive
-                            yield one._base
 
 
 def _place(arrival: Arrival) -> int:
@@ -216,9 +197,7 @@ class Hooks:
             mine = [] if arrived is None else arrived.of(users)
             new = [arrival for arrival in mine if not arrival.accumulated]
             if new:
-                borrowed = copy_patterns(new, self.pool, self.wants_values, self.needed, self.unfoldings)
-                if borrowed and arrived is not None:
-                    arrived.borrowed += borrowed
+                copy_patterns(new, self.pool, self.wants_values, self.needed, self.unfoldings)
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
@@ -282,24 +261,8 @@ class Hooks:
         for task in [task for task in self.arrivals if task != running]:
             del self.arrivals[task]
 
-    def settle(self) -> None:
-        """Let nobody write to borrowed rows any more: a step begins, maybe in the middle of a backward."""
-        for arrived in self.arrivals.values():
-            arrived.settle(self.pool)
-
     def _end(self, task: int) -> None:
-        """Let go of what a backward that is over has brought."""
-        arrived = self.arrivals.pop(task, None)
-        listener = self.listener() if self.enabled else None
-        if arrived is None or listener is None or not arrived.borrowed:
-            return
-        begin = perf_counter()
-        try:
-            arrived.settle(self.pool)
-        except Exception as error:
-            listener.hook_failed("The backward pass", error)
-        finally:
-            self.clock.seconds += perf_counter() - begin
+        self.arrivals.pop(task, None)
 
     def _count_forwards(self, model: nn.Module) -> None:
         """Put hooks on the whole model and its children that report where a forward begins."""
@@ -388,12 +351,11 @@ class Hooks:
         if trained is None or not (first.requires_grad or [output for output in outputs if output.requires_grad]):
             return
         inputs = inputs_of()
-        raw = computed = False
+        raw = False
         coarse = first.dtype if first.dtype is not trained.dtype else None
         if isinstance(inputs, Tensor):
             _check_dense(layer.name, inputs)
             raw = not inputs.requires_grad and layer.composite is None
-            computed = not inputs.is_leaf
             inputs = inputs.detach()
             if not kept:
                 inputs = inputs.clone()  # autograd does not keep this very input, so it may be overwritten
@@ -407,8 +369,7 @@ class Hooks:
         if coarse is not None and not isinstance(inputs, Tensor):
             listener.coarse_seen(layer.name)
             return
-        binding = listener.binding_for_forward()
-        call = Call(layer, self.calls, inputs, raw, coarse, binding, listener.forward, computed)
+        call = Call(layer, self.calls, inputs, raw, coarse, listener.binding_for_forward(), listener.forward)
         self.calls += 1
         # Whether the order is to be found in which a bias's errors are added up: on the CPU and in full precision.
         ordered = bias and coarse is None and len(outputs) == 1 and not layer.kind.own_order
@@ -463,8 +424,6 @@ class _ErrorHook:
         if error.requires_grad:
             listener.create_graph_seen(call.layer.name)
             error = error.detach()
-        elif error.nbytes >= MIN_BORROWED_BYTES:
-            error = error.detach()  # the object itself may be the user's too, who then would hold no more than we do
         task = torch._C._current_graph_task_id()
         arrived = hooks.arrivals.get(task)
         if arrived is None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dualform.identity.unfolding import Unfolding
-from dualform.recording.borrowed_rows import BorrowedRows, may_borrow
 from dualform.recording.buffer_pool import BufferPool, as_rows, lending
 from dualform.recording.layers import LayerKind
 from dualform.recording.watch import What
@@ -38,10 +37,8 @@ def copy_patterns(
     wants_values: Callable[[str], bool],
     needed: Mapping[str, What] | None = None,
     unfoldings: Mapping[str, Unfolding] = NO_UNFOLDINGS,
-) -> list[BorrowedRows]:
+) -> None:
     """Copy the keys and values of calls that one backward has just accumulated; values only where they are kept.
-
-    Return those that were not copied, because they may soon be nobody else's: `settle_borrowed` has to be called.
 
     Args:
         arrivals: calls of the layers that use one parameter, none of them copied yet.
@@ -55,21 +52,20 @@ def copy_patterns(
     if needed is not None:
         with lending(pool):
             without_filling(lambda: _copy_all_needed(arrivals, pool, needed))
-        return []
+        return
     if len(arrivals) == 1:
         with lending(pool):
-            return _copy_one(arrivals[0], pool, wants_values, unfoldings)
-    borrowed: list[BorrowedRows] = []
+            _copy_one(arrivals[0], pool, wants_values, unfoldings)
+        return
     by_layer: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
         by_layer.setdefault(id(arrival.call.layer), []).append(arrival)
     with lending(pool):
         for mine in by_layer.values():
             if len(mine) == 1:
-                borrowed += _copy_one(mine[0], pool, wants_values, unfoldings)
+                _copy_one(mine[0], pool, wants_values, unfoldings)
             else:
-                borrowed += _copy_several(mine, pool, wants_values, unfoldings)
-    return borrowed
+                _copy_several(mine, pool, wants_values, unfoldings)
 
 
 @without_gradients
@@ -83,37 +79,12 @@ def find_late_values(arrival: "Arrival") -> Tensor | None:
 
 def _copy_one(
     arrival: "Arrival", pool: BufferPool, wants_values: Callable[[str], bool], unfoldings: Mapping[str, Unfolding]
-) -> list[BorrowedRows]:
+) -> None:
     name = arrival.call.layer.name
     keys, values = _rows(arrival, values=wants_values(name), unfolding=unfoldings.get(name))
-    borrowed: list[BorrowedRows] = []
-    _take_rows(arrival, keys, values, pool, borrowed)
-    return borrowed
-
-
-def _take_rows(
-    arrival: "Arrival", keys: Tensor, values: Tensor | None, pool: BufferPool, borrowed: list[BorrowedRows]
-) -> None:
-    """Give a call its keys and values: as they are, borrowed, or copied; what is borrowed is added to a list."""
-    call = arrival.call
-    name = call.layer.name
-    arrival.keys = _borrow(name, keys, borrowed) if call.computed else None
-    if arrival.keys is None:
-        arrival.keys = _own(keys, [call.inputs], pool)
-    if values is not None:
-        arrival.values = _borrow(name, values, borrowed)
-        if arrival.values is None:
-            arrival.values = _own(values, arrival.errors, pool)
+    arrival.keys = _own(keys, [arrival.call.inputs], pool)
+    arrival.values = None if values is None else _own(values, arrival.errors, pool)
     arrival.accumulated = True
-
-
-def _borrow(layer: str, rows: Tensor, borrowed: list[BorrowedRows]) -> Tensor | None:
-    """Return a tensor of the recording's own over the memory of rows; None where that may not be borrowed."""
-    if not may_borrow(rows):
-        return None
-    mine = rows.detach()
-    borrowed.append(BorrowedRows(layer, mine, mine._version))
-    return mine
 
 
 def _copy_all_needed(arrivals: Sequence["Arrival"], pool: BufferPool, needed: Mapping[str, What]) -> None:
@@ -149,22 +120,21 @@ def _copy_several(
     pool: BufferPool,
     wants_values: Callable[[str], bool],
     unfoldings: Mapping[str, Unfolding],
-) -> list[BorrowedRows]:
+) -> None:
     """Copy the calls of one layer: together where they are small, in the order of their forwards."""
     arrivals.sort(key=_number)
     layer = arrivals[0].call.layer
     wanted, unfolding = wants_values(layer.name), unfoldings.get(layer.name)
     if _has_plain_rows(type(layer.kind)) and _copy_plain(arrivals, values=wanted and not layer.keys_only):
-        return []
+        return
     rows = [_rows(arrival, values=wanted, unfolding=unfolding) for arrival in arrivals]
     keys = _joined([keys for keys, _ in rows])
     values = _joined([values for _, values in rows if values is not None])
-    borrowed: list[BorrowedRows] = []
     for i, (arrival, (key, value)) in enumerate(zip(arrivals, rows, strict=True)):
-        key = key if keys is None else keys[i]
-        value = value if values is None else values[i]
-        _take_rows(arrival, key, value, pool, borrowed)
-    return borrowed
+        arrival.keys = _own(key, [arrival.call.inputs], pool) if keys is None else keys[i]
+        if value is not None:
+            arrival.values = _own(value, arrival.errors, pool) if values is None else values[i]
+        arrival.accumulated = True
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What the recorder hands on, and the protocol of the object that takes it, a sink.
 
 The disk writer (`dualform.store.writer`) is a sink. A sink sees patterns when they are accumulated, detached and
-in memory that nobody else will write to, and steps in the order in which they happened.
+copied, and steps in the order in which they happened.
 """
 
 import math
@@ -78,8 +78,7 @@ class CallRecord(NamedTuple):
     """The patterns of one call of a layer, which one backward has just accumulated.
 
     Nobody writes to the tensors from now on, and their memory is not used again before everybody has let go of them:
-    a sink may keep them for as long as it likes. Until the backward is over a tensor may come to lie in other memory,
-    with the same numbers (`borrowed_rows`); so a sink that keeps a view of it makes that view at the step.
+    a sink may keep them, or views of them, for as long as it likes.
     """
 
     number: int  # among all calls that were handed over in this recording

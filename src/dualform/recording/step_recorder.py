@@ -425,7 +425,6 @@ class StepRecorder:
         step.evaluations += 1
         with self._guarding(f"A step of {type(optimizer).__name__}", told=True):
             owned = next(owned for owned in self._owned if owned.optimizer is optimizer)
-            self._hooks.settle()
             if self._joint is not None:
                 step.prepared = self._prepare_together(self._joint, owned)
                 return

@@ -39,10 +39,6 @@ LOOP_OUTCOMES = (
     ("sparse or nested inputs of a recorded layer", "refused by name"),
     ("`torch.compile`, activation checkpointing, gradient scalers, accumulation", "recorded; compiled before the "
      "recording: refused with what to do"),
-    (
-        "a layer's input, or the error at its output, written to or freed before its own backward is over",
-        "refused by name",
-    ),
     ("`torch.save(model)` while recording", "the file holds nothing of dualform"),
     ("any of these with `on_failure=\"detach\"`", "a warning, and training goes on without recording"),
 )  # fmt: skip
