@@ -1,5 +1,6 @@
 """Steps as the disk writer takes them: rows that are encoded where they are trained make the same files."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,38 @@ def test_waiting_steps_hold_few_objects(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(taken_steps.TakenStep, "compact", counted)
     many_small_calls(tmp_path / "run", None)
     assert kept == [2, 2, 2]
+
+
+def recorded_calls(path: Path) -> dict[str, bytes]:
+    """Record a layer whose calls are small beside one whose calls are large, two calls each; return the shard files."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"small": nn.Linear(4, 3), "large": nn.Linear(400, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    small, large = torch.randn(2, 5, 4), torch.randn(2, 64, 400)
+    with dualform.record(model, optimizer, path) as recorder:
+        for step in range(3):
+            recorder.annotate(turn=step)
+            ends = [model["small"](rows).square().sum() for rows in small]
+            ends += [model["large"](rows).square().sum() for rows in large]
+            (1e-4 * torch.stack(ends).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert dualform.open(path).verify(model).passed
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.glob("shards/*"))}
+
+
+def test_small_calls_are_joined_beside_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[tuple[str, int, int]] = []
+    join = taken_steps._joined
+
+    def joining(calls: Sequence[taken_steps.TakenCall]) -> Sequence[taken_steps.TakenCall]:
+        found = join(calls)
+        joined.append((calls[0].layer, len(calls), len(found)))
+        return found
+
+    monkeypatch.setattr(taken_steps, "_joined", joining)
+    files = recorded_calls(tmp_path / "joined")
+    assert set(joined) == {("small", 2, 1), ("large", 2, 2)}
+    monkeypatch.setattr(taken_steps, "MAX_JOINED_BYTES", -1)
+    assert recorded_calls(tmp_path / "apart") == files
+    assert joined[-1][1:] == (2, 2)
