@@ -371,7 +371,7 @@ def test_forwards_are_counted_on_after_one_was_interrupted(run: Path) -> None:
             model(batch(6, D))
         stop.clear()
         train(recorder, model, optimizer, batch(6, D))
-        assert recorder._steps.forward == 2
+        assert recorder._steps.annotator.forward == 2
     assert {check.outcome for check in dualform.open(run).rows.values()} == {"proved"}
 
 

@@ -97,7 +97,7 @@ def test_the_sink_counts_and_the_training_does_not(spend: Callable[[float], None
 
 
 def test_what_hooks_take_counts(spend: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    copy, note, take = pattern_copies.copy_patterns, hooks.Hooks._note, hooks._ErrorHook._take
+    copy, note, at = pattern_copies.copy_patterns, hooks.Hooks._note_call, hooks.TaskArrivals.at
 
     def taking(seconds: float, inner: Any) -> Any:
         def slow(*args: Any) -> Any:
@@ -107,8 +107,8 @@ def test_what_hooks_take_counts(spend: Callable[[float], None], monkeypatch: pyt
         return slow
 
     monkeypatch.setattr(hooks, "copy_patterns", taking(1.0, copy))
-    monkeypatch.setattr(hooks.Hooks, "_note", taking(10.0, note))
-    monkeypatch.setattr(hooks._ErrorHook, "_take", taking(100.0, take))
+    monkeypatch.setattr(hooks.Hooks, "_note_call", taking(10.0, note))
+    monkeypatch.setattr(hooks.TaskArrivals, "at", taking(100.0, at))
     model = mlp()
     optimizer = sgd(model)
     with Recorder(model, optimizer, ListSink()) as recorder:

@@ -165,4 +165,4 @@ def test_hooks_that_were_copied_by_hand_do_nothing(run: Path) -> None:
         (mine,) = model[0]._forward_hooks.copy().values()
         restored = pickle.loads(pickle.dumps(mine))
     restored(model[0], (), {}, None)
-    assert vars(restored) == {"_hook": None, "_arguments": 0}
+    assert vars(restored) == {"_hook": None, "_arguments": 0, "_unless": None}

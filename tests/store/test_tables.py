@@ -83,7 +83,7 @@ def plain_columns(bindings: list[Binding]) -> list[dict[str, Any]]:
 
 
 def taken(step: int, calls: list[tuple[str, StepCall]], **more: Any) -> TakenStep:
-    return TakenStep(step, (), calls, more.pop("facts", ()), more.pop("samples", {}), {}, None, **more)
+    return TakenStep(step, (), calls, 0, more.pop("facts", ()), more.pop("samples", {}), {}, None, **more)
 
 
 @pytest.mark.parametrize("sized", [False, True])

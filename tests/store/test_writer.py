@@ -81,9 +81,9 @@ def test_what_waits_to_be_written_is_bounded_in_bytes(run: Path, monkeypatch: py
     go = threading.Event()
     real = ShardWriter._write_shard
 
-    def wait(self: ShardWriter, *arguments: Any) -> Callable[[], None]:
+    def wait(self: ShardWriter, *arguments: Any) -> None:
         go.wait(10)
-        return real(self, *arguments)
+        real(self, *arguments)
 
     monkeypatch.setattr(ShardWriter, "_write_shard", wait)
     model = network()
@@ -103,8 +103,8 @@ def test_what_waits_to_be_written_is_bounded_in_bytes(run: Path, monkeypatch: py
         trainer.start()
         trainer.join(0.5)
         assert trainer.is_alive(), "training should be waiting for the writer"
-        # One step was taken by the writer, whose seal it is stuck on; the rest of the queue holds two more pairs.
-        assert len(taken) <= 4
+        # Two shards of a step are being written, a third one waits for the first; the queue holds two more pairs.
+        assert len(taken) <= 5
         go.set()
         trainer.join(10)
         assert not trainer.is_alive()
@@ -402,16 +402,16 @@ def test_integers_of_every_width_and_numpy_booleans(run: Path) -> None:
 # Failures ---------------------------------------------------------------------------------------------------------
 
 
-def fails_after(shards: int) -> Callable[..., Callable[[], None]]:
+def fails_after(shards: int) -> Callable[..., None]:
     """Return a `_write_shard` that has published this many shards when the disk is full."""
     real = ShardWriter._write_shard
     published: list[bool] = []
 
-    def write_shard(self: ShardWriter, *arguments: Any) -> Callable[[], None]:
+    def write_shard(self: ShardWriter, *arguments: Any) -> None:
         if len(published) == shards:
             raise OSError(28, "No space left on device")
         published.append(True)
-        return real(self, *arguments)
+        real(self, *arguments)
 
     return write_shard
 
@@ -439,6 +439,32 @@ def test_a_failing_writer_raises_at_a_later_step_and_keeps_what_it_published(
     assert memory.step == 2
     assert memory.verify(states[1]).passed
     assert files(run) == listed(run)
+
+
+def test_a_run_is_left_only_when_no_shard_is_being_published(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that fails at once leaves the one before it time to be published while the folder is still locked."""
+    failing, published = fails_after(2), []
+    publish = ShardWriter.publish_manifest
+
+    def slow(self: ShardWriter, **changes: Any) -> None:
+        if changes.get("shards"):
+            time.sleep(0.2)
+        publish(self, **changes)
+        published.append(self.manifest.steps)
+
+    monkeypatch.setattr(ShardWriter, "_write_shard", failing)
+    monkeypatch.setattr(ShardWriter, "publish_manifest", slow)
+    model = network()
+    optimizer = sgd(model)
+
+    def record() -> None:
+        with dualform.record(model, optimizer, run, shard_bytes=0) as recorder:
+            train(model, optimizer, range(20), recorder)
+
+    with pytest.raises(StoreError, match="No space left on device"):
+        record()
+    assert published[-1] == dualform.open(run).step == 2
+    assert files(run) == listed(run), "nor is a lock left"
 
 
 def test_with_detach_a_failing_writer_warns_and_training_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

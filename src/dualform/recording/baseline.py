@@ -48,12 +48,14 @@ class _Group:
         self._turn = -1  # which of the windows is noted
         self._addresses: list[int] = []
         self._views: list[Tensor | None] = []  # each sample in the parameter's memory; None if it has to be copied
+        self._window: list[Tensor] | None = None  # the parts of the window, once they were taken
         self.note()
 
     def note(self) -> None:
         """Keep the parameters' samples as they are now, and the next window."""
         self._find_views()
         self._turn = (self._turn + 1) % len(self._windows)
+        self._window = None
         parts = self._parts()
         with one_thread():
             self._noted = torch.cat(parts)
@@ -100,12 +102,18 @@ class _Group:
             return False
         # The views keep the old memory, so that no new memory can have an address of theirs.
         self._addresses, self._views = addresses, [_sample_view(p) for p in self._parameters]
+        self._window = None
         return True
 
     def _parts(self) -> list[Tensor]:
         """Return every sample, and the parts of the window, as they are now."""
         samples = [sample(p) if v is None else v for p, v in zip(self._parameters, self._views, strict=True)]
-        return samples + [self._parameters[i].detach().reshape(-1)[at] for i, at in self._windows[self._turn]]
+        if self._window is not None:
+            return samples + self._window
+        window = [self._parameters[i].detach().reshape(-1)[at] for i, at in self._windows[self._turn]]
+        if all(view is not None for view in self._views):  # else a part may be a copy
+            self._window = window
+        return samples + window
 
 
 def _windows(parameters: Collection[Tensor]) -> list[tuple[tuple[int, slice], ...]]:

@@ -166,6 +166,8 @@ class GradientCheck:
         """Take a sample of a parameter's gradient, if there is one; with options as `take_sample` has them."""
         if gradient is None:
             return None
+        if gradient.is_cuda and name not in self._by_elements:
+            return self._sample_on_gpu(name, parameter, gradient, look)
         projected = self._projected or projected
         if not projected and look == "later" and name not in self._sparse:
             plan = self._plans[name] if name in self._plans else self.plan(name, parameter)
@@ -182,6 +184,15 @@ class GradientCheck:
             projected = True
         with one_thread(bytes_read=gradient.nbytes, device=parameter.device):
             return take_sample(gradient, self.columns(name, parameter), projected=projected, look=look)
+
+    def _sample_on_gpu(self, name: str, parameter: nn.Parameter, gradient: Tensor, look: Look) -> GradientSample:
+        """Return what `take_sample` does of a gradient on a GPU, with a launch or two and little else."""
+        columns = self._columns.get(name)
+        plain = look != "now" and gradient.layout is torch.strided and not gradient.requires_grad
+        if plain and columns is not None and gradient.dim() == 2 and columns.device == gradient.device:
+            elements = torch.mm(gradient, columns).view(-1)
+            return GradientSample(elements, True, None, gradient if look == "at the step" else None)
+        return take_sample(gradient, self.columns(name, parameter), look=look)
 
     def views(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor | None]:
         """Return each gradient's sample as it is in the gradient's memory; None where it has to be taken."""

@@ -30,6 +30,10 @@ SAMPLE_ROUNDING = 16
 """Units of rounding by which elements may differ from one factor times their values before: several factors may follow
 each other (unscaling, clipping), and each rounds every element once."""
 
+COMMON_ROUNDING = 2
+"""Units of rounding by which an element may differ from the factor of all gradients times its value before: it was
+rounded once, and so was the factor."""
+
 
 @dataclass(slots=True)
 class Accumulation:
@@ -185,14 +189,39 @@ def follow_views(
         then, now = torch.cat(before), torch.cat(here)
         if torch.equal(then, now) and math.isfinite(now.sum()):
             return [nothing if history is None else untouched for history in histories]
-        counts = [view.shape[0] for view in here]
-        eps, tiny = _limits(here)
-        none, absent = np.zeros(len(here)), np.full(len(here), math.nan)
-        factors, fine = _one_factor_each(then.double().numpy(), now.double().numpy(), counts, absent, eps, tiny, none)
+    earlier, later = then.double().numpy(), now.double().numpy()
+    common = common_factor(earlier, later, torch.finfo(now.dtype).eps)
+    if common is not None:
+        clipped = Factors({0: common})
+        return [nothing if history is None else clipped for history in histories]
+    counts = [view.shape[0] for view in here]
+    eps, tiny = _limits(here)
+    none, absent = np.zeros(len(here)), np.full(len(here), math.nan)
+    factors, fine = _one_factor_each(earlier, later, counts, absent, eps, tiny, none)
     if not fine.all():
         return None
     found = iter(factors)
     return [nothing if history is None else Factors({0: float(next(found))}) for history in histories]
+
+
+def common_factor(before: Float64Array, now: Float64Array, eps: float) -> float | None:
+    """Return the one factor that the samples of all gradients were multiplied with, as clipping does; None if none was.
+
+    It explains every single element up to the rounding of one product, which is more than is asked of a sample whose
+    factor is found by itself (`_one_factor_each`). What it cannot explain may have another reason.
+
+    Args:
+        before: the samples after their backward, one after the other.
+        now: the same at the step.
+        eps: the relative rounding of the gradients.
+    """
+    power = float(before @ before)
+    factor = float(before @ now) / power if power else math.nan
+    if not math.isfinite(factor) or factor == 0.0:
+        return None
+    if np.any(np.abs(now - factor * before) > COMMON_ROUNDING * eps * np.abs(now)):
+        return None
+    return factor
 
 
 def _limits(tensors: Sequence[Tensor]) -> tuple[Float64Array, Float64Array]:

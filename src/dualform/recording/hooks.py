@@ -9,8 +9,9 @@ What then becomes of the accumulated patterns is the recorder's business.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,15 +112,11 @@ def _place(arrival: Arrival) -> int:
 class Listener(Protocol):
     """Who the hooks report to."""
 
-    @property
-    def forward(self) -> int:
-        """The number of the forward of the whole model that is running."""
-
     def before_forward(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a forward of the whole model begins, or of one of its children that is called by itself."""
 
-    def binding_for_forward(self) -> Binding | None:
-        """Return the annotations that a forward call starting now takes."""
+    def binding_for_forward(self) -> tuple[Binding | None, int]:
+        """Return the annotations that a layer's call takes, and the number of the model's forward that it is in."""
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Note a parameter's gradient before a backward adds to it."""
@@ -170,6 +167,7 @@ class Hooks:
             self.handles,
             self.layers,
             self._report_of,
+            plain=self._forward_hook_of,
             wanted=lambda: self.enabled and _grad_enabled(),
             failed=self._composite_failed,
         )
@@ -261,6 +259,13 @@ class Hooks:
         for task in [task for task in self.arrivals if task != running]:
             del self.arrivals[task]
 
+    def begin_backward(self, task: int) -> TaskArrivals:
+        """Return what takes the arrivals of a backward that has just come to its first layer."""
+        arrived = self.arrivals[task] = TaskArrivals()
+        # What was not accumulated by the end of this backward never will be.
+        Variable._execution_engine.queue_callback(lambda: self._end(task))
+        return arrived
+
     def _end(self, task: int) -> None:
         self.arrivals.pop(task, None)
 
@@ -295,31 +300,53 @@ class Hooks:
                 running.pop()
 
         hook_forward(self.handles, model, disabled_in_compile(after), always_call=True)
-        for module in (model, *children.values()):
-            hook_before_forward(self.handles, module, disabled_in_compile(before))
+        hook_before_forward(self.handles, model, disabled_in_compile(before))
+        for module in children.values():
+            hook_before_forward(self.handles, module, disabled_in_compile(before), unless=running)
 
     def _report_of(self, layer: Watched) -> CallReport:
-        """Return what takes the calls of a layer."""
-        parameters = [(name, used, use.parameter_map.is_bias) for use, (name, used) in layer.parameters.items()]
+        """Return what takes the calls of a part of a composite module."""
+        parameters = _own_parameters(layer)
 
         def report(inputs_of: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
-            # As `_guarded` does; this is called too often for one more function.
-            listener = self.listener() if self.enabled else None
-            if listener is None:
-                return
-            begin = perf_counter()
-            before = torch.is_grad_enabled()
-            try:
-                self._note(listener, layer, parameters, inputs_of, outputs)
-            except Exception as error:
-                listener.hook_failed(f"Layer {layer.name!r}", error)
-            finally:
-                set_grad_enabled(before)
-                self.clock.seconds += perf_counter() - begin
+            if any(output.requires_grad for output in outputs):
+                self._note(layer, parameters, inputs_of, outputs)
 
         return report
 
+    def _forward_hook_of(self, layer: Watched) -> Callable[..., None]:
+        """Return the forward hook of a layer that is a module of its own."""
+        parameters, own = _own_parameters(layer), layer.module
+
+        def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
+            if module is own and getattr(output, "requires_grad", True):
+                self._note(layer, parameters, partial(layer.kind.inputs, args, kwargs), (output,))
+
+        return forward
+
     def _note(
+        self,
+        layer: Watched,
+        parameters: Sequence[tuple[str, nn.Parameter, bool]],
+        inputs_of: Callable[[], Any],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        """Note a call in forward, as `_guarded` calls a hook; this is called too often for one more function."""
+        listener = self.listener() if self.enabled else None
+        if listener is None:
+            return
+        begin = perf_counter()
+        before = torch.is_grad_enabled()
+        try:
+            self._note_call(listener, layer, parameters, inputs_of, outputs)
+        except Exception as error:
+            listener.hook_failed(f"Layer {layer.name!r}", error)
+        finally:
+            set_grad_enabled(before)
+            self.clock.seconds += perf_counter() - begin
+
+    def _note_call(
         self,
         listener: Listener,
         layer: Watched,
@@ -327,14 +354,14 @@ class Hooks:
         inputs_of: Callable[[], Any],
         outputs: Sequence[Tensor],
     ) -> None:
-        """Note a call in forward, and wait for the errors at its outputs.
+        """Note a call, and wait for the errors at its outputs.
 
         Args:
             listener: who the hooks report to.
             layer: the layer.
             parameters: its parameters, each with its name and whether it is a bias.
             inputs_of: returns the call's input as the layer's kind takes it.
-            outputs: what the call returned.
+            outputs: what the call returned; some of it requires a gradient.
         """
         trained: nn.Parameter | None = None  # the first parameter that is trained
         kept = bias = False  # whether autograd keeps the layer's input; whether a bias is trained
@@ -347,14 +374,15 @@ class Hooks:
                     self._watch_leaf(name, parameter)
                 elif name not in self.watching:  # unfrozen since the recording began
                     self._watch_parameter(name, parameter, parameter)
-        first = outputs[0]
-        if trained is None or not (first.requires_grad or [output for output in outputs if output.requires_grad]):
+        if trained is None:
             return
+        first = outputs[0]
         inputs = inputs_of()
         raw = False
         coarse = first.dtype if first.dtype is not trained.dtype else None
         if isinstance(inputs, Tensor):
-            _check_dense(layer.name, inputs)
+            if inputs.is_nested or inputs.layout is not torch.strided:
+                _refuse_sparse(layer.name, inputs)
             raw = not inputs.requires_grad and layer.composite is None
             inputs = inputs.detach()
             if not kept:
@@ -366,17 +394,22 @@ class Hooks:
                     inputs = inputs.to(wanted)
                 elif coarse is None:
                     inputs = inputs.clone()
-        if coarse is not None and not isinstance(inputs, Tensor):
+        elif coarse is not None:
             listener.coarse_seen(layer.name)
             return
-        call = Call(layer, self.calls, inputs, raw, coarse, listener.binding_for_forward(), listener.forward)
+        binding, forward = listener.binding_for_forward()
+        call = Call(layer, self.calls, inputs, raw, coarse, binding, forward)
         self.calls += 1
         # Whether the order is to be found in which a bias's errors are added up: on the CPU and in full precision.
         ordered = bias and coarse is None and len(outputs) == 1 and not layer.kind.own_order
         for i, output in enumerate(outputs):
             if output.requires_grad:
-                hook = _ErrorHook(self, call, i, len(outputs), output.shape, ordered)
-                hookable(output).register_hook(hook)
+                hookable(output).register_hook(_ErrorHook(self, call, i, len(outputs), output.shape, ordered))
+
+
+def _own_parameters(layer: Watched) -> list[tuple[str, nn.Parameter, bool]]:
+    """Return a layer's parameters, each with its name and whether it is a bias."""
+    return [(name, used, use.parameter_map.is_bias) for use, (name, used) in layer.parameters.items()]
 
 
 class _ErrorHook:
@@ -404,37 +437,33 @@ class _ErrorHook:
         self._ordered = ordered
 
     def __call__(self, error: Tensor | None) -> None:
+        """Keep an error for the accumulation that may follow it in the same backward."""
         hooks = self._hooks
         listener = hooks.listener() if hooks.enabled else None
         if listener is None or error is None:  # an error may come to another output of the same function alone
             return
         begin = perf_counter()
+        call = self._call
         try:
-            self._take(listener, error)
+            binding = call.binding
+            if binding is not None:
+                binding.arrived.add(call.forward)
+            if error.requires_grad:
+                listener.create_graph_seen(call.layer.name)
+            error = error.detach()  # a tensor of our own: who else holds the memory can be told (`sole_ownership`)
+            task = torch._C._current_graph_task_id()
+            arrived = hooks.arrivals.get(task)
+            if arrived is None:
+                arrived = hooks.begin_backward(task)
+            arrival = arrived.at(call, self._outputs)
+            if self._ordered and not error.is_contiguous() and _lies_apart(error):
+                arrival.strided = error
+                arrived.any_strided = hooks.any_strided = True
+            arrival.errors[self._output] = error if error.shape == self._shape else error.reshape(self._shape)
         except Exception as failure:
-            listener.hook_failed(f"Layer {self._call.layer.name!r}", failure)
+            listener.hook_failed(f"Layer {call.layer.name!r}", failure)
         finally:
             hooks.clock.seconds += perf_counter() - begin
-
-    def _take(self, listener: Listener, error: Tensor) -> None:
-        """Keep an error for the accumulation that may follow it in the same backward."""
-        hooks, call = self._hooks, self._call
-        if call.binding is not None:
-            call.binding.arrived.add(call.forward)
-        if error.requires_grad:
-            listener.create_graph_seen(call.layer.name)
-            error = error.detach()
-        task = torch._C._current_graph_task_id()
-        arrived = hooks.arrivals.get(task)
-        if arrived is None:
-            arrived = hooks.arrivals[task] = TaskArrivals()
-            # What was not accumulated by the end of this backward never will be.
-            Variable._execution_engine.queue_callback(lambda: hooks._end(task))
-        arrival = arrived.at(call, self._outputs)
-        if self._ordered and not error.is_contiguous() and _lies_apart(error):
-            arrival.strided = error
-            arrived.any_strided = hooks.any_strided = True
-        arrival.errors[self._output] = error if error.shape == self._shape else error.reshape(self._shape)
 
 
 def _lies_apart(error: Tensor) -> bool:
@@ -455,15 +484,14 @@ def _grad_enabled() -> bool:
     return torch.is_grad_enabled()
 
 
-def _check_dense(layer: str, inputs: Tensor) -> None:
+def _refuse_sparse(layer: str, inputs: Tensor) -> NoReturn:
     """Refuse an input whose rows are not laid out in memory one beside the other."""
-    if inputs.is_nested or inputs.layout is not torch.strided:
-        kind = "nested" if inputs.is_nested else f"sparse ({inputs.layout})"
-        do = "Pad it (torch.nested.to_padded_tensor)" if inputs.is_nested else "Call to_dense() on it before the layer"
-        raise RefusedError(
-            f"Layer {layer!r} got a {kind} input, whose rows cannot be kept as keys; expected a dense tensor. {do}, or "
-            "leave the layer out of layers=[...]."
-        )
+    kind = "nested" if inputs.is_nested else f"sparse ({inputs.layout})"
+    do = "Pad it (torch.nested.to_padded_tensor)" if inputs.is_nested else "Call to_dense() on it before the layer"
+    raise RefusedError(
+        f"Layer {layer!r} got a {kind} input, whose rows cannot be kept as keys; expected a dense tensor. {do}, or "
+        "leave the layer out of layers=[...]."
+    )
 
 
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

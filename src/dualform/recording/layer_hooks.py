@@ -35,6 +35,7 @@ def hook_layers(
     layers: Iterable[Watched],
     report_of: Callable[[Watched], CallReport],
     *,
+    plain: Callable[[Watched], Callable[..., None]] | None = None,
     wanted: Callable[[], bool] = lambda: True,
     failed: Callable[[Watched, Exception], None] | None = None,
 ) -> None:
@@ -44,6 +45,8 @@ def hook_layers(
         handles: takes each hook's handle as soon as the hook is on, so that an interrupt leaves none behind.
         layers: the layers.
         report_of: returns what takes the calls of a layer.
+        plain: returns the forward hook of a layer that is a module of its own, hook(module, args, kwargs, output); by
+            default one that reports to `report_of`.
         wanted: says before a call of a composite module whether to follow it.
         failed: takes an error that was met before a composite module's call could be followed; by default it is raised.
     """
@@ -52,7 +55,8 @@ def hook_layers(
         if layer.composite is not None:
             composites.setdefault(id(layer.module), []).append(layer)
         else:
-            hook_forward(handles, layer.module, disabled_in_compile(_forward_hook(layer, report_of(layer))))
+            hook = _forward_hook(layer, report_of(layer)) if plain is None else plain(layer)
+            hook_forward(handles, layer.module, disabled_in_compile(hook))
     for parts in composites.values():
         trace = Trace(parts, _report_of_parts(parts, report_of), wanted, failed)
         handles.append(trace)

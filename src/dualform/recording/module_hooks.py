@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,12 +34,24 @@ class ModuleHook:
     Copies come to be where somebody copies a module's dictionary of hooks by hand.
     """
 
-    def __init__(self, hook: Callable[..., Any] | None = None, arguments: int = 0) -> None:
+    def __init__(
+        self, hook: Callable[..., Any] | None = None, arguments: int = 0, unless: Sequence[Any] | None = None
+    ) -> None:
+        """Call a hook.
+
+        Args:
+            hook: what is called; None to do nothing.
+            arguments: the number of its arguments.
+            unless: a list; while anything is in it the hook is not called, but where torch.compile reads this.
+        """
         self._hook = hook
         self._arguments = arguments
+        self._unless = unless
 
     def __call__(self, *args: Any) -> Any:
         """Call the hook; not with fewer arguments than it takes, as torch does while another thread removes it."""
+        if not torch.compiler.is_dynamo_compiling() and self._unless:
+            return None
         return self._hook(*args) if self._hook is not None and len(args) == self._arguments else None
 
     def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
@@ -113,9 +126,18 @@ def hook_forward(handles: list[Any], module: nn.Module, hook: Callable[..., Any]
     handle.hide()
 
 
-def hook_before_forward(handles: list[Any], module: nn.Module, hook: Callable[..., None]) -> None:
-    """Call hook(module, args, kwargs) before each forward of a module, after the user's hooks that are there."""
-    ours = ModuleHook(hook, 3)
+def hook_before_forward(
+    handles: list[Any], module: nn.Module, hook: Callable[..., None], *, unless: Sequence[Any] | None = None
+) -> None:
+    """Call hook(module, args, kwargs) before each forward of a module, after the user's hooks that are there.
+
+    Args:
+        handles: takes the hook's handle.
+        module: the module.
+        hook: the hook.
+        unless: a list, with anything in which the hook has nothing to do; to ask it here costs less than to call it.
+    """
+    ours = ModuleHook(hook, 3, unless)
     handle = ModuleHandle(module, ours, _BEFORE)
     handles.append(handle)
     module.register_forward_pre_hook(ours, with_kwargs=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dualform.identity.unfolding import Unfolding
 from dualform.recording.buffer_pool import BufferPool, as_rows, lending
 from dualform.recording.layers import LayerKind
+from dualform.recording.sole_ownership import is_owned_alone
 from dualform.recording.watch import What
 from dualform.threads import one_thread
 from dualform.torch_modes import without_filling, without_gradients
@@ -234,10 +235,28 @@ def _shares_memory(rows: Tensor, others: Sequence[Any]) -> bool:
 
 
 def _own(rows: Tensor, others: Sequence[Any], pool: BufferPool) -> Tensor:
-    """Return rows that share no memory with others': themselves, or a copy."""
-    if not _shares_memory(rows, others) and rows.is_contiguous():
+    """Return rows that only the recording refers to: themselves where that is so, else a copy.
+
+    Args:
+        rows: keys or values; maybe a view of one of the others.
+        others: what the call took, or the errors at its outputs, as tensors of the recording's own.
+        pool: gives the memory for a copy.
+    """
+    if not _shares_memory(rows, others):
+        if rows.is_contiguous():
+            return rows
+    elif _may_keep(rows) and is_owned_alone(rows, others):
         return rows
     if rows.numel() <= SEQUENTIAL_ELEMENTS:
         return pool.copy(rows)
     with one_thread(bytes_read=rows.nbytes, device=rows.device):
         return pool.copy(rows)
+
+
+def _may_keep(rows: Tensor) -> bool:
+    """Say whether rows that the recording owns alone are better kept than copied: on a GPU.
+
+    In the CPU's memory a copy into memory that was used before takes less time than the training needs to get new
+    memory for what it would have used again.
+    """
+    return rows.is_cuda

@@ -327,11 +327,6 @@ class StepRecorder:
 
     # What the hooks report ----------------------------------------------------------------------------------------
 
-    @property
-    def forward(self) -> int:
-        """The number of the forward of the whole model that is running."""
-        return self.annotator.forward
-
     def before_forward(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a forward, and find out which rows the layers have, where it is annotated.
 
@@ -351,10 +346,11 @@ class StepRecorder:
             for text in self._alignment.warnings():
                 self.warn_once(text)
 
-    def binding_for_forward(self) -> Binding | None:
-        """Return the annotations that a forward call starting now takes."""
+    def binding_for_forward(self) -> tuple[Binding | None, int]:
+        """Return the annotations that a layer's call takes, and the number of the model's forward that it is in."""
         within = torch._C._current_graph_task_id() != -1  # a checkpointed part, computed again in its own backward
-        return self.annotator.for_forward(again=within)
+        annotator = self.annotator
+        return annotator.for_forward(again=within), annotator.forward
 
     def before_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         """Take a probe of the gradient that is there already. A new backward ends a step that some took part in."""

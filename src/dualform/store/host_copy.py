@@ -1,10 +1,14 @@
-"""The way of a step's tensors from a GPU to the CPU's memory, without waiting: copied on a stream of their own.
+"""The way of a step's tensors from a GPU to the CPU's memory, without waiting: large ones on a stream of their own.
 
 Small tensors are packed by one kernel and copied together, large ones are copied as they are, all of them into
 page-locked memory, which torch keeps and gives out again: after a few steps none is new. Whoever looks at the copies
 waits for these copies alone. How many steps may be on their way is bounded by the queue they go to.
+
+The tensors themselves are held until their copies have arrived. To let go of them earlier torch would have to be told
+of the other stream (`record_stream`), and then notes an event for each when it is freed, which takes longer.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +19,9 @@ from dualform.recording.packing import pack, unpack
 
 MAX_PACKED_BYTES = 1 << 20
 """Tensors up to this size are packed: starting one more copy takes longer than copying them twice on a GPU."""
+MAX_BYTES_IN_LINE = 4 << 20
+"""Bytes up to which a step's tensors are copied on the stream that made them: to begin and end another stream's part
+takes the processor longer than this takes the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,27 @@ class HostCopy:
 
     tensors: Sequence[Tensor]
     wait: Callable[[], object]  # returns when they have arrived
+
+
+class _UnderWay:
+    """Copies that are on their way, and the tensors that they are made of."""
+
+    __slots__ = ("_done", "_sources")
+
+    def __init__(self, done: torch.cuda.Event, sources: Sequence[Tensor]) -> None:
+        self._done, self._sources = done, sources
+
+    def let_go(self) -> bool:
+        """Let go of what the copies are made of if they have arrived, and say whether they have."""
+        if not self._done.query():
+            return False
+        self._sources = ()
+        return True
+
+    def __call__(self) -> None:
+        """Return when the copies have arrived, and let go of what they were made of."""
+        self._done.synchronize()
+        self._sources = ()
 
 
 def _nothing() -> None:
@@ -39,6 +67,7 @@ class HostCopier:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._under_way: deque[_UnderWay] = deque()  # in the order in which they will arrive
 
     def copy(self, tensors: Sequence[Tensor]) -> HostCopy:
         """Return tensors in the CPU's memory: themselves where they are there, else copies that may be on their way."""
@@ -50,26 +79,40 @@ class HostCopier:
             return HostCopy([tensor.cpu() for tensor in tensors], _nothing)
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
-        return copy_on(self._streams[device], tensors)
+        while self._under_way and self._under_way[0].let_go():
+            self._under_way.popleft()
+        copy, under_way = copy_on(self._streams[device], tensors)
+        self._under_way.append(under_way)
+        return copy
 
 
-def copy_on(stream: torch.cuda.Stream, tensors: Sequence[Tensor]) -> HostCopy:
-    """Start to copy tensors of a stream's GPU on that stream, once the current stream has made them."""
+def copy_on(stream: torch.cuda.Stream, tensors: Sequence[Tensor]) -> tuple[HostCopy, _UnderWay]:
+    """Start to copy tensors of a stream's GPU on that stream, once the current stream has made them.
+
+    Few bytes are copied on the current stream itself.
+    """
     whole, small = split_by_size(tensors)
     packed = [pack([tensors[i] for i in small])] if small else []
-    large = [tensors[i].contiguous() for i in whole]
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    here = []
-    with torch.cuda.stream(stream):
-        for source in (*large, *packed):
-            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            here.append(target.copy_(source, non_blocking=True))
-            source.record_stream(stream)
-        done = stream.record_event()
+    sources = [*(tensors[i].contiguous() for i in whole), *packed]
+    if sum(source.nbytes for source in sources) <= MAX_BYTES_IN_LINE:
+        here = [_start(source) for source in sources]
+        done = torch.cuda.current_stream(stream.device).record_event()
+    else:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            here = [_start(source) for source in sources]
+            done = stream.record_event()
     found = dict(zip(whole, here, strict=False))
     if small:
         found |= dict(zip(small, unpack(here[-1], [tensors[i] for i in small]), strict=True))
-    return HostCopy([found[i] for i in range(len(tensors))], done.synchronize)
+    under_way = _UnderWay(done, sources)
+    return HostCopy([found[i] for i in range(len(tensors))], under_way), under_way
+
+
+def _start(source: Tensor) -> Tensor:
+    """Return a copy in page-locked memory that is on its way."""
+    target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    return target.copy_(source, non_blocking=True)
 
 
 def split_by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:

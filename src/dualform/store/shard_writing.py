@@ -1,13 +1,14 @@
 """Turn recorded steps into published shards: encode patterns, write the files of a shard, list them in the manifest.
 
-A shard's patterns are written while the shard before is still on its way to the disk. Nothing here knows of queues or
-of the training thread; `writer.py` calls it on the writer's thread.
+The writer's thread takes the steps (looks up which keys came before, encodes); a thread for each shard then writes its
+files, while the next steps are taken and the shard before is still on its way to the disk. Nothing here knows of queues
+or of the training thread; `writer.py` calls it on the writer's thread.
 """
 
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -67,7 +68,8 @@ class ShardWriter:
         self._next = 0  # number of the next shard
         self._began = time.monotonic()
         self._earlier_rows: dict[str, RowsEntry] = {}  # of the patterns that a resumed run holds already
-        self._publishing: Background | None = None
+        self._publishing: Background | None = None  # writes the last shard, and publishes it after the one before
+        self._earlier: Background | None = None  # of the shard before that one
         self._pools: dict[str, Pool] = {}  # of layers that see the same keys again and again
         self._open = OpenShard()
 
@@ -97,74 +99,93 @@ class ShardWriter:
         self._open.steps.append(step)
 
     def write(self, parameters: Mapping[str, Tensor], state: ShardState | None) -> None:
-        """Write the steps taken so far as a shard, and begin to publish it once the shard before is published.
+        """Begin to write the steps taken so far as a shard, and to publish it once the shard before is published.
 
-        Does nothing where no step was taken.
+        Waits until no more than one shard is being written, so that memory is taken for few of them. Does nothing where
+        no step was taken.
 
         Args:
             parameters: the parameters after the last step; nothing where they are not known.
             state: the uncovered state after the last step, where it is known.
         """
         ended, self._open = self._open, OpenShard()
-        if ended.steps:
-            self._publishing = Background(self._write_shard(ended, parameters, state))
+        if not ended.steps:
+            return
+        if self._earlier is not None:
+            self._earlier.result()
+        before, index = self._publishing, self._next
+        self._next += 1
+        pools = {layer: (base, self._pools[layer].size - base) for layer, base in ended.bases.items()}
+        write = functools.partial(self._write_shard, index, ended, pools, parameters, state, before)
+        self._earlier, self._publishing = before, Background(write)
 
     def drop(self) -> None:
         """Let go of the steps taken so far: nothing more will be written."""
         self._open = OpenShard()
 
     def settle(self) -> None:
-        """Wait until the shard that is being published is published."""
+        """Wait until all shards that are being written are published."""
+        earlier, self._earlier = self._earlier, None
         publishing, self._publishing = self._publishing, None
-        if publishing is not None:
-            publishing.result()
+        try:
+            if earlier is not None:
+                earlier.result()
+        finally:
+            if publishing is not None:
+                publishing.result()
 
     def _write_shard(
-        self, ended: OpenShard, parameters: Mapping[str, Tensor], state: ShardState | None
-    ) -> Callable[[], None]:
-        """Write the patterns of a shard, and return what publishes it once the shard before is on the disk."""
-        names, records, key_range = shard_files(self._next), ended.steps, ended.key_range
+        self,
+        index: int,
+        ended: OpenShard,
+        pools: dict[str, tuple[int, int]],
+        parameters: Mapping[str, Tensor],
+        state: ShardState | None,
+        before: Background | None,
+    ) -> None:
+        """Write the files of a shard, and publish it once the shard before is published.
+
+        Args:
+            index: the shard's number.
+            ended: its steps.
+            pools: layer with a pool -> how many keys the pool held before, and how many are new.
+            parameters: the parameters after the last step.
+            state: the uncovered state after the last step.
+            before: writes the shard before.
+        """
+        names, records, key_range = shard_files(index), ended.steps, ended.key_range
         calls, annotations = call_tables(records)
-        pools = {layer: (base, self._pools[layer].size - base) for layer, base in ended.bases.items()}
         write = functools.partial(write_parts, tensors=ended.tensors)
         staged = self._blobs.stage(names["patterns"], write)
         try:
             tables = {"calls": calls, "annotations": annotations, "steps": steps_table(records)}
             ended.tensors.clear()
-            self.settle()
+            if before is not None:
+                before.result()
+            self.check_alone()
         except BaseException:
             staged.discard()
             raise
-        index, self._next = self._next, self._next + 1
         start, stop = records[0].step, records[-1].step + 1
         rows, written_at = records[-1].rows, time.monotonic()
-
-        def finish() -> None:
-            try:
-                self.check_alone()
-            except BaseException:
-                staged.discard()
-                raise
-            files = {names["patterns"]: staged.publish()}
-            for what, table in tables.items():
-                files[names[what]] = _publish_table(self._blobs, names[what], table)
-            if state is not None and state.values:
-                files[names["uncovered"]] = publish_tensors(self._blobs, names["uncovered"], state.values)
-            marks = {name: fingerprint(tensor) for name, tensor in parameters.items()}
-            shard = ShardEntry(index, start, stop, files, key_range, marks, pools)
-            if state is not None:
-                shard = dataclasses.replace(shard, state_after=stop, stale=state.stale)
-            columns = merge_columns(self.manifest.columns, annotations.schema)
-            known = {name: RowsEntry(check.outcome, check.reason) for name, check in rows.items()}
-            for name, before in self._earlier_rows.items():  # of the patterns that a resumed run holds already
-                if name not in known or SEVERITY[before.outcome] > SEVERITY[known[name].outcome]:
-                    known[name] = before
-            training = self.manifest.training
-            if training is not None:
-                training = dataclasses.replace(training, seconds=written_at - self._began)
-            self.publish_manifest(shards=(*self.manifest.shards, shard), columns=columns, rows=known, training=training)
-
-        return finish
+        files = {names["patterns"]: staged.publish()}
+        for what, table in tables.items():
+            files[names[what]] = _publish_table(self._blobs, names[what], table)
+        if state is not None and state.values:
+            files[names["uncovered"]] = publish_tensors(self._blobs, names["uncovered"], state.values)
+        marks = {name: fingerprint(tensor) for name, tensor in parameters.items()}
+        shard = ShardEntry(index, start, stop, files, key_range, marks, pools)
+        if state is not None:
+            shard = dataclasses.replace(shard, state_after=stop, stale=state.stale)
+        columns = merge_columns(self.manifest.columns, annotations.schema)
+        known = {name: RowsEntry(check.outcome, check.reason) for name, check in rows.items()}
+        for name, held in self._earlier_rows.items():  # of the patterns that a resumed run holds already
+            if name not in known or SEVERITY[held.outcome] > SEVERITY[known[name].outcome]:
+                known[name] = held
+        training = self.manifest.training
+        if training is not None:
+            training = dataclasses.replace(training, seconds=written_at - self._began)
+        self.publish_manifest(shards=(*self.manifest.shards, shard), columns=columns, rows=known, training=training)
 
     def _take_call(self, step: int, call: TakenCall) -> None:
         """Add the patterns of a call to the shard that is open."""

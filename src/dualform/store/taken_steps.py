@@ -54,7 +54,7 @@ class TakenRows(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return self.rows.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return int(self.rows.nbytes) if self.scales is None else self.rows.nbytes + self.scales.nbytes
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are there, in a fixed order."""
@@ -87,11 +87,6 @@ class TakenCall(NamedTuple):
     values: TakenRows | None
     pooled: bool
     joinable: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values in memory."""
-        return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +136,7 @@ class TakenStep:
     step: int
     calls: Sequence[TakenCall]
     places: Sequence[tuple[str, StepCall]]  # the layer and the place of each call, until the step is compacted
+    pattern_bytes: int  # of keys and values in memory
     facts: Sequence[ParameterFacts]
     samples: Mapping[str, Tensor]
     rows: Mapping[str, RowCheck]
@@ -154,7 +150,7 @@ class TakenStep:
     def nbytes(self) -> int:
         """Bytes of keys and values in memory; of samples too in a run that stores few patterns or none."""
         samples = () if self.marks is None else self.samples.values()
-        return sum(call.nbytes for call in self.calls) + sum(sample.nbytes for sample in samples)
+        return self.pattern_bytes + sum(sample.nbytes for sample in samples)
 
     def wait(self) -> None:
         """Return when patterns and samples are here: they may be on their way from a GPU."""
@@ -317,7 +313,8 @@ class AccumulatedCalls:
         """Take a call that was just accumulated."""
         if self._marker is not None:
             self._call_marks.add(record)
-        record = record.without_first()
+        if record.first is not None:
+            record = record.without_first()
         if record.layer in self._unstored:
             record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
         self._records[record.number] = record
@@ -349,45 +346,48 @@ class AccumulatedCalls:
     def join(self, facts: StepFacts) -> TakenStep:
         """Return a step with its patterns, on their way to the CPU's memory where they are not there."""
         records = [self._records[call.number] for call in facts.calls]
-        pooled = [
-            record.layer not in self._unstored and self._pooled.has(record, call)
-            for record, call in zip(records, facts.calls, strict=True)
-        ]
         found: list[TakenRows] = []
         sizes: list[str | None] = []
-        for call, record, in_pool in zip(facts.calls, records, pooled, strict=True):
-            keys, values, seen = call.keys_of(record), record.values, None
-            sizes.append(None)
+        pooled: list[bool] = []
+        for call, record in zip(facts.calls, records, strict=True):
+            layer, values, seen, size = record.layer, record.values, None, None
+            keys = call.keys_of(record) if call.finite else record.keys
+            in_pool = layer not in self._unstored and self._pooled.has(record, call)
             if record.unfolding is not None and in_pool:
                 keys = record.unfolding.rows(keys)
-            elif record.layer in self._with_inputs and not in_pool:
+            elif layer in self._with_inputs and not in_pool:
                 seen = keys
                 if record.unfolding is not None:
                     seen = record.unfolding.used(keys)
-                    sizes[-1] = sizes_text(keys.shape[2:])
+                    size = sizes_text(keys.shape[2:])
                 keys = keys.reshape(-1)
+            pooled.append(in_pool)
+            sizes.append(size)
             if not is_elsewhere(keys):
-                found.append(TakenRows(keys, seen=seen))
+                found.append(TakenRows(keys, None, False, (), seen))
                 if values is not None:
                     found.append(TakenRows(values))
                 continue
-            of_keys, of_values = stored_dtypes(self._dtypes[record.layer], pooled=in_pool)
-            seed = functools.partial(_seed, record.layer, facts.step, call, self._rank)
+            of_keys, of_values = stored_dtypes(self._dtypes[layer], pooled=in_pool)
+            seed = functools.partial(_seed, layer, facts.step, call, self._rank)
             if seen is not None:
-                of_keys = keys.dtype if self._dtypes[record.layer] in ROW_SCALED else of_keys
+                of_keys = keys.dtype if self._dtypes[layer] in ROW_SCALED else of_keys
             # Keys of a pool are known by the bytes that were trained with.
             found.append(_encoded(keys, None if in_pool else of_keys, seed, "keys", keys if seen is None else seen))
             if values is not None:
                 found.append(_encoded(values, of_values, seed, "values", None))
         marked = {} if self._marker is None else self._marker.measure(facts.parameters)
-        inputs, backwards = self._call_marks.of_step(records)
-        patterns = [tensor for rows in found for tensor in rows.tensors()]
-        tensors = [*patterns, *facts.samples.values(), *marked.values(), *inputs, *backwards]
-        copy = self._copier.copy(tensors)
-        if copy.tensors is not tensors:
-            others = iter(copy.tensors)
-            found = [_with_tensors(rows, others) for rows in found]
-        copied, here = iter(found), iter(copy.tensors[len(patterns) :])
+        inputs, backwards = self._call_marks.of_step(records) if self._marker is not None else ([], [])
+        pattern_bytes = sum([rows.nbytes for rows in found])
+        others = [*facts.samples.values(), *marked.values(), *inputs, *backwards]
+        copy: HostCopy | None = None
+        if not all(tensor.is_cpu for tensor in itertools.chain((rows.rows for rows in found), others)):
+            patterns = [tensor for rows in found for tensor in rows.tensors()]
+            copy = self._copier.copy([*patterns, *others])
+            there = iter(copy.tensors)
+            found = [_with_tensors(rows, there) for rows in found]
+            others = list(there)
+        copied, here = iter(found), iter(others)
         calls = [
             TakenCall(
                 record.layer,
@@ -396,7 +396,7 @@ class AccumulatedCalls:
                 next(copied),
                 None if record.values is None else next(copied),
                 in_pool,
-                self._dtypes[record.layer] != torch.int8 and not is_elsewhere(record.keys),
+                not is_elsewhere(record.keys) and self._dtypes[record.layer] is not torch.int8,
             )
             for call, record, in_pool in zip(facts.calls, records, pooled, strict=True)
         ]
@@ -407,7 +407,7 @@ class AccumulatedCalls:
             packed = {name: next(here) for name in marked}
             of_inputs = [next(here) for _ in inputs]
             marks = StepMarks(packed, of_inputs, list(here), digest_calls(places), digest_annotations(places))
-        return TakenStep(facts.step, calls, places, facts.facts, samples, facts.rows, copy, marks, sizes)
+        return TakenStep(facts.step, calls, places, pattern_bytes, facts.facts, samples, facts.rows, copy, marks, sizes)
 
 
 def _seed(layer: str, step: int, call: StepCall, rank: int, what: str) -> int:
