@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from dualform.recording.gradient_check import GradientCheck, Resolution
-from dualform.recording.gradient_history import Accumulation, GradientHistory, follow_all, follow_views
+from dualform.recording.gradient_history import (
+    Accumulation,
+    GradientHistory,
+    common_factor,
+    follow_all,
+    follow_views,
+)
 from dualform.recording.gradient_samples import plan_sample, take_sample
 from helpers.gradients import FollowedWeight
 
@@ -351,6 +357,36 @@ def test_gradients_seen_all_at_once_are_those_seen_one_by_one(edit: str, edited:
     found = follow_views([*histories, None], check.views(parameters), gradients)
     assert (found is not None) == (edit in ("nothing", "a factor"))
     assert found is None or found == followed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [0.1, 0.999, -3.0, 1e-12])
+def test_a_factor_that_all_gradients_share_is_found_from_all_of_them(dtype: torch.dtype, factor: float) -> None:
+    before = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    now = before * factor
+    found = common_factor(before.double().numpy(), now.double().numpy(), torch.finfo(dtype).eps)
+    assert found == pytest.approx(factor, rel=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("edit", ["one part", "one element", "cleared", "not a number", "infinite", "added"])
+def test_what_is_no_common_factor_is_not_taken_for_one(edit: str) -> None:
+    """A factor that differs in one gradient alone by more than rounding is that gradient's own."""
+    before = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    now = before * 0.1
+    match edit:
+        case "one part":
+            now[900:] *= 1 + 1e-6
+        case "one element":
+            now[7] *= 1 + 1e-6
+        case "cleared":
+            now.zero_()
+        case "not a number":
+            now[3] = math.nan
+        case "infinite":
+            now[3] = math.inf
+        case "added":
+            now += 1e-6
+    assert common_factor(before.double().numpy(), now.double().numpy(), torch.finfo(torch.float32).eps) is None
 
 
 def test_gradients_that_were_infinite_before_the_step_are_not_called_unchanged() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Ints = npt.NDArray[np.int64]
 
@@ -85,6 +86,18 @@ class Unfolding:
         rows = inputs.new_empty(len(inputs) * math.prod(self.locations(inputs.shape[2:])), width)
         self.fill(rows, inputs)
         return rows
+
+    def project(self, inputs: Tensor, columns: Tensor) -> Tensor:
+        """Return the product of the patches of inputs with some columns, (T, C), as a convolution: without the patches.
+
+        Args:
+            inputs: (B, channels, *sizes)
+            columns: (channels × kernel, C)
+        """
+        kernels = columns.T.reshape(-1, inputs.shape[1], *self.kernel)
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.kernel) - 1]
+        found = convolve(inputs, kernels, stride=self.stride, dilation=self.dilation)  # (B, C, *locations)
+        return found.movedim(1, -1).reshape(-1, columns.shape[1])
 
     def fill(self, patches: Tensor, inputs: Tensor) -> None:
         """Put what `patches` returns into a contiguous tensor, in the CPU's memory several times as fast."""

@@ -32,6 +32,7 @@ from dualform.recording.pattern_copies import find_late_values
 from dualform.recording.probes import (
     COARSE_ROUNDING,
     Float64Array,
+    Patches,
     Prediction,
     ProbeSpec,
     as_float64,
@@ -318,12 +319,12 @@ class GradientCheck:
                 }
                 dtype = next(iter(layer.parameters.values()))[1].dtype
                 values = _joined([call.values for call in calls]).to(dtype)
-                keys = _joined([_keys_of(call) for call in calls])
-                keys = keys.to(dtype) if keys.is_floating_point() else keys
+                keys = _joined_keys(calls, dtype)
                 # Autograd rounds the whole gradient to what autocast computed in.
                 coarse = 1.0 if first.call.coarse is None else COARSE_ROUNDING / torch.finfo(dtype).eps
                 factor = layer.kind.rounding * coarse
-                with one_thread(bytes_read=values.nbytes + keys.nbytes, device=values.device):
+                read = values.nbytes + (keys.inputs if isinstance(keys, Patches) else keys).nbytes
+                with one_thread(bytes_read=read, device=values.device):
                     first.predictions = predict(watching, values, keys, rounding=factor)
         return first.predictions
 
@@ -342,6 +343,15 @@ def _by_layer(arrivals: Sequence[tuple[int, Arrival]]) -> list[tuple[int, list[A
         else:
             together[key].append(arrival)
     return found
+
+
+def _joined_keys(calls: Sequence[Arrival], dtype: torch.dtype) -> Tensor | Patches:
+    """Return the keys of several calls as one tensor, (T, d_in); of a call whose inputs are kept these, on the CPU."""
+    first = calls[0]
+    if len(calls) == 1 and first.keys is not None and first.unfolding is not None and first.keys.is_cpu:
+        return Patches(first.keys.to(dtype), first.unfolding)
+    keys = _joined([_keys_of(call) for call in calls])
+    return keys.to(dtype) if keys.is_floating_point() else keys
 
 
 def _keys_of(arrival: Arrival) -> Tensor | None:

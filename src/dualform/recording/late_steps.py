@@ -26,7 +26,7 @@ from dualform.recording.gradient_history import (
 from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.packing import NumbersUnderWay
 from dualform.recording.parameter_facts import BeforeStep, StepContext
-from dualform.recording.probes import norms_of
+from dualform.recording.probes import Patches, norms_of
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.step_in_progress import Backward
 
@@ -183,7 +183,7 @@ class LateStep:
 def _measured(views: Mapping[str, GradientView]) -> dict[int, Tensor]:
     """Return the keys and values whose norms say how large the rounding of predictions may be, each once, by id."""
     return {
-        id(rows): rows
+        id(rows): rows.rows() if isinstance(rows, Patches) else rows
         for view in views.values()
         for part in view.parts
         for rows in (part.prediction.values, part.prediction.keys)

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualform.identity.parameter_maps import ParameterMap
 from dualform.identity.parameter_use import ParameterUse
+from dualform.identity.unfolding import Unfolding
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -63,24 +65,37 @@ class ProbeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Patches:
+    """Keys that are the patches of an input in the CPU's memory, and that are made only where they are needed."""
+
+    inputs: Tensor  # (B, channels, *sizes)
+    unfolding: Unfolding
+
+    def rows(self) -> Tensor:
+        """Return the keys, (T, d_in)."""
+        return self.unfolding.rows(self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What a call's patterns add to a parameter's probe, and what the size is found from that its rounding is of.
 
     Attributes:
         columns: what the patterns add.
         values: (T, d_out)
-        keys: (T, d_in); None where the parameter's key is 1.
+        keys: (T, d_in), or what they are patches of; None where the parameter's key is 1.
         rounding: how many times more rounding the values carry than autograd's own.
     """
 
     columns: Tensor
     values: Tensor
-    keys: Tensor | None
+    keys: Tensor | Patches | None
     rounding: float
 
     def size(self) -> float:
         """Return ‖E‖ ‖X‖, or ‖E‖ sqrt(T) without keys, times the rounding's factor."""
-        norm = None if self.keys is None else float(norm_of(self.keys))
+        keys = self.keys.rows() if isinstance(self.keys, Patches) else self.keys
+        norm = None if keys is None else float(norm_of(keys))
         return self.size_of(float(norm_of(self.values)), norm)
 
     def size_of(self, norm_of_values: float, norm_of_keys: float | None) -> float:
@@ -89,7 +104,7 @@ class Prediction:
 
 
 def predict(
-    specs: Mapping[ParameterUse, ProbeSpec], values: Tensor, keys: Tensor, *, rounding: float
+    specs: Mapping[ParameterUse, ProbeSpec], values: Tensor, keys: Tensor | Patches, *, rounding: float
 ) -> dict[ParameterUse, Prediction]:
     """Return what the patterns of one call predict for the probe of each of the layer's parameters, by use.
 
@@ -99,12 +114,15 @@ def predict(
     Args:
         specs: how the gradient of each parameter is measured, by use.
         values: (T, d_out)
-        keys: (T, d_in)
+        keys: (T, d_in), or what they are patches of, in the dtype of the values.
         rounding: how many times more rounding the values carry than autograd's own.
     """
-    keys = keys.to(values.dtype) if keys.is_floating_point() else keys
     maps = [use.parameter_map for use in specs]
-    factors = [each.projection_factors(keys, spec.columns) for each, spec in zip(maps, specs.values(), strict=True)]
+    if isinstance(keys, Patches) and not all(each.is_plain_matrix or each.is_plain_bias for each in maps):
+        keys = keys.rows()
+    if isinstance(keys, Tensor) and keys.is_floating_point():
+        keys = keys.to(values.dtype)
+    factors = [_factors(each, values, keys, spec.columns) for each, spec in zip(maps, specs.values(), strict=True)]
     joined = [found for found in factors if found is not None]
     together = torch.cat(joined, dim=1).T @ values if joined else values[:0]  # several times faster than Eᵀ F
     products = iter(together.T.split([f.shape[1] for f in joined], dim=1) if joined else ())
@@ -114,10 +132,23 @@ def predict(
             columns = parameter_map.place_projection(next(products), spec.shape[0])
             columns = columns[:, 0] if spec.columns is None else columns
         else:
-            gradient = parameter_map.gradient(values, keys, spec.shape)
+            rows = keys.rows() if isinstance(keys, Patches) else keys
+            gradient = parameter_map.gradient(values, rows, spec.shape)
             columns = gradient if spec.columns is None else gradient.flatten(1) @ spec.columns
         found[use] = Prediction(columns, values, keys if parameter_map.multiplies_keys else None, rounding)
     return found
+
+
+def _factors(
+    parameter_map: ParameterMap, values: Tensor, keys: Tensor | Patches, columns: Tensor | None
+) -> Tensor | None:
+    """Return the factor F of a parameter, as `ParameterMap.projection_factors` does."""
+    if isinstance(keys, Tensor):
+        return parameter_map.projection_factors(keys, columns)
+    if parameter_map.is_plain_matrix and columns is not None:
+        return keys.unfolding.project(keys.inputs, columns)
+    # That of a bias does not depend on the keys but for their number.
+    return parameter_map.projection_factors(values if parameter_map.is_plain_bias else keys.rows(), columns)
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Convolutions against live training: every option, both optimizer families, patches against torch's own product."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,17 @@ def test_patches_are_the_same_in_every_way(option: str, most: int, monkeypatch: 
     for inputs in (padded, padded[:0], padded.bfloat16(), padded.movedim(1, -1).contiguous().movedim(-1, 1)):
         plain = unfolding.patches(inputs)
         assert torch.equal(unfolding.rows(inputs), plain.reshape(-1, plain.shape[-1]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kernel", "stride", "dilation"),
+    [((9,), (3,), (1,), (1,)), ((7, 8), (3, 2), (2, 1), (1, 2)), ((4, 5, 6), (2, 3, 2), (1, 1, 2), (1, 1, 1))],
+)
+def test_products_with_patches_are_found_without_them(
+    sizes: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> None:
+    unfolding = Unfolding(kernel, stride, dilation)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 2, *sizes, generator=generator, dtype=torch.float64)
+    columns = torch.randn(2 * math.prod(kernel), 4, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(unfolding.project(inputs, columns), unfolding.rows(inputs) @ columns)
