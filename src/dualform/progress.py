@@ -5,7 +5,7 @@ Used by everything that takes long. Prints nothing else, and leaves nothing on t
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Literal
 
@@ -31,11 +31,25 @@ def watching(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
-@contextmanager
+def _nothing(amount: int) -> None:
+    pass
+
+
+_SILENT = nullcontext(_nothing)
+
+
 def bar(
     title: str, *, total: int | None, unit: Literal["bytes", "steps"] = "steps", show: bool = True
-) -> Iterator[Advance]:
+) -> AbstractContextManager[Advance]:
     """Show a bar while the block runs; a total of None only shows that something is going on."""
+    if _watcher.get() is None and (_showing or not (show and sys.stderr.isatty())):
+        return _SILENT
+    return _bar(title, total, unit)
+
+
+@contextmanager
+def _bar(title: str, total: int | None, unit: Literal["bytes", "steps"]) -> Iterator[Advance]:
+    """Tell the watcher, or show a bar, while the block runs."""
     global _showing
     watcher = _watcher.get()
     if watcher is not None:
@@ -48,9 +62,6 @@ def bar(
 
         report(0)
         yield report
-        return
-    if _showing or not (show and sys.stderr.isatty()):
-        yield lambda amount: None
         return
     from rich import progress
     from rich.console import Console

@@ -168,7 +168,7 @@ class LayerPlans:
                 reducer=reducer,
                 like=rows if rows.is_floating_point() else self.sums.like,
                 queries=rows,
-                measure=dataclasses.replace(measure, units=units),
+                measure=measure if units is measure.units else dataclasses.replace(measure, units=units),
                 groups=grouping,
                 block_patterns=self.block_patterns,
                 again=whole,

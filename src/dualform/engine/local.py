@@ -192,6 +192,8 @@ class LocalExecutor:
             measure = PatternMeasure("attention")
         units = None if measure.units is None else tuple(measure.units.tolist())
         place = (source.digest, job.layer, job.view.key, measure.of, units, id(queries))
+        if type(job.reducer) is Everything and job.groups is None and measure is job.measure:
+            return place, job
         return place, replace(job, measure=measure, groups=None, reducer=Everything())
 
     def _recall(self, place: Hashable, job: Pass[Any]) -> Tensor | None:
@@ -213,10 +215,14 @@ class LocalExecutor:
         self, source: PatternSource, layer: str, device: torch.device, dtype: torch.dtype | None
     ) -> Tensor | None:
         """Return all keys of a layer on a GPU, (T, d_in), where they fit; they stay there."""
-        entry, count = source.layer(layer), source.count(layer)
+        entry = source.layer(layer)
         dtype = dtype or (torch.float64 if entry.dtype == "float64" else torch.float32)
         place = (source.digest, layer, device, dtype)
-        if place not in self._device_keys and count and fits_on_device(8 * count * entry.d_in, device):
+        found = self._device_keys.get(place)
+        if found is not None:
+            return found
+        count = source.count(layer)
+        if count and fits_on_device(8 * count * entry.d_in, device):
             whole: Tensor | None = None
             for block in read_blocks(source, layer, horizon=source.steps, device=device, dtype=dtype):
                 whole = block.keys.new_empty(count, block.keys.shape[1]) if whole is None else whole
