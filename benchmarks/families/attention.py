@@ -27,8 +27,7 @@ def keys_store(bench: Bench) -> tuple[str, torch.Tensor]:
     why={
         "cpu": "both are bound by the machine's memory, and the product of one query with two halves of the keys takes "
         "1.2 times the processor time of their sum.",
-        "cuda": "Python: the calls around the product take nearly as long as the product, and those before it are not "
-        "hidden behind it.",
+        "cuda": "Python: the calls before the product are not hidden behind it.",
     },
 )
 def attention(bench: Bench) -> Measured:

@@ -28,8 +28,7 @@ PIECE = 128 << 20  # bytes between two fsyncs, as much as a shard
         "cpu": "two cores: all keys are inputs of the model, which are copied, and the writer looks them up among "
         "earlier ones, finds their range, copies and sums them: each passes over memory that no cache holds, beside "
         "the loop's own. The loop does not make the bytes in the time in which the disk writes them.",
-        "cuda": "the writer's one thread, which looks keys up and copies them into the file: the loop ends before the "
-        "last shards are written, which the details call draining.",
+        "cuda": "the loop ends before the last shards are looked up and written, which the details call draining.",
     },
 )
 def disk(bench: Bench) -> Measured:

@@ -1,9 +1,11 @@
 """Bounded memory: no pass ever holds more than a chunk, whatever is asked."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -20,6 +22,7 @@ from dualform.engine.block import Block
 from dualform.engine.jobs import Pass, WholeView
 from dualform.engine.plain import PlainExecutor
 from dualform.engine.racing import RacingBest
+from dualform.engine.reading import PatternRange
 from dualform.identity import products
 from dualform.identity.products import attend
 from dualform.store import reader
@@ -216,6 +219,46 @@ def test_keys_that_stay_on_a_device_give_the_same_answers(
     plain = ask()
     monkeypatch.setattr("dualform.engine.local.fits_on_device", lambda size, device: True)
     torch.testing.assert_close(ask(), plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("view", ["whole", "masked", "early"])
+def test_all_attention_to_keys_on_a_device_is_one_product(
+    wide: tuple[Path, nn.Linear], view: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU keeps them; of a view that leaves patterns out the kept ones are read as ever."""
+    path, _ = wide
+    memory = dualform.open(path)
+    memory = memory.without(sample=[3, 5]) if view == "masked" else memory
+    memory = memory.at(step=2) if view == "early" else memory
+    queries = {"": torch.randn(20, WIDTH)}
+    plain = memory.attend(queries=queries)[""].attention()
+    monkeypatch.setattr("dualform.engine.local.fits_on_device", lambda size, device: True)
+    products = 0
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal products
+        products += 1
+        return attend(*arguments)
+
+    memory.attend(queries=queries)[""].attention()  # from here on the keys lie there
+    monkeypatch.setattr(local, "attend", counted)
+    spotlight = memory.attend(queries=queries)[""]
+    for _ in range(2):  # known the second time
+        found = spotlight.attention()
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+        found.zero_()  # nobody else's
+    assert products == (1 if view == "whole" else 0)
+    magnitude = spotlight.totals(by="step", of="magnitude").values.sum(1)
+    torch.testing.assert_close(magnitude, plain.abs().sum(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("numbers", [range(5), [0, 4], [0, 2, 4], [1, 2, 3], [2], [0, 1, 2, 4]])
+def test_ranges_are_cut_out_of_keys_on_a_device(numbers: Sequence[int]) -> None:
+    """Also where the first and the last pattern are wanted, and not all between them."""
+    keys, rows = torch.arange(10.0).view(5, 2), np.array(numbers)
+    block = local._ReadsDevice(keys)(PatternRange(None, rows, 0, 0))
+    assert torch.equal(block.keys, keys[list(numbers)])
+    assert np.array_equal(block.patterns, rows)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -49,7 +49,7 @@ class LayerSpotlight:
         self._dtype = torch.float64 if self._entry.dtype == "float64" else torch.float32
         ids = takes_ids(self._entry.uses)
         self.queries = queries.rows.to(torch.int64 if ids else self._dtype)  # (Q, d_in)
-        like = torch.empty(0, dtype=self._dtype, device=self.queries.device)
+        like = self.queries.new_empty(0, dtype=self._dtype)
         self._sums = LayerSums(table, cache, layer, like)
         effects = None if gradients is None else LayerEffects(table, cache, layer, self.queries, gradients, self._dtype)
         self._plans = LayerPlans(table, layer, self.queries, self._sums, effects, chunk_size)

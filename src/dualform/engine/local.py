@@ -3,7 +3,7 @@
     block sizes      as many patterns at once as fit a processor's cache, or a GPU's memory
     threads          read and measure blocks side by side; a reducer takes them in order
     one reading      of the patterns for all passes of one layer and view
-    device keys      keys that fit stay in a GPU's memory
+    device keys      keys that fit stay in a GPU's memory; all attention to them is one product
     distinct keys    are measured once, however many patterns have them (`distinct.py`)
     racing           finds the best of many patterns (`racing.py`)
     remembering      measures of all patterns, where they are few, for the next question about the same queries
@@ -33,7 +33,7 @@ from dualform.engine.reading import BLOCK_PATTERNS, BlockReader, PatternRange, p
 from dualform.engine.reducers import FEW_GROUPS, Best, Everything, GroupSums, Reducer, one_group
 from dualform.engine.source import PatternSource
 from dualform.engine.sweep import sweep_blocks
-from dualform.identity.products import MAX_BATCHED_QUERIES
+from dualform.identity.products import MAX_BATCHED_QUERIES, attend
 from dualform.progress import bar
 from dualform.threads import side_by_side
 
@@ -76,10 +76,38 @@ class LocalExecutor:
 
     def run(self, source: PatternSource, jobs: Sequence[Job]) -> list[Any]:
         """Return the result of each job."""
+        if len(jobs) == 1 and (found := self._at_once(source, jobs[0])) is not None:
+            return [found]
         folds = [job for job in jobs if isinstance(job, Fold)]
         folded = iter(run_folds(source, folds) if folds else ())
         passed = iter(self._run_passes(source, [job for job in jobs if not isinstance(job, Fold)]))
         return [next(folded if isinstance(job, Fold) else passed) for job in jobs]
+
+    def _at_once(self, source: PatternSource, job: Job) -> Tensor | None:
+        """Return the attention to all patterns of a layer, (Q, T), by one product with its keys on a GPU.
+
+        None where something else is asked, where the keys do not lie there, or where the answer is known or large. What
+        comes before the product is not hidden behind it, and this is less than what `_run_passes` does.
+        """
+        if type(job) is not Pass or type(job.reducer) is not Everything or type(job.measure) is not PatternMeasure:
+            return None
+        queries, layer = job.queries, job.layer
+        if job.measure.of != "attention" or queries is None or job.groups is not None or job.values:
+            return None
+        keys = self._device_keys.get((source.digest, layer, job.like.device, job.dtype))
+        if keys is None or job.rows is not None or job.block_patterns is not None:
+            return None
+        count = job.view.count(layer)
+        if count != len(keys) or len(queries) * count > MAX_BLOCK_MEASURES_GPU:
+            return None
+        place = (source.digest, layer, job.view.key, "attention", None, id(queries))
+        if place in self._remembered:
+            return None
+        measures = attend(queries, keys)
+        if not job.again or measures.nbytes > MAX_REMEMBERED_MEASURES_BYTES:
+            return measures
+        self._remember(place, job, measures)
+        return measures.clone()  # the remembered tensor stays ours
 
     def _run_passes(self, source: PatternSource, jobs: Sequence[Pass[Any]]) -> list[Any]:
         """Return the result of each pass and sweep, from remembered measures where there are any."""
@@ -233,9 +261,9 @@ class LocalExecutor:
 
     def _usable_distinct(self, source: PatternSource, passes: Sequence[Pass[Any]]) -> DistinctKeys | None:
         """Return the layer's distinct keys where every pass can be answered from them."""
-        if not all(_can_be_distinct(job) for job in passes):
-            return None
         job = passes[0]
+        if job.like.device.type != "cpu" or not all(_can_be_distinct(job) for job in passes):
+            return None
         place = (source.digest, job.layer, job.view.key)
         with self._lock:
             if place in self._distinct:
@@ -352,6 +380,8 @@ class _ReadsDevice:
 
     def __call__(self, wanted: PatternRange) -> Block:
         patterns = wanted.rows + wanted.count_before if wanted.count_before else wanted.rows
+        if len(patterns) == len(self.keys):
+            return Block(patterns, self.keys)
         first, last = int(patterns[0]), int(patterns[-1])
         if last - first + 1 == len(patterns):
             return Block(patterns, self.keys[first : last + 1])
