@@ -92,7 +92,7 @@ class Background:
     """Something that is being done on a thread of its own; or was, where no thread can be had any more."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+        self._work: Callable[[], None] | None = work  # None once it was begun: what it holds is gone when it is done
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         try:
@@ -101,10 +101,17 @@ class Background:
             self._run()
 
     def _run(self) -> None:
+        work, self._work = self._work, None
+        assert work is not None, "it is done once"
         try:
-            self._work()
+            work()
         except BaseException as error:
             self._error = error
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error, which `result` raises."""
+        return self._error is not None
 
     def result(self) -> None:
         """Wait until it is done, and raise what it raised."""

@@ -1,5 +1,6 @@
 """Rows that are not copied, as on a GPU: whoever else holds their memory, or writes to it, changes nothing recorded."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,14 @@ def test_a_backward_that_raises_is_copied_as_far_as_it_came(tmp_path: Path, kept
                 assert model.fails
             optimizer.step()
     assert dualform.open(tmp_path / "run").verify(model).passed
+
+
+def test_nothing_is_kept_where_compiled_programs_use_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda = True
+
+    rows: Any = OnGpu()
+    assert pattern_copies._may_keep(rows)
+    monkeypatch.setitem(sys.modules, pattern_copies.CUDA_GRAPHS_OF_COMPILED, sys)
+    assert not pattern_copies._may_keep(rows)
+    assert not pattern_copies._may_keep(torch.zeros(2))

@@ -4,7 +4,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import dualform
@@ -465,6 +466,54 @@ def test_a_run_is_left_only_when_no_shard_is_being_published(run: Path, monkeypa
         record()
     assert published[-1] == dualform.open(run).step == 2
     assert files(run) == listed(run), "nor is a lock left"
+
+
+def test_shards_that_are_written_are_let_go_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long recording that nobody flushes holds the parameters of its last two shards, and not of all."""
+    held: list[weakref.ref[Tensor]] = []
+    write = ShardWriter.write
+
+    def watched(self: ShardWriter, parameters: Mapping[str, Tensor], state: Any) -> None:
+        held.extend(weakref.ref(tensor) for tensor in list(parameters.values())[:1])
+        write(self, parameters, state)
+
+    monkeypatch.setattr(ShardWriter, "write", watched)
+    model = network()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run, shard_bytes=0) as recorder:
+        for step in range(12):
+            train(model, optimizer, [step], recorder)
+        deadline = time.monotonic() + 20
+        while (len(held) < 12 or sum(one() is not None for one in held) > 2) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(held) == 12
+        assert sum(one() is not None for one in held) <= 2
+
+
+def test_a_shard_that_fails_is_told_of_at_the_next_step_that_is_taken(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when two more shards are full."""
+    monkeypatch.setattr(ShardWriter, "_write_shard", fails_after(0))
+    model = network()
+    optimizer = sgd(model)
+    taken: list[int] = []
+
+    def record() -> None:
+        with dualform.record(model, optimizer, run, shard_bytes=1) as recorder:
+            for step in range(200):
+                if step == 1:
+                    recorder._sink._shard_bytes = 1 << 40  # type: ignore[attr-defined]
+                train(model, optimizer, [step], recorder)
+                taken.append(step)
+                time.sleep(0.01)
+
+    with (
+        pytest.raises(StoreError, match="No space left on device"),
+        pytest.warns(UserWarning, match="could not be closed properly"),
+    ):
+        record()
+    assert len(taken) < 100
 
 
 def test_with_detach_a_failing_writer_warns_and_training_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

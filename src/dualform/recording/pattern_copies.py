@@ -6,6 +6,7 @@ call has its part.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MAX_JOINED_BYTES = 1 << 16
 """Bytes of a call's rows up to which they are copied together with those of other calls."""
 NO_UNFOLDINGS: Mapping[str, Any] = MappingProxyType({})
+CUDA_GRAPHS_OF_COMPILED = "torch._inductor.cudagraph_trees"
+"""The module that torch imports when a compiled program is to use CUDA graphs."""
 SEQUENTIAL_ELEMENTS = 1 << 15
 """Elements up to which torch copies on one thread in any case (`at::internal::GRAIN_SIZE`)."""
 
@@ -257,6 +260,7 @@ def _may_keep(rows: Tensor) -> bool:
     """Say whether rows that the recording owns alone are better kept than copied: on a GPU.
 
     In the CPU's memory a copy into memory that was used before takes less time than the training needs to get new
-    memory for what it would have used again.
+    memory for what it would have used again. Where torch.compile keeps CUDA graphs (mode="reduce-overhead"), a graph
+    writes to the memory of its results again, whoever refers to it.
     """
-    return rows.is_cuda
+    return rows.is_cuda and CUDA_GRAPHS_OF_COMPILED not in sys.modules

@@ -90,8 +90,11 @@ class ShardWriter:
     def take(self, step: TakenStep) -> None:
         """Take a step into the shard that is open: encode its patterns, and look up which keys came before.
 
-        So that is done as the steps come, and a shard that ends has only to be written.
+        So that is done as the steps come, and a shard that ends has only to be written. Raises the error of the last
+        shard, if it could not be written.
         """
+        if self._publishing is not None and self._publishing.failed:
+            self._publishing.result()
         for call in step.calls:
             if self.manifest.layers[call.layer].store != "steps":
                 self._take_call(step.step, call)
