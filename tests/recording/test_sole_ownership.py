@@ -61,20 +61,25 @@ def test_memory_that_anybody_else_holds_is_not_owned(how: str) -> None:
         assert is_owned_alone(rows, [])
 
 
-def test_memory_that_is_not_torchs_own_is_not_owned() -> None:
-    assert not is_owned_alone(own(torch.from_numpy(np.zeros((3, 4), np.float32))), [])
-    assert not is_owned_alone(own(torch.frombuffer(bytearray(48), dtype=torch.float32)), [])
-    assert not is_owned_alone(own(torch.randn(3, 4).share_memory_()), [])
+NOT_OWNED: dict[str, Callable[[], Tensor]] = {
+    "numpy's": lambda: torch.from_numpy(np.zeros((3, 4), np.float32)),
+    "an object's": lambda: torch.frombuffer(bytearray(48), dtype=torch.float32),
+    "shared among processes": lambda: torch.randn(3, 4).share_memory_(),
+    "larger than the rows": lambda: torch.randn(6, 4)[:3],  # the rest would be held with them
+    "not row by row": lambda: torch.randn(4, 3).T,
+    "expanded": lambda: torch.randn(1, 4).expand(3, 4),
+}
 
 
-def test_rows_that_do_not_fill_their_memory_are_not_owned() -> None:
-    assert not is_owned_alone(own(torch.randn(6, 4)[:3]), []), "the rest of the memory would be held with them"
-    assert not is_owned_alone(own(torch.randn(4, 3).T), [])
-    assert not is_owned_alone(own(torch.randn(1, 4).expand(3, 4)), [])
+@pytest.mark.parametrize("what", NOT_OWNED)
+def test_other_memory_is_not_owned_by_whoever_alone_refers_to_it(what: str) -> None:
+    rows = own(NOT_OWNED[what]())  # by a name: pytest holds what an assert statement computes on the way
+    assert not is_owned_alone(rows, [])
 
 
 def test_other_classes_are_not_owned() -> None:
-    assert not is_owned_alone(nn.Parameter(torch.randn(3, 4)), [])
+    parameter = nn.Parameter(torch.randn(3, 4))
+    assert not is_owned_alone(parameter, [])
 
 
 class Watching(nn.Module):
