@@ -86,8 +86,8 @@ class LocalExecutor:
     def _at_once(self, source: PatternSource, job: Job) -> Tensor | None:
         """Return the attention to all patterns of a layer, (Q, T), by one product with its keys on a GPU.
 
-        None where something else is asked, where the keys do not lie there, or where the answer is known or large. What
-        comes before the product is not hidden behind it, and this is less than what `_run_passes` does.
+        None where something else is asked, where the keys do not lie on the GPU, or where the answer is known or large.
+        Python that runs before the product is launched adds to the time of the answer; `_run_passes` runs more of it.
         """
         if type(job) is not Pass or type(job.reducer) is not Everything or type(job.measure) is not PatternMeasure:
             return None

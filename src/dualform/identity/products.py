@@ -39,7 +39,7 @@ def attend(queries: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
     if not keys.is_floating_point():
         return (queries == keys.T).to(torch.get_default_dtype())
     if keys.device.type != "cpu":
-        return torch.mm(queries, keys.T)  # @ takes some microseconds more to come to it
+        return torch.mm(queries, keys.T)  # the operator @ spends more time before the launch
     if len(queries) <= MAX_BATCHED_QUERIES and len(keys) >= MIN_BATCHED_KEYS:
         return _attend_few(queries, keys)
     # Row by row of the keys: sums over keys, which come next, read that in order and are several times faster.

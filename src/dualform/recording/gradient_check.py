@@ -187,7 +187,7 @@ class GradientCheck:
             return take_sample(gradient, self.columns(name, parameter), projected=projected, look=look)
 
     def _sample_on_gpu(self, name: str, parameter: nn.Parameter, gradient: Tensor, look: Look) -> GradientSample:
-        """Return what `take_sample` does of a gradient on a GPU, with a launch or two and little else."""
+        """Return the sample that `take_sample` takes of a gradient on a GPU, with fewer calls."""
         columns = self._columns.get(name)
         plain = look != "now" and gradient.layout is torch.strided and not gradient.requires_grad
         if plain and columns is not None and gradient.dim() == 2 and columns.device == gradient.device:
@@ -346,7 +346,10 @@ def _by_layer(arrivals: Sequence[tuple[int, Arrival]]) -> list[tuple[int, list[A
 
 
 def _joined_keys(calls: Sequence[Arrival], dtype: torch.dtype) -> Tensor | Patches:
-    """Return the keys of several calls as one tensor, (T, d_in); of a call whose inputs are kept these, on the CPU."""
+    """Return the keys of several calls as one tensor, (T, d_in); or those of a single call as `Patches` of its inputs.
+
+    `Patches` are for a call in the CPU's memory whose inputs are kept in place of its keys.
+    """
     first = calls[0]
     if len(calls) == 1 and first.keys is not None and first.unfolding is not None and first.keys.is_cpu:
         return Patches(first.keys.to(dtype), first.unfolding)

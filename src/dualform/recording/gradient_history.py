@@ -208,7 +208,7 @@ def common_factor(before: Float64Array, now: Float64Array, eps: float) -> float 
     """Return the one factor that the samples of all gradients were multiplied with, as clipping does; None if none was.
 
     It explains every single element up to the rounding of one product, which is more than is asked of a sample whose
-    factor is found by itself (`_one_factor_each`). What it cannot explain may have another reason.
+    factor is found by itself. Gradients whose factors differ are left to `_one_factor_each`.
 
     Args:
         before: the samples after their backward, one after the other.

@@ -32,7 +32,7 @@ from dualform.recording.module_hooks import HookHandle, hook_accumulation, hook_
 from dualform.recording.pattern_copies import copy_patterns
 from dualform.recording.probes import Prediction
 from dualform.recording.watch import Watched, What, covered, plain_name
-from dualform.torch_modes import set_grad_enabled, without_gradients
+from dualform.torch_modes import call_without_autocast, set_grad_enabled, without_gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +199,8 @@ class Hooks:
             listener.after_accumulation(name, parameter, task, mine)
 
         where = f"Parameter {name!r}"
-        hook_accumulation(self.handles, leaf, self._guarded(where, before), self._guarded(where, after))
+        both = (self._guarded(where, _in_own_dtype(hook)) for hook in (before, after))
+        hook_accumulation(self.handles, leaf, *both)
 
     def _watch_leaf(self, name: str, parameter: nn.Parameter) -> None:
         """Put the accumulation hooks on what a forward uses in the place of a divided parameter, once."""
@@ -405,6 +406,19 @@ class Hooks:
         for i, output in enumerate(outputs):
             if output.requires_grad:
                 hookable(output).register_hook(_ErrorHook(self, call, i, len(outputs), output.shape, ordered))
+
+
+def _in_own_dtype(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook whose own products autocast does not round, where a program calls backward inside of autocast."""
+
+    def called(*args: Any) -> None:
+        if torch._C._is_any_autocast_enabled():
+            on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+            call_without_autocast(on, lambda: hook(*args))
+        else:
+            hook(*args)
+
+    return called
 
 
 def _own_parameters(layer: Watched) -> list[tuple[str, nn.Parameter, bool]]:

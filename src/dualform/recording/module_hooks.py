@@ -42,7 +42,7 @@ class ModuleHook:
         Args:
             hook: what is called; None to do nothing.
             arguments: the number of its arguments.
-            unless: a list; while anything is in it the hook is not called, but where torch.compile reads this.
+            unless: a list; while it has entries the hook is not called. torch.compile does not look at it.
         """
         self._hook = hook
         self._arguments = arguments
@@ -135,7 +135,7 @@ def hook_before_forward(
         handles: takes the hook's handle.
         module: the module.
         hook: the hook.
-        unless: a list, with anything in which the hook has nothing to do; to ask it here costs less than to call it.
+        unless: a list; while it has entries the hook would do nothing, and is not called, which costs less.
     """
     ours = ModuleHook(hook, 3, unless)
     handle = ModuleHandle(module, ours, _BEFORE)

@@ -1,8 +1,8 @@
 """Keys and values that need no copy: those in memory that nobody but the recording refers to any more.
 
 When a layer's gradient is accumulated, autograd has let go of the error at the layer's output, and often of its input.
-What the recording then holds alone nobody can write to, and it is kept as it is. The question is asked at the moment at
-which a copy would be made, so that whoever writes to the memory before that moment changes both alike.
+Memory that the recording alone still refers to cannot be written to by anybody else, and is kept as it is. The question
+is asked at the moment at which a copy would be made: a write before that moment would be in the copy as well.
 
 Only tensors that the recording made itself (by `detach`) may be asked about. torch counts the tensors that refer to
 some memory, and not who refers to a tensor: of a tensor that autograd or the user made, others may have the very same.

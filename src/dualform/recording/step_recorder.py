@@ -73,6 +73,7 @@ from dualform.recording.unclaimed_parameters import UnclaimedParameters
 from dualform.recording.user_warnings import WarnOnce, warn_user
 from dualform.recording.watch import Watched, What, covered, held, report_joined, uncovered
 from dualform.recording.world import World
+from dualform.threads import in_own_dtype
 from dualform.torch_modes import keeping_grad_mode, without_gradients
 
 INTERRUPTED = StoreError("it was interrupted")
@@ -408,6 +409,7 @@ class StepRecorder:
             return None
         return with_closure(args, kwargs, lambda: self._prepare(optimizer))
 
+    @in_own_dtype
     @pausing_collection
     @without_gradients
     def _prepare(self, optimizer: Optimizer) -> None:

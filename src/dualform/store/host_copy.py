@@ -67,7 +67,7 @@ class HostCopier:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._under_way: deque[_UnderWay] = deque()  # in the order in which they will arrive
+        self._under_way: deque[_UnderWay] = deque()  # in the order in which they were begun
 
     def copy(self, tensors: Sequence[Tensor]) -> HostCopy:
         """Return tensors in the CPU's memory: themselves where they are there, else copies that may be on their way."""

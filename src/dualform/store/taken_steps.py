@@ -313,8 +313,7 @@ class AccumulatedCalls:
         """Take a call that was just accumulated."""
         if self._marker is not None:
             self._call_marks.add(record)
-        if record.first is not None:
-            record = record.without_first()
+        record = record.without_first()
         if record.layer in self._unstored:
             record = record._replace(keys=record.keys.new_empty(0, record.keys.shape[1]), values=None)
         self._records[record.number] = record
@@ -351,7 +350,7 @@ class AccumulatedCalls:
         pooled: list[bool] = []
         for call, record in zip(facts.calls, records, strict=True):
             layer, values, seen, size = record.layer, record.values, None, None
-            keys = call.keys_of(record) if call.finite else record.keys
+            keys = call.keys_of(record)
             in_pool = layer not in self._unstored and self._pooled.has(record, call)
             if record.unfolding is not None and in_pool:
                 keys = record.unfolding.rows(keys)
