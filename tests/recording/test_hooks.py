@@ -54,6 +54,23 @@ def test_keys_and_values_are_inputs_and_errors(run: Path) -> None:
     torch.testing.assert_close(-zero.contributions()[0], torch.cat([errors for _, errors in kept]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_values_are_the_errors_that_hooks_on_an_output_return(inplace: bool, run: Path) -> None:
+    """A hook that clips errors is put on after the layer was called, and still comes before its value is taken."""
+    model = mlp(dtype=torch.float64)
+    optimizer = sgd(model)
+
+    def body(x: Tensor) -> None:
+        hidden = model[0](x)
+        hidden.register_hook(lambda error: error.clamp(-1e-3, 1e-3))
+        output = model[2](functional.relu(hidden, inplace=inplace))
+        output.register_hook(lambda error: 0.5 * error)
+        loss_of(output).backward()
+        optimizer.step()
+
+    assert_exact(record(run, model, optimizer, body, check="every"), model)
+
+
 def test_forward_passes_without_gradients_leave_nothing(run: Path) -> None:
     model = mlp()
 

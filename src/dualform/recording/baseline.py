@@ -5,14 +5,20 @@ elements is hardly ever in the sample, so a window of neighbouring elements is k
 step, until all of them had their turn. So an edit that goes on from step to step is found soon, at a bounded cost.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from dualform.recording.parameter_samples import JoinedSamples, ParameterSamples
 from dualform.recording.sinks import SAMPLE, sample
 from dualform.threads import one_thread
+
+Array = npt.NDArray[Any]
 
 CPU_WINDOW_ELEMENTS = 1 << 13
 """Elements of a step's window in the CPU's memory: copying and comparing them takes about 5 microseconds."""
@@ -39,7 +45,11 @@ class LaterComparison:
 
 
 class _Group:
-    """Parameters of one device and dtype, as they were when they were noted: their samples, and one window."""
+    """Parameters of one device and dtype, as they were when they were noted: their samples, and one window.
+
+    Everything is read into one tensor. In the CPU's memory numpy reads it: most of what torch takes for a few hundred
+    elements is to find out how, and between two steps of a training none of that is in the processor's cache.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, windows: bool) -> None:
         self.names = tuple(parameters)
@@ -49,6 +59,9 @@ class _Group:
         self._addresses: list[int] = []
         self._views: list[Tensor | None] = []  # each sample in the parameter's memory; None if it has to be copied
         self._window: list[Tensor] | None = None  # the parts of the window, once they were taken
+        self._flat: list[Array] | None = None  # all elements of each parameter, where numpy reads them
+        self._arrays: list[Array] = []  # then the samples in the parameters' memory, and the parts of the window
+        self._lengths: list[int] = []  # of all parts as they were noted
         self.note()
 
     def note(self) -> None:
@@ -56,27 +69,30 @@ class _Group:
         self._find_views()
         self._turn = (self._turn + 1) % len(self._windows)
         self._window = None
-        parts = self._parts()
-        with one_thread():
-            self._noted = torch.cat(parts)
-        self._lengths = [part.shape[0] for part in parts]
+        if self._flat is not None:
+            count = len(self._flat)
+            self._arrays[count:] = [self._flat[i][at] for i, at in self._windows[self._turn]]
+        self._noted = self._read()
 
-    def samples(self) -> Iterator[tuple[str, Tensor]]:
+    def samples(self) -> JoinedSamples:
         """Return each parameter's sample as it was noted."""
-        return zip(self.names, self._noted.split(self._lengths), strict=False)
+        return JoinedSamples(self._noted, dict(zip(self.names, self._lengths, strict=False)))
 
     def changed(self) -> list[str]:
         """Return the parameters that are not as they were noted, beyond rounding."""
         kind = self._noted.dtype, self._noted.device
         moved = self._find_views()
-        parts = self._parts()
-        if not moved or all((part.dtype, part.device) == kind for part in parts):
+        if self._flat is not None:
+            if np.concatenate(self._arrays).tobytes() == self._noted.numpy().tobytes():
+                return []
+        elif not moved or all((part.dtype, part.device) == kind for part in self._parts()):
             with one_thread():
-                if torch.equal(torch.cat(parts), self._noted):
+                if torch.equal(torch.cat(self._parts()), self._noted):
                     return []
-        owners = [*range(len(self.names)), *(i for i, _ in self._windows[self._turn])]
+        parts = self._parts()
         noted = self._noted.split(self._lengths)
-        return [self.names[i] for i, now, then in zip(owners, parts, noted, strict=True) if _is_changed(now, then)]
+        both = zip(self._owners(), parts, noted, strict=True)
+        return [self.names[i] for i, now, then in both if _is_changed(now, then)]
 
     def compare_later(self) -> "LaterComparison":
         """Start to compare the parameters with what was noted, on their GPU; nobody waits for the outcome here."""
@@ -87,13 +103,17 @@ class _Group:
             changed = self.changed()
             return LaterComparison(None, lambda: changed)
         now, noted, lengths = torch.cat(parts), self._noted, self._lengths
-        owners = [*range(len(self.names)), *(i for i, _ in self._windows[self._turn])]
+        owners = self._owners()
 
         def changed_names() -> list[str]:
             both = zip(owners, now.split(lengths), noted.split(lengths), strict=True)
             return [self.names[i] for i, here, there in both if _is_changed(here, there)]
 
         return LaterComparison((now != noted).sum(dtype=torch.float64), changed_names)
+
+    def _owners(self) -> list[int]:
+        """Return which parameter each part is of."""
+        return [*range(len(self.names)), *(i for i, _ in self._windows[self._turn])]
 
     def _find_views(self) -> bool:
         """Look for parameters whose memory is another one by now, and say whether there are any."""
@@ -103,7 +123,22 @@ class _Group:
         # The views keep the old memory, so that no new memory can have an address of theirs.
         self._addresses, self._views = addresses, [_sample_view(p) for p in self._parameters]
         self._window = None
+        self._flat, self._arrays = None, []
+        if self._parameters and all(map(_is_in_numpy, self._parameters)):
+            self._flat = [parameter.detach().view(-1).numpy() for parameter in self._parameters]
+            self._arrays = [flat[:: max(1, len(flat) // SAMPLE)] for flat in self._flat]
+            self._arrays += [self._flat[i][at] for i, at in self._windows[self._turn]]
         return True
+
+    def _read(self) -> Tensor:
+        """Return all samples and the window as they are now, one after the other."""
+        if self._flat is not None:
+            self._lengths = list(map(len, self._arrays))
+            return torch.from_numpy(np.concatenate(self._arrays))
+        parts = self._parts()
+        self._lengths = [len(part) for part in parts]
+        with one_thread():
+            return torch.cat(parts)
 
     def _parts(self) -> list[Tensor]:
         """Return every sample, and the parts of the window, as they are now."""
@@ -114,6 +149,12 @@ class _Group:
         if all(view is not None for view in self._views):  # else a part may be a copy
             self._window = window
         return samples + window
+
+
+def _is_in_numpy(parameter: Tensor) -> bool:
+    """Say whether numpy can read a parameter in its own memory."""
+    plain = parameter.is_cpu and parameter.layout is torch.strided and parameter.is_contiguous()
+    return plain and parameter.dtype in (torch.float32, torch.float64)
 
 
 def _windows(parameters: Collection[Tensor]) -> list[tuple[tuple[int, slice], ...]]:
@@ -164,7 +205,7 @@ class Baseline:
         self._owners: dict[int, tuple[str, ...]] = {}
         self.kinds: dict[str, tuple[torch.dtype, torch.device]] = {}  # of the parameters when they were noted
 
-    def note(self, owner: int, names: Collection[str]) -> dict[str, Tensor]:
+    def note(self, owner: int, names: Collection[str]) -> ParameterSamples:
         """Keep the parameters of one optimizer as they are now, and return their samples.
 
         Parameters that belong to no optimizer are kept as they were when that became so.
@@ -180,7 +221,7 @@ class Baseline:
                 rest = tuple(name for name in self._parameters if name not in owned)
                 if self._owners.get(0) != rest:
                     self._regroup(0, rest)
-        return {name: kept for group in self._groups[owner] for name, kept in group.samples()}
+        return ParameterSamples([group.samples() for group in self._groups[owner]])
 
     def changed(self, *, keys_only: bool = False) -> list[str]:
         """Return the parameters that are not as they were noted; with `keys_only` also those of keys-only layers."""

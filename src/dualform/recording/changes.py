@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dualform.errors import RefusedError
 from dualform.recording.baseline import Baseline, LaterComparison
 from dualform.recording.continuity import Continuity, Places
+from dualform.recording.parameter_samples import ParameterSamples
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.watch import Watched
 
@@ -50,7 +51,7 @@ class Changes:
         self._unstepped = 0  # backwards in a row whose gradients were cleared without a step
         self._refused = False  # whether an error has named a change since the last step
 
-    def look(self, optimizers: Collection[RecordedOptimizer]) -> dict[str, Tensor]:
+    def look(self, optimizers: Collection[RecordedOptimizer]) -> ParameterSamples:
         """Keep the parameters as they are before the run is opened; return their samples.
 
         Opening writes the initial weights, which takes a while: another process may train the same weights meanwhile.
@@ -77,7 +78,7 @@ class Changes:
         """Take any state of the optimizers at their next steps: the caller knows how to tell whether it is right."""
         self._continuity = Continuity(self._exact)
 
-    def note(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    def note(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter]) -> ParameterSamples:
         """Keep everything as an optimizer's step left it; return the samples of its parameters."""
         self._unstepped = 0
         self._refused = False

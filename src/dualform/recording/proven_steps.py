@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dualform.recording.accumulation import Accumulations
 from dualform.recording.alignment import Alignment
@@ -21,6 +21,7 @@ from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.hooks import Arrival
 from dualform.recording.optimizers import pending_scale
 from dualform.recording.parameter_facts import look_before_step
+from dualform.recording.parameter_samples import ParameterSamples
 from dualform.recording.recorded_optimizers import RecordedOptimizer
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import ParameterFacts, PreparedStep
@@ -116,9 +117,9 @@ class ProvenAlignment(Alignment):
 class ProvenChanges(Changes):
     """Compares nothing: the proof of each step finds what moved a parameter between two steps."""
 
-    def note(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    def note(self, owned: RecordedOptimizer, parameters: Mapping[str, nn.Parameter]) -> ParameterSamples:
         """Keep nothing."""
-        return {}
+        return ParameterSamples(())
 
     def check(self, owned: RecordedOptimizer, step: int) -> None:
         """Refuse nothing."""

@@ -167,7 +167,7 @@ class StepRecorder:
         self._proven = known is not None
         changes = Changes if known is None else ProvenChanges
         self._changes = changes(model, layers, self._parameters, exact)
-        self._samples: dict[str, Tensor] = {}  # of each parameter after the last step
+        self._samples: Mapping[str, Tensor] = {}  # of each parameter after the last step; never changed in place
         self._unclaimed: UnclaimedParameters | None = None
         self._on_cpu = True  # whether all parameters are in the CPU's memory
         self._on_gpu = False  # whether all of them are on one GPU
@@ -207,7 +207,7 @@ class StepRecorder:
 
     def look(self) -> Mapping[str, Tensor]:
         """Keep the parameters as they are before the sink is opened, which may take a while; return their samples."""
-        self._samples = self._changes.look(self._owned) | join_samples(self._world, self._own_rows)
+        self._samples = dict(self._changes.look(self._owned)) | join_samples(self._world, self._own_rows)
         return self._samples
 
     def start(self, start: Start) -> None:
@@ -543,18 +543,25 @@ class StepRecorder:
         if prepared is None:
             self._accumulations.discard()
             return
-        self._samples |= self._changes.note(owned, mine)
-        self._samples |= join_samples(self._world, {name: one for name, one in self._own_rows.items() if name in mine})
+        self._note_samples(owned, mine)
         if step.evaluations > 1:
             self.warn_once(many_evaluations(owned.class_name, step.evaluations), key="evaluations")
         if isinstance(prepared, LateStep):
-            self._made.note(prepared, step.clear(), dict(self._samples))
+            self._made.note(prepared, step.clear(), self._samples)
             self.steps += 1
             self._sink.stepped(partial(_copies, self._parameters, None))  # type: ignore[attr-defined]
             return
         step.done.add(optimizer, prepared)
         if len(step.done.ids) == len(self._owned):
             self._end_step()
+
+    def _note_samples(self, owned: RecordedOptimizer, mine: Mapping[str, nn.Parameter]) -> None:
+        """Keep the samples of the parameters that an optimizer has just moved."""
+        samples: Mapping[str, Tensor] = self._changes.note(owned, mine)
+        if rows := {name: one for name, one in self._own_rows.items() if name in mine}:
+            samples = {**samples, **join_samples(self._world, rows)}
+        alone = len(self._owned) == 1 and len(samples) == len(self._samples)
+        self._samples = samples if alone else {**self._samples, **samples}
 
     def _end_step(self) -> None:
         """Hand the step on that at least one optimizer took part in, and let go of what no other one waits for."""
@@ -598,9 +605,7 @@ class StepRecorder:
         ]
         facts = [*done.facts, *still]
         rows = dict(self._alignment.outcomes)
-        self._sink.step(
-            StepFacts(self.steps, done.calls, facts, dict(self._samples), self._snapshot, rows, self._parameters)
-        )
+        self._sink.step(StepFacts(self.steps, done.calls, facts, self._samples, self._snapshot, rows, self._parameters))
         self.steps += 1
         self.last_facts = facts
         if isinstance(self._world, UnevenWorld):
@@ -634,7 +639,7 @@ class StepRecorder:
         missed, self._missed = self._missed, None
         if missed is not None and self.state == "recording":
             for owned in self._owned:
-                self._samples |= self._changes.note(owned, owned.parameters)
+                self._samples = {**self._samples, **self._changes.note(owned, owned.parameters)}
             self._changes.forget_states()  # they may be loaded now, and are compared at the next step
             self._untold = self._untold or refuse_moved(missed, self._samples)
 

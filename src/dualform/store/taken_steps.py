@@ -22,6 +22,7 @@ from torch import Tensor
 from dualform.engine.call_marks import CallMarks
 from dualform.engine.proofs import ParameterMarker, digest_annotations, digest_calls
 from dualform.recording.annotations import Binding
+from dualform.recording.parameter_samples import samples_in, tensors_of_samples
 from dualform.recording.rowcheck import RowCheck
 from dualform.recording.sinks import CallRecord, ParameterFacts, StepCall, StepFacts
 from dualform.store.element_range import Ends, element_range, joined_ranges
@@ -149,7 +150,7 @@ class TakenStep:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values in memory; of samples too in a run that stores few patterns or none."""
-        samples = () if self.marks is None else self.samples.values()
+        samples = () if self.marks is None else tensors_of_samples(self.samples)
         return self.pattern_bytes + sum(sample.nbytes for sample in samples)
 
     def wait(self) -> None:
@@ -378,7 +379,8 @@ class AccumulatedCalls:
         marked = {} if self._marker is None else self._marker.measure(facts.parameters)
         inputs, backwards = self._call_marks.of_step(records) if self._marker is not None else ([], [])
         pattern_bytes = sum([rows.nbytes for rows in found])
-        others = [*facts.samples.values(), *marked.values(), *inputs, *backwards]
+        of_samples = tensors_of_samples(facts.samples)
+        others = [*of_samples, *marked.values(), *inputs, *backwards]
         copy: HostCopy | None = None
         if not all(tensor.is_cpu for tensor in itertools.chain((rows.rows for rows in found), others)):
             patterns = [tensor for rows in found for tensor in rows.tensors()]
@@ -400,7 +402,7 @@ class AccumulatedCalls:
             for call, record, in_pool in zip(facts.calls, records, pooled, strict=True)
         ]
         places = [(record.layer, call) for call, record in zip(facts.calls, records, strict=True)]
-        samples = {name: next(here) for name in facts.samples}
+        samples = samples_in(facts.samples, [next(here) for _ in of_samples])
         marks: StepMarks | None = None
         if self._marker is not None:
             packed = {name: next(here) for name in marked}
