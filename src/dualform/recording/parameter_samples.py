@@ -55,7 +55,7 @@ class ParameterSamples(Mapping[str, Tensor]):
             found: dict[str, Tensor] = {}
             for one in self._joined:
                 whole = one.tensor[: sum(one.counts.values())]
-                found.update(zip(one.counts, whole.split(list(one.counts.values())), strict=True))  # type: ignore[no-untyped-call]
+                found.update(zip(one.counts, whole.split(list(one.counts.values())), strict=True))
             self._cut = found
         return self._cut
 

@@ -1,5 +1,6 @@
 """The least and the greatest element of tensors: what the manifest says of the keys of a shard."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,26 @@ def element_range(elements: Tensor) -> Ends | None:
         return float(array.min()), float(array.max())
     low, high = torch.aminmax(elements)
     return float(low), float(high)
+
+
+class RangeOfParts:
+    """Finds the least and the greatest element of a tensor that is looked at part by part."""
+
+    def __init__(self) -> None:
+        self._found: list[Ends] = []
+
+    def look(self, part: Tensor) -> None:
+        """Take a part's elements."""
+        found = element_range(part)
+        if found is not None:
+            self._found.append(found)
+
+    def ends(self) -> Ends | None:
+        """Return what `element_range` returns of the whole: where an element is not a number, neither end is."""
+        if not self._found:
+            return None
+        lows, highs = zip(*self._found, strict=True)
+        return float(np.min(lows)), float(np.max(highs))
 
 
 def joined_ranges(one: Ends | None, other: Ends | None) -> Ends | None:

@@ -5,7 +5,7 @@ together being the layer's pool, and a pattern holds its key id: the place of it
 128-bit xxh3 of its bytes, which is stored beside it so that a resumed recording knows it too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 REFERENCES, DIGESTS = "references", "digests"  # tensors beside a layer's keys, where it has a pool
 MIN_POOLED_WIDTH = 32  # elements of a key; references to narrower keys would save nothing
+PART_BYTES = 1 << 19  # of keys that are looked at together, while they are in the processor's cache
 MAX_REMEMBERED_KEYS = 4_000_000  # of one layer; keys beyond this number are stored each time they come
 
 
@@ -26,13 +27,20 @@ class Pool:
     size: int = 0  # keys stored so far
     _known: dict[bytes, int] = field(default_factory=dict)
 
-    def place(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def place(self, keys: Tensor, look: Callable[[Tensor], object] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Add the keys that are new to the pool.
 
         Returns the key id of each key, (T,) int32; which rows are new keys, (N,); and the digests of new keys, (N, 2).
+
+        Args:
+            keys: (T, d_in)
+            look: is called with the keys too, part by part, so that they are read from memory once for both.
         """
-        rows = keys.contiguous().view(torch.uint8).numpy()  # numpy does not know every dtype
-        digests = list(map(xxhash.xxh3_128_digest, rows))
+        digests: list[bytes] = []
+        for part in keys.contiguous().split(max(1, PART_BYTES // max(1, keys[:1].nbytes))):
+            digests += map(xxhash.xxh3_128_digest, part.view(torch.uint8).numpy())  # numpy does not know every dtype
+            if look is not None:
+                look(part)
         key_ids: list[Any] = list(map(self._known.get, digests))
         new: Sequence[int] = ()
         if None in key_ids:

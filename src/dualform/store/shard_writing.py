@@ -22,7 +22,7 @@ from dualform.recording.media import Files
 from dualform.recording.rowcheck import SEVERITY
 from dualform.store.attach import publish_files, remove_replaced
 from dualform.store.blobs import Blobs, FileEntry, Tag, changed_error
-from dualform.store.element_range import joined_ranges
+from dualform.store.element_range import RangeOfParts, joined_ranges
 from dualform.store.format import MANIFEST, shard_files
 from dualform.store.kept_state import ShardState
 from dualform.store.manifest import Manifest, ShardEntry
@@ -195,16 +195,18 @@ class ShardWriter:
         shard, entry, keys = self._open, self.manifest.layers[call.layer], call.keys
         stored: torch.dtype = getattr(torch, entry.dtype)
         key_dtype, value_dtype = stored_dtypes(stored, pooled=call.pooled)
-        joined = joined_ranges(shard.key_range.get(call.layer), keys.ends())
-        if joined is not None:
-            shard.key_range[call.layer] = joined
+        parts = RangeOfParts() if call.pooled and keys.range_is_of_rows else None
         if call.pooled:
             pool = self._pools.setdefault(call.layer, Pool())
             shard.bases.setdefault(call.layer, pool.size)
-            key_ids, new, digests = pool.place(keys.rows)
+            key_ids, new, digests = pool.place(keys.rows, None if parts is None else parts.look)
             _append(shard.tensors, f"{call.layer}/{REFERENCES}", key_ids)
             _append(shard.tensors, f"{call.layer}/{DIGESTS}", digests)
-            keys = keys if len(new) == len(keys.rows) else TakenRows(keys.rows[new])
+        joined = joined_ranges(shard.key_range.get(call.layer), keys.ends() if parts is None else parts.ends())
+        if joined is not None:
+            shard.key_range[call.layer] = joined
+        if call.pooled and len(new) < len(keys.rows):
+            keys = TakenRows(keys.rows[new])
         if call.pooled or entry.unfolding is None:
             self._add(shard.tensors, step, call, "keys", keys, key_dtype)
         else:

@@ -61,6 +61,11 @@ class TakenRows(NamedTuple):
         """Return the tensors that are there, in a fixed order."""
         return [self.rows, *(() if self.scales is None else (self.scales,)), *self.range]
 
+    @property
+    def range_is_of_rows(self) -> bool:
+        """Whether `ends` reads the range of keys from the rows themselves, all of them."""
+        return not self.range and self.seen is None
+
     def ends(self) -> Ends | None:
         """Return the least and the greatest element of keys; nothing where there are no keys."""
         if self.range:
