@@ -82,7 +82,7 @@ class Alignment:
             known = self.look(args, kwargs, rows=binding.rows, called=called)
             _refuse_transposed(binding, tensors, self.batch_axis)
             self._tried[shapes] = self._latest = known
-        binding.checks.update(known)
+        binding.learn(known)
 
     def _confirmed(
         self,

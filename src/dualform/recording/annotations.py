@@ -6,6 +6,7 @@ A binding is one call of `annotate`: columns of one batch, of shape (B,), (B, L)
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,14 @@ ROWS = "rows"  # the argument of `annotate` that is no column: the batch's row o
 
 RESERVED = ("pattern", "layer", "step", "micro", "call", "row", "position")
 RANK = "rank"  # the number of a pattern's process, of trainings in several processes; reserved there too
+
+
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+def _nothing() -> Mapping[Any, Any]:
+    """Return what most bindings have of what few have; a program that annotates single rows makes many bindings."""
+    return _NOTHING
 
 
 class Inputs:
@@ -61,13 +70,22 @@ class Binding:
     rows: int
     positions: int
     missing: npt.NDArray[np.bool_] | None = None
-    given: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict, repr=False)
-    checks: dict[str, RowCheck] = field(default_factory=dict, repr=False)
+    given: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=_nothing, repr=False)
+    checks: Mapping[str, RowCheck] = field(default_factory=_nothing, repr=False)
     forwards: dict[int, "Inputs"] = field(default_factory=dict, repr=False)
     arrived: set[int] = field(default_factory=set, repr=False)
     begun_by: str | None = None
-    parts: dict[tuple[str, ...], "Binding"] = field(default_factory=dict, repr=False)
+    parts: Mapping[tuple[str, ...], "Binding"] = field(default_factory=_nothing, repr=False)
     constant: bool = False
+
+    def give(self, rows: Mapping[str, npt.NDArray[np.int64]]) -> None:
+        """Take the batch's row of each pattern of some layers, as the user gives it."""
+        if rows:
+            self.given = {**self.given, **rows}
+
+    def learn(self, checks: Mapping[str, RowCheck]) -> None:
+        """Take what is known of some layers' rows in the forward that takes this binding."""
+        self.checks = {**self.checks, **checks}
 
     @property
     def is_plain(self) -> bool:
@@ -99,7 +117,8 @@ class Binding:
         if names not in self.parts:
             columns = {name: self.columns[name] for name in names}
             axes = max(column.ndim for column in columns.values())
-            self.parts[names] = Binding(columns, self.rows if axes else 0, self.positions if axes == 2 else 0)
+            part = Binding(columns, self.rows if axes else 0, self.positions if axes == 2 else 0)
+            self.parts = {**self.parts, names: part}
         return self.parts[names]
 
     def at_given_rows(self, layer: str, patterns: int) -> "Binding":
@@ -123,7 +142,8 @@ class Binding:
                 for name, column in self.columns.items()
                 if column.ndim < 2
             }
-            self.parts[at] = Binding(columns, patterns, 0, missing=none if none.any() else None)
+            part = Binding(columns, patterns, 0, missing=none if none.any() else None)
+            self.parts = {**self.parts, at: part}
         return self.parts[at]
 
     def belongs_to(self, forward: int) -> bool:
@@ -174,16 +194,15 @@ class Annotator:
             columns = {name: column for name, column in columns.items() if name != ROWS}
         before = self._binding
         if rows and not columns and before is not None and id(before) not in self._spent:
-            before.given.update(rows)  # also after its forward, which may have found the order of its rows
+            before.give(rows)  # also after its forward, which may have found the order of its rows
             return
         waiting = None if self._bound else before
         given = columns if waiting is None else {**self._given, **columns}
         binding = bind(given)
         check(binding)
         if waiting is not None:
-            binding.given.update(waiting.given)
-        if rows:
-            binding.given.update(rows)
+            binding.give(waiting.given)
+        binding.give(rows)
         self._given, self._binding, self._bound = given, binding, False
         self._spent.clear()
 

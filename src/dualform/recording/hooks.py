@@ -7,7 +7,7 @@ What then becomes of the accumulated patterns is the recorder's business.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -272,7 +272,9 @@ class Hooks:
 
     def _count_forwards(self, model: nn.Module) -> None:
         """Put hooks on the whole model and its children that report where a forward begins."""
-        children = dict(_callable_children(model))
+        children, watched = dict(_callable_children(model)), {id(layer.module) for layer in self.layers}
+        if watched <= {id(child) for child in children.values()}:  # none can be called and no child with it
+            children = {name: child for name, child in children.items() if not _leaves_rows(child, watched)}
         names = {id(model): "", **{id(child): plain_name(name) for name, child in children.items()}}
 
         def begin(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -317,12 +319,12 @@ class Hooks:
 
     def _forward_hook_of(self, layer: Watched) -> Callable[..., None]:
         """Return the forward hook of a layer that is a module of its own."""
-        parameters, own = _own_parameters(layer), layer.module
+        parameters, own, inputs_of = _own_parameters(layer), layer.module, layer.kind.inputs
 
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
             if module is own and getattr(output, "requires_grad", True):
-                self._note(layer, parameters, partial(layer.kind.inputs, args, kwargs), (output,))
+                self._note(layer, parameters, lambda: inputs_of(args, kwargs), (output,))
 
         return forward
 
@@ -524,6 +526,16 @@ def _refuse_sparse(layer: str, inputs: Tensor) -> NoReturn:
         f"Layer {layer!r} got a {kind} input, whose rows cannot be kept as keys; expected a dense tensor. {do}, or "
         "leave the layer out of layers=[...]."
     )
+
+
+def _leaves_rows(child: nn.Module, watched: Collection[int]) -> bool:
+    """Say whether a child has no recorded layer and nothing but torch's own modules, which leave rows in their places.
+
+    Nothing is to be found out where a forward begins with such a child, and a hook on it would cost as much as on any.
+    """
+    parts = list(child.modules())
+    own = all(type(part).__module__.startswith("torch.nn.modules.") for part in parts)
+    return own and not any(id(part) in watched for part in parts)
 
 
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

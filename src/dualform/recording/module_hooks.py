@@ -50,7 +50,8 @@ class ModuleHook:
 
     def __call__(self, *args: Any) -> Any:
         """Call the hook; not with fewer arguments than it takes, as torch does while another thread removes it."""
-        if not torch.compiler.is_dynamo_compiling() and self._unless:
+        unless = self._unless
+        if unless is not None and not torch.compiler.is_dynamo_compiling() and unless:
             return None
         return self._hook(*args) if self._hook is not None and len(args) == self._arguments else None
 

@@ -84,8 +84,11 @@ def find_late_values(arrival: "Arrival") -> Tensor | None:
 def _copy_one(
     arrival: "Arrival", pool: BufferPool, wants_values: Callable[[str], bool], unfoldings: Mapping[str, Unfolding]
 ) -> None:
-    name = arrival.call.layer.name
-    keys, values = _rows(arrival, values=wants_values(name), unfolding=unfoldings.get(name))
+    layer = arrival.call.layer
+    name, wanted = layer.name, wants_values(layer.name)
+    if _has_plain_rows(type(layer.kind)) and _copy_plain_one(arrival, pool, values=wanted and not layer.keys_only):
+        return
+    keys, values = _rows(arrival, values=wanted, unfolding=unfoldings.get(name))
     arrival.keys = _own(keys, [arrival.call.inputs], pool)
     arrival.values = None if values is None else _own(values, arrival.errors, pool)
     arrival.accumulated = True
@@ -170,6 +173,32 @@ def _copy_plain(arrivals: Sequence["Arrival"], *, values: bool) -> bool:
         if value is not None:
             arrival.values = value
         arrival.accumulated = True
+    return True
+
+
+def _copy_plain_one(arrival: "Arrival", pool: BufferPool, *, values: bool) -> bool:
+    """Copy a call whose rows are its input and its error themselves, as `_copy_one` would, with fewer questions.
+
+    False, and nothing is done, where they are not in the CPU's memory, row by row, in the dtype of the parameters.
+    """
+    call = arrival.call
+    keys, error = call.inputs, arrival.errors[0]
+    dtype = next(iter(call.layer.parameters.values()))[1].dtype
+    size = 0
+    for rows in (keys, error) if values else (keys,):
+        if rows is None or not rows.is_cpu or _may_keep(rows):
+            return False
+        if rows.dim() != 2 or rows.dtype is not dtype or not rows.is_contiguous():
+            return False
+        size = max(size, rows.nbytes)
+    if call.coarse is not None:
+        return False
+    with one_thread(bytes_read=size):
+        arrival.leading = keys.shape[:1]
+        arrival.keys = pool.copy(keys)
+        if values and error is not None:
+            arrival.values = pool.copy(error)
+    arrival.accumulated = True
     return True
 
 

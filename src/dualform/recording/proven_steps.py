@@ -111,7 +111,7 @@ class ProvenAlignment(Alignment):
     def before_forward(self, binding: Binding, *_: Any, **__: Any) -> None:
         """Tell a binding which layers do not have its rows."""
         if binding.rows >= 2:
-            binding.checks.update(self._rows)
+            binding.learn(self._rows)
 
 
 class ProvenChanges(Changes):

@@ -342,7 +342,7 @@ class StepRecorder:
                 if self._on_failure == "raise":
                     raise
                 unknown = RowCheck("not aligned", "the batch's rows could not be told")
-                binding.checks.update({layer.name: unknown for layer in self._layers})
+                binding.learn({layer.name: unknown for layer in self._layers})
                 self.warn_once(f"Columns per row are left out (null): {error}")
             for text in self._alignment.warnings():
                 self.warn_once(text)

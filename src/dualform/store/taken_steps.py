@@ -328,6 +328,9 @@ class AccumulatedCalls:
     def discard(self, backwards: Sequence[int]) -> None:
         """Let go of the calls of some backwards."""
         gone = set(backwards)
+        if {one.backward for one in self._records.values()} <= gone:
+            self.clear()
+            return
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
         self._call_marks.discard(backwards)
         self._bytes = sum(self._nbytes(record) for record in self._records.values())
