@@ -319,12 +319,12 @@ class Hooks:
 
     def _forward_hook_of(self, layer: Watched) -> Callable[..., None]:
         """Return the forward hook of a layer that is a module of its own."""
-        parameters, own, inputs_of = _own_parameters(layer), layer.module, layer.kind.inputs
+        parameters, own = _own_parameters(layer), layer.module
 
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # A copy that copy.copy or a replica made carries this hook along, hence the identity test.
             if module is own and getattr(output, "requires_grad", True):
-                self._note(layer, parameters, lambda: inputs_of(args, kwargs), (output,))
+                self._note(layer, parameters, lambda: layer.kind.inputs(args, kwargs), (output,))
 
         return forward
 
