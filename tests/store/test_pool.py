@@ -192,3 +192,15 @@ def test_keys_are_placed_as_one_by_one(batches: list[list[int]], most: int) -> N
             assert new.tolist() == expected[1]
             assert digests.numpy().tobytes() == b"".join(expected[2])
             assert pool.size == size + len(expected[1])
+
+
+def test_keys_that_are_looked_at_part_by_part_are_found_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = torch.randn(50, 40, generator=torch.Generator().manual_seed(1))[torch.arange(50) % 30]
+    whole = Pool().place(keys)
+    monkeypatch.setattr(pool_module, "PART_BYTES", 7 * 40 * 4)
+    seen: list[Tensor] = []
+    for one, other in zip(Pool().place(keys, seen.append), whole, strict=True):
+        assert torch.equal(one, other)
+    assert [len(part) for part in seen] == [7] * 7 + [1]
+    assert torch.equal(torch.cat(seen), keys)
+    assert [len(found) for found in Pool().place(keys[:0], seen.append)] == [0, 0, 0]

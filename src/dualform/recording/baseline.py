@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualform.recording.parameter_samples import JoinedSamples, ParameterSamples
+from dualform.recording.parameter_samples import JointSample, ParameterSamples
 from dualform.recording.sinks import SAMPLE, sample
 from dualform.threads import one_thread
 
@@ -74,9 +74,9 @@ class _Group:
             self._arrays[count:] = [self._flat[i][at] for i, at in self._windows[self._turn]]
         self._noted = self._read()
 
-    def samples(self) -> JoinedSamples:
+    def samples(self) -> JointSample:
         """Return each parameter's sample as it was noted."""
-        return JoinedSamples(self._noted, dict(zip(self.names, self._lengths, strict=False)))
+        return JointSample(self._noted, dict(zip(self.names, self._lengths, strict=False)))
 
     def changed(self) -> list[str]:
         """Return the parameters that are not as they were noted, beyond rounding."""

@@ -1,9 +1,9 @@
 """The hooks: catch keys in forward, values in backward, and join them when a gradient is accumulated.
 
-A pattern is born in three moments. A forward hook notes the layer's input; a tensor hook on the layer's output brings
-the error there; and the post-accumulate hook of a parameter proves that this very backward (the same graph task) was
-accumulated into it. Errors that arrive under `autograd.grad` or at frozen weights never get that proof and are dropped.
-What then becomes of the accumulated patterns is the recorder's business.
+A pattern is born in three moments. A forward hook notes the layer's input; a hook on the function that made the layer's
+output brings the error there; and the post-accumulate hook of a parameter proves that this very backward (the same
+graph task) was accumulated into it. Errors that arrive under `autograd.grad` or at frozen weights never get that proof
+and are dropped. What then becomes of the accumulated patterns is the recorder's business.
 """
 
 import sys

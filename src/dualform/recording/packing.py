@@ -36,10 +36,8 @@ class PackedLayout:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return all elements of the tensors, part after part; their bytes where types differ."""
-        parts = [
-            torch.cat([tensors[i].reshape(-1) for place in places for i in self._members[place]])
-            for _, places in self._groups
-        ]
+        flat = list(map(_flat, tensors))
+        parts = [torch.cat([flat[i] for place in places for i in self._members[place]]) for _, places in self._groups]
         return parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts])
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
@@ -55,6 +53,11 @@ class PackedLayout:
             for i, part in zip(places, group.split(counts), strict=True):
                 found[i] = part if len(self._shapes[i]) == 1 else part.view(self._shapes[i])
         return found
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements on one axis; most have no other, and to ask torch for it takes a while."""
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedSamples:
+class JointSample:
     """The samples of some parameters in one tensor.
 
     Attributes:
@@ -28,7 +28,7 @@ class ParameterSamples(Mapping[str, Tensor]):
 
     __slots__ = ("_cut", "_joined")
 
-    def __init__(self, joined: Sequence[JoinedSamples]) -> None:
+    def __init__(self, joined: Sequence[JointSample]) -> None:
         self._joined = joined
         self._cut: dict[str, Tensor] | None = None  # the single samples, once anybody has asked for one
 
@@ -48,7 +48,7 @@ class ParameterSamples(Mapping[str, Tensor]):
     def with_tensors(self, tensors: Sequence[Tensor]) -> "ParameterSamples":
         """Return the same samples in copies of these tensors."""
         both = zip(self._joined, tensors, strict=True)
-        return ParameterSamples([JoinedSamples(tensor, one.counts) for one, tensor in both])
+        return ParameterSamples([JointSample(tensor, one.counts) for one, tensor in both])
 
     def _samples(self) -> dict[str, Tensor]:
         if self._cut is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.recording.packing import pack, unpack
+from dualform.recording.packing import PackedLayout
 
 MAX_PACKED_BYTES = 1 << 20
 """Tensors up to this size are packed: starting one more copy takes longer than copying them twice on a GPU."""
@@ -92,7 +92,9 @@ def copy_on(stream: torch.cuda.Stream, tensors: Sequence[Tensor]) -> tuple[HostC
     Few bytes are copied on the current stream itself.
     """
     whole, small = split_by_size(tensors)
-    packed = [pack([tensors[i] for i in small])] if small else []
+    packable = [tensors[i] for i in small]
+    layout = PackedLayout(packable)
+    packed = [layout.pack(packable)] if small else []
     sources = [*(tensors[i].contiguous() for i in whole), *packed]
     if sum(source.nbytes for source in sources) <= MAX_BYTES_IN_LINE:
         here = [_start(source) for source in sources]
@@ -104,7 +106,7 @@ def copy_on(stream: torch.cuda.Stream, tensors: Sequence[Tensor]) -> tuple[HostC
             done = stream.record_event()
     found = dict(zip(whole, here, strict=False))
     if small:
-        found |= dict(zip(small, unpack(here[-1], [tensors[i] for i in small]), strict=True))
+        found |= dict(zip(small, layout.unpack(here[-1]), strict=True))
     under_way = _UnderWay(done, sources)
     return HostCopy([found[i] for i in range(len(tensors))], under_way), under_way
 
