@@ -68,7 +68,8 @@ class _Group:
         """Keep the parameters' samples as they are now, and the next window."""
         self._find_views()
         self._turn = (self._turn + 1) % len(self._windows)
-        self._window = None
+        if len(self._windows) > 1:
+            self._window = None
         if self._flat is not None:
             count = len(self._flat)
             self._arrays[count:] = [self._flat[i][at] for i, at in self._windows[self._turn]]
@@ -136,7 +137,7 @@ class _Group:
             self._lengths = list(map(len, self._arrays))
             return torch.from_numpy(np.concatenate(self._arrays))
         parts = self._parts()
-        self._lengths = [len(part) for part in parts]
+        self._lengths = [part.shape[0] for part in parts]
         with one_thread():
             return torch.cat(parts)
 

@@ -153,7 +153,7 @@ def _is_usual(history: GradientHistory, final: GradientSample | None) -> bool:
         and after.norm is None
         and after.elements.shape == final.elements.shape
         and after.elements.dtype == final.elements.dtype
-        and len(final.elements) > 0
+        and final.elements.shape[0] > 0
     )
 
 
@@ -238,7 +238,7 @@ def _common_case(seen: Sequence[Seen]) -> list[Factors | None]:
     """Return the factor of each gradient that was multiplied by one factor; None for all others."""
     afters = [history.accumulations[0].after for history, _ in seen]
     finals = [final for _, final in seen if final is not None]
-    counts = [len(sample.elements) for sample in finals]
+    counts = [sample.elements.shape[0] for sample in finals]
     begins = np.cumsum([0, *counts[:-1]])
     before, now = (torch.cat([sample.elements for sample in several]).double().numpy() for several in (afters, finals))
     norms = np.array([math.nan if sample.norm is None else float(sample.norm) for sample in finals])
@@ -283,7 +283,7 @@ def _factors_of(
     widths = np.array(
         [history.width if sample.projected else 0 for (history, _), sample in zip(seen, finals, strict=True)]
     )
-    return _one_factor_each(before, now, [len(sample.elements) for sample in finals], norms, eps, tiny, widths)
+    return _one_factor_each(before, now, [sample.elements.shape[0] for sample in finals], norms, eps, tiny, widths)
 
 
 def _one_factor_each(

@@ -43,7 +43,7 @@ class JoinedSamples:
         self._seen = seen
         finals = [final for _, final in seen if final is not None]
         afters = [history.accumulations[0].after for history, _ in seen]
-        self._counts = [len(final.elements) for final in finals]
+        self._counts = [final.elements.shape[0] for final in finals]
         norms = [final.norm for final in finals if final.norm is not None]
         self.parts = [[sample.elements for sample in afters], [sample.elements for sample in finals], norms]
 

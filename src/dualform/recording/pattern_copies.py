@@ -164,7 +164,7 @@ def _copy_plain(arrivals: Sequence["Arrival"], *, values: bool) -> bool:
             return False
     if [arrival for arrival in arrivals if arrival.call.coarse is not None]:
         return False
-    counts = [len(one) for one in keys]
+    counts = [one.shape[0] for one in keys]
     copied = torch.cat(keys).split(counts)
     of_values: Sequence[Tensor | None] = torch.cat(errors).split(counts) if values else [None] * len(counts)  # type: ignore[arg-type]
     for arrival, count, key, value in zip(arrivals, counts, copied, of_values, strict=True):
