@@ -206,6 +206,32 @@ def test_an_edit_outside_the_sample_is_found(run: Path, few: int) -> None:
         recording()
 
 
+def test_a_weight_that_is_transposed_in_its_own_memory_is_refused(run: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5))
+    optimizer = sgd(model)
+    weight = model.get_parameter("0.weight")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model(torch.randn(4, 5))).backward()
+        optimizer.step()
+
+    with dualform.record(model, optimizer, run):
+        step()
+        weight.data = weight.data.t()
+        with pytest.raises(RefusedError, match="'0.weight' changed between step"):
+            step()
+
+
+def test_a_weight_whose_memory_holds_negated_numbers_is_recorded(run: Path) -> None:
+    model = mlp()
+    weight = model.get_parameter("2.weight")
+    weight.data = torch._neg_view(-weight.detach())
+    memory = record(run, model, sgd(model))
+    assert_exact(memory, model)
+
+
 def test_a_frozen_layer_that_is_changed(run: Path) -> None:
     """As the averaged copy of a network is, that no optimizer holds."""
     model = mlp()

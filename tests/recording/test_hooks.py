@@ -71,28 +71,6 @@ def test_values_are_the_errors_that_hooks_on_an_output_return(inplace: bool, run
     assert_exact(record(run, model, optimizer, body, check="every"), model)
 
 
-class Mixing(nn.Module):
-    """A module of the user's own without parameters, which may do anything to rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the rows in another order."""
-        return x.flip(0)
-
-
-def test_only_children_with_which_rows_may_begin_or_change_are_watched(run: Path) -> None:
-    """A hook on each of torch's activations would cost as much as on a layer; none is left anywhere afterwards."""
-    model = nn.Sequential(*mlp(), nn.Dropout(0.0), Mixing())
-    with dualform.record(model, sgd(model), run):
-        assert [len(child._forward_pre_hooks) for child in model] == [1, 0, 1, 0, 1]
-    assert [len(child._forward_pre_hooks) for child in model] == [0, 0, 0, 0, 0]
-
-
-def test_all_children_are_watched_where_a_recorded_layer_is_below_one(run: Path) -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(5, 5)), nn.ReLU(), nn.Linear(5, 2))
-    with dualform.record(model, sgd(model), run):
-        assert [len(child._forward_pre_hooks) for child in model] == [1, 1, 1]
-
-
 def test_forward_passes_without_gradients_leave_nothing(run: Path) -> None:
     model = mlp()
 

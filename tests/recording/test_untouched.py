@@ -271,3 +271,18 @@ def test_a_step_that_breaks_in_the_middle_leaves_no_final_parameters(run: Path) 
     assert memory.step == 3
     assert not memory.info().closed
     assert not memory.verify(model).passed
+
+
+def test_the_memory_of_gradients_can_still_be_given_back(run: Path) -> None:
+    """numpy may not read a gradient itself: torch never again resizes memory that numpy has seen."""
+    model = mlp()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, run):
+        for x in batches(3):
+            loss_of(model(x)).backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.untyped_storage().resize_(0)
+                parameter.grad = None
+    assert dualform.open(run).verify(model).passed

@@ -56,7 +56,7 @@ class _Group:
         self._parameters = tuple(parameters.values())
         self._windows = _windows(self._parameters) if windows else [()]
         self._turn = -1  # which of the windows is noted
-        self._addresses: list[int] = []
+        self._places: list[tuple[int, tuple[int, ...]]] = []  # where each parameter lies, and its strides
         self._views: list[Tensor | None] = []  # each sample in the parameter's memory; None if it has to be copied
         self._window: list[Tensor] | None = None  # the parts of the window, once they were taken
         self._flat: list[Array] | None = None  # all elements of each parameter, where numpy reads them
@@ -77,20 +77,20 @@ class _Group:
 
     def samples(self) -> JointSample:
         """Return each parameter's sample as it was noted."""
-        return JointSample(self._noted, dict(zip(self.names, self._lengths, strict=False)))
+        counts = dict(zip(self.names, self._lengths, strict=False))
+        return JointSample(self._noted[: sum(counts.values())], counts)
 
     def changed(self) -> list[str]:
         """Return the parameters that are not as they were noted, beyond rounding."""
         kind = self._noted.dtype, self._noted.device
         moved = self._find_views()
-        if self._flat is not None:
-            if np.concatenate(self._arrays).tobytes() == self._noted.numpy().tobytes():
-                return []
-        elif not moved or all((part.dtype, part.device) == kind for part in self._parts()):
-            with one_thread():
-                if torch.equal(torch.cat(self._parts()), self._noted):
-                    return []
+        if self._flat is not None and np.concatenate(self._arrays).tobytes() == self._noted.numpy().tobytes():
+            return []
         parts = self._parts()
+        if self._flat is None and (not moved or all((part.dtype, part.device) == kind for part in parts)):
+            with one_thread():
+                if torch.equal(torch.cat(parts), self._noted):
+                    return []
         noted = self._noted.split(self._lengths)
         both = zip(self._owners(), parts, noted, strict=True)
         return [self.names[i] for i, now, then in both if _is_changed(now, then)]
@@ -118,11 +118,11 @@ class _Group:
 
     def _find_views(self) -> bool:
         """Look for parameters whose memory is another one by now, and say whether there are any."""
-        addresses = list(map(Tensor.data_ptr, self._parameters))
-        if addresses == self._addresses:
+        places = [(parameter.data_ptr(), parameter.stride()) for parameter in self._parameters]
+        if places == self._places:
             return False
         # The views keep the old memory, so that no new memory can have an address of theirs.
-        self._addresses, self._views = addresses, [_sample_view(p) for p in self._parameters]
+        self._places, self._views = places, [_sample_view(p) for p in self._parameters]
         self._window = None
         self._flat, self._arrays = None, []
         if self._parameters and all(map(_is_in_numpy, self._parameters)):
@@ -155,7 +155,8 @@ class _Group:
 def _is_in_numpy(parameter: Tensor) -> bool:
     """Say whether numpy can read a parameter in its own memory."""
     plain = parameter.is_cpu and parameter.layout is torch.strided and parameter.is_contiguous()
-    return plain and parameter.dtype in (torch.float32, torch.float64)
+    real = plain and not parameter.is_neg() and not parameter._is_zerotensor()  # or its memory holds other numbers
+    return real and parameter.dtype in (torch.float32, torch.float64)
 
 
 def _windows(parameters: Collection[Tensor]) -> list[tuple[tuple[int, slice], ...]]:

@@ -11,9 +11,8 @@ it is found only where ‖G‖ does not explain a difference already.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -173,9 +172,11 @@ class GradientCheck:
         projected = self._projected or projected
         if not projected and look == "later" and name not in self._sparse:
             plan = self._plans[name] if name in self._plans else self.plan(name, parameter)
-            found = None if plan is None else plan.take(gradient)
-            if found is not None:
-                return found
+            view = None if plan is None else plan.view(gradient)
+            if plan is not None and view is not None:
+                elements = view.clone()
+                if not plan.least or elements.numpy().nonzero()[0].size >= plan.least:
+                    return GradientSample(elements)
         if not is_at_hand(parameter):
             if name in self._by_elements:
                 return sample_elements(gradient, look=look)
@@ -194,9 +195,9 @@ class GradientCheck:
             return GradientSample(elements, True, None, gradient if look == "at the step" else None)
         return take_sample(gradient, self.columns(name, parameter), look=look)
 
-    def views(self, parameters: Mapping[str, nn.Parameter]) -> list[npt.NDArray[Any] | None]:
+    def views(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor | None]:
         """Return each gradient's sample as it is in the gradient's memory; None where it has to be taken."""
-        found: list[npt.NDArray[Any] | None] = []
+        found = []
         for name, parameter in parameters.items():
             gradient = parameter.grad
             plan = self._plans[name] if name in self._plans else self.plan(name, parameter)

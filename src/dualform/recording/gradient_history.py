@@ -9,7 +9,6 @@ the gradient is not asked here. Pure apart from holding tensors.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from torch import Tensor
 from dualform.recording.gradient_samples import GradientSample
 from dualform.recording.packing import pack, unpack
 from dualform.recording.probes import Float64Array, length
+from dualform.threads import one_thread
 
 NOT_FINITE = "its gradient is not finite"
 NOT_CLEARED = (
@@ -158,9 +158,7 @@ def _is_usual(history: GradientHistory, final: GradientSample | None) -> bool:
 
 
 def follow_views(
-    histories: Sequence[GradientHistory | None],
-    views: Sequence[npt.NDArray[Any] | None],
-    gradients: Sequence[Tensor | None],
+    histories: Sequence[GradientHistory | None], views: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> list[Factors] | None:
     """Follow the gradients of all parameters of a step by views of their samples, none of which is taken.
 
@@ -172,7 +170,6 @@ def follow_views(
         views: each gradient's sample as it is in the gradient's memory now; None where it has to be taken.
         gradients: the gradients; None where there is none.
     """
-    before: list[npt.NDArray[Any]] = []
     for history, view, gradient in zip(histories, views, gradients, strict=True):
         if history is None and gradient is None:
             continue
@@ -181,25 +178,24 @@ def follow_views(
         only, after = history.accumulations[0], history.accumulations[-1].after
         if after is not only.after or only.micro or only.before is not None:
             return None
-        numbers = after.numbers
-        if after.projected or after.norm is not None or numbers is None or numbers.shape != view.shape:
+        if after.projected or after.norm is not None or after.elements.shape != view.shape:
             return None
-        before.append(numbers)
     here = [view for view in views if view is not None]
     if not here:
         return None
+    before = [history.accumulations[0].after.elements for history in histories if history is not None]
     nothing, untouched = Factors({}), Factors({0: 1.0})
-    then, now = np.concatenate(before), np.concatenate(here)
-    if then.tobytes() == now.tobytes() and math.isfinite(now.sum()):
-        return [nothing if history is None else untouched for history in histories]
-    earlier, later = then.astype(np.float64), now.astype(np.float64)
-    common = common_factor(earlier, later, float(np.finfo(now.dtype).eps))
+    with one_thread():  # samples are small
+        then, now = torch.cat(before), torch.cat(here)
+        if then.numpy().tobytes() == now.numpy().tobytes() and math.isfinite(now.sum()):
+            return [nothing if history is None else untouched for history in histories]
+    earlier, later = then.double().numpy(), now.double().numpy()
+    common = common_factor(earlier, later, torch.finfo(now.dtype).eps)
     if common is not None:
         clipped = Factors({0: common})
         return [nothing if history is None else clipped for history in histories]
     counts = [view.shape[0] for view in here]
-    viewed = [gradient for gradient, view in zip(gradients, views, strict=True) if view is not None]
-    eps, tiny = _limits([gradient.dtype for gradient in viewed if gradient is not None])
+    eps, tiny = _limits(here)
     none, absent = np.zeros(len(here)), np.full(len(here), math.nan)
     factors, fine = _one_factor_each(earlier, later, counts, absent, eps, tiny, none)
     if not fine.all():
@@ -228,9 +224,9 @@ def common_factor(before: Float64Array, now: Float64Array, eps: float) -> float 
     return factor
 
 
-def _limits(dtypes: Sequence[torch.dtype]) -> tuple[Float64Array, Float64Array]:
-    """Return the relative rounding, and the smallest normal number, of each dtype."""
-    limits = [torch.finfo(one) for one in dtypes]
+def _limits(tensors: Sequence[Tensor]) -> tuple[Float64Array, Float64Array]:
+    """Return the relative rounding, and the smallest normal number, of each tensor's dtype."""
+    limits = [torch.finfo(tensor.dtype) for tensor in tensors]
     return np.array([one.eps for one in limits]), np.array([one.smallest_normal for one in limits])
 
 
@@ -279,7 +275,7 @@ def _factors_of(
 ) -> tuple[Float64Array, npt.NDArray[np.bool_]]:
     """Return the factor of each gradient that was accumulated once, and whether it explains what happened to it."""
     finals = [final for _, final in seen if final is not None]
-    eps, tiny = _limits([sample.elements.dtype for sample in finals])
+    eps, tiny = _limits([sample.elements for sample in finals])
     widths = np.array(
         [history.width if sample.projected else 0 for (history, _), sample in zip(seen, finals, strict=True)]
     )

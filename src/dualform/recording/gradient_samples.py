@@ -34,14 +34,12 @@ class GradientSample:
         norm: the norm of G, (), where it was taken: where the elements may be zero although G is not, and where the
             rounding of G R will be compared with it.
         gradient: G itself, where it stays as it is until the sample has been looked at.
-        numbers: `elements` as numpy has them, where numpy has read them.
     """
 
     elements: Tensor
     projected: bool = False
     norm: Tensor | None = None
     gradient: Tensor | None = None
-    numbers: npt.NDArray[Any] | None = None
     _array: Float64Array | None = None
 
     @property
@@ -76,41 +74,27 @@ class GradientSample:
 class SamplePlan:
     """Where the elements of a gradient's sample lie in its memory; for contiguous gradients in the CPU's memory.
 
-    numpy reads them: most of what torch takes for a few hundred elements is to find out how.
-
     Attributes:
         shape: the gradient's.
         dtype: the gradient's.
-        step: how many elements of the gradient come to one of the sample.
+        count: how many elements there are, as a shape.
+        stride: how far they are apart, as a stride.
         least: a sample with fewer non-zero elements is not taken by the plan.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    step: int
+    count: tuple[int]
+    stride: tuple[int]
     least: int
 
-    def view(self, gradient: Tensor) -> npt.NDArray[Any] | None:
-        """Return the sample's elements in a gradient's own memory, (n,); None where the plan is not for it."""
-        if gradient.shape != self.shape or gradient.dtype is not self.dtype or type(gradient) is not Tensor:
+    def view(self, gradient: Tensor) -> Tensor | None:
+        """Return the sample's elements as a view of a gradient's memory; None where the plan is not for it."""
+        if gradient.shape != self.shape or gradient.dtype is not self.dtype or not gradient.is_cpu:
             return None
-        if not gradient.is_cpu or gradient.layout is not torch.strided or not gradient.is_contiguous():
+        if gradient.layout is not torch.strided or not gradient.is_contiguous():
             return None
-        if gradient.is_neg():  # its memory holds other numbers
-            return None
-        plain = gradient.detach() if gradient.requires_grad else gradient
-        found: npt.NDArray[Any] = plain.numpy().reshape(-1)[:: self.step]
-        return found
-
-    def take(self, gradient: Tensor) -> GradientSample | None:
-        """Return a gradient's sample; None where the plan is not for it, or the sample says too little."""
-        view = self.view(gradient)
-        if view is None:
-            return None
-        numbers = view.copy()
-        if self.least and np.count_nonzero(numbers) < self.least:
-            return None
-        return GradientSample(torch.from_numpy(numbers), numbers=numbers)
+        return (gradient.detach() if gradient.requires_grad else gradient).as_strided(self.count, self.stride)
 
 
 def plan_sample(parameter: Tensor) -> SamplePlan | None:
@@ -123,9 +107,10 @@ def plan_sample(parameter: Tensor) -> SamplePlan | None:
     if not is_at_hand(parameter) or parameter.dtype not in (torch.float32, torch.float64) or not size:
         return None
     if parameter.dim() == 1:
-        return SamplePlan(parameter.shape, parameter.dtype, 1, 0) if size <= MAX_PLANNED_ELEMENTS else None
+        plain = SamplePlan(parameter.shape, parameter.dtype, (size,), (1,), 0)
+        return plain if size <= MAX_PLANNED_ELEMENTS else None
     step = max(1, size // SAMPLE_ELEMENTS)
-    return SamplePlan(parameter.shape, parameter.dtype, step, FEW_NONZERO if step > 1 else 1)
+    return SamplePlan(parameter.shape, parameter.dtype, (-(-size // step),), (step,), FEW_NONZERO if step > 1 else 1)
 
 
 def take_sample(

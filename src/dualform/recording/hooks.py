@@ -7,7 +7,7 @@ and are dropped. What then becomes of the accumulated patterns is the recorder's
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -272,9 +272,7 @@ class Hooks:
 
     def _count_forwards(self, model: nn.Module) -> None:
         """Put hooks on the whole model and its children that report where a forward begins."""
-        children, watched = dict(_callable_children(model)), {id(layer.module) for layer in self.layers}
-        if watched <= {id(child) for child in children.values()}:  # none can be called and no child with it
-            children = {name: child for name, child in children.items() if not _leaves_rows(child, watched)}
+        children = dict(_callable_children(model))
         names = {id(model): "", **{id(child): plain_name(name) for name, child in children.items()}}
 
         def begin(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -438,8 +436,8 @@ def _own_parameters(layer: Watched) -> list[tuple[str, nn.Parameter, bool]]:
 class _ErrorHook:
     """A hook on the function that made an output of a call, which takes the error that a backward brings there.
 
-    It comes just before the function's own backward, when all hooks on the output itself have had the error; and torch
-    takes half as long to put it on as a hook on the output.
+    It comes just before the function's own backward, when all hooks on the output itself have had the error (a hook on
+    the function that is put on later comes after it); and torch puts it on faster than a hook on the output.
     """
 
     __slots__ = ("_call", "_hooks", "_ordered", "_output", "_outputs", "_place", "_shape")
@@ -526,16 +524,6 @@ def _refuse_sparse(layer: str, inputs: Tensor) -> NoReturn:
         f"Layer {layer!r} got a {kind} input, whose rows cannot be kept as keys; expected a dense tensor. {do}, or "
         "leave the layer out of layers=[...]."
     )
-
-
-def _leaves_rows(child: nn.Module, watched: Collection[int]) -> bool:
-    """Say whether a child has no recorded layer and nothing but torch's own modules, which leave rows in their places.
-
-    Nothing is to be found out where a forward begins with such a child, and a hook on it would cost as much as on any.
-    """
-    parts = list(child.modules())
-    own = all(type(part).__module__.startswith("torch.nn.modules.") for part in parts)
-    return own and not any(id(part) in watched for part in parts)
 
 
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

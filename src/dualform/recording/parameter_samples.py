@@ -15,7 +15,7 @@ class JointSample:
     """The samples of some parameters in one tensor.
 
     Attributes:
-        tensor: their elements, one sample after the other; what comes behind them does not count.
+        tensor: their elements, one sample after the other.
         counts: the number of elements of each sample.
     """
 
@@ -54,8 +54,7 @@ class ParameterSamples(Mapping[str, Tensor]):
         if self._cut is None:
             found: dict[str, Tensor] = {}
             for one in self._joined:
-                whole = one.tensor[: sum(one.counts.values())]
-                found.update(zip(one.counts, whole.split(list(one.counts.values())), strict=True))
+                found.update(zip(one.counts, one.tensor.split(list(one.counts.values())), strict=True))
             self._cut = found
         return self._cut
 

@@ -560,7 +560,7 @@ class StepRecorder:
         samples: Mapping[str, Tensor] = self._changes.note(owned, mine)
         if rows := {name: one for name, one in self._own_rows.items() if name in mine}:
             samples = {**samples, **join_samples(self._world, rows)}
-        alone = len(self._owned) == 1 and len(samples) == len(self._samples)
+        alone = len(self._owned) == 1 and set(samples) == set(self._samples)
         self._samples = samples if alone else {**self._samples, **samples}
 
     def _end_step(self) -> None:
