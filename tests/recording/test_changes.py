@@ -220,7 +220,7 @@ def test_a_weight_that_is_transposed_in_its_own_memory_is_refused(run: Path) -> 
     with dualform.record(model, optimizer, run):
         step()
         weight.data = weight.data.t()
-        with pytest.raises(RefusedError, match="'0.weight' changed between step"):
+        with pytest.raises(RefusedError, match=r"'0\.weight' changed between step"):
             step()
 
 
