@@ -111,7 +111,7 @@ def _last(training: Training) -> int:
     cuda=at_most(0.30),
     why={
         "cuda": "in this precision a step waits for the processor that launches it, and the writer's Python takes "
-        "turns with it; on machines with a faster processor or disk the row meets its goal.",
+        "turns with it: of two machines of this kind one met the goal and one did not.",
     },
     precision="bfloat16",
     dtype="int8",

@@ -102,7 +102,7 @@ class LocalExecutor:
             return None
         place = (source.digest, layer, job.view.key, "attention", None, id(queries))
         known = self._remembered.get(place)
-        if known is not None and known[0]() is queries:  # and not queries that are gone, whose number is used again
+        if known is not None and known[0]() is queries:  # not others: an `id` is used again when its tensor is gone
             return None
         measures = attend(queries, keys)
         if not job.again or measures.nbytes > MAX_REMEMBERED_MEASURES_BYTES:

@@ -28,7 +28,10 @@ _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 def _nothing() -> Mapping[Any, Any]:
-    """Return what most bindings have of what few have; a program that annotates single rows makes many bindings."""
+    """Return the empty mapping that every binding begins with and that all of them share.
+
+    A program that annotates single rows makes many bindings, and most of them never get rows, checks or parts.
+    """
     return _NOTHING
 
 

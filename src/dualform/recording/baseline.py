@@ -47,8 +47,8 @@ class LaterComparison:
 class _Group:
     """Parameters of one device and dtype, as they were when they were noted: their samples, and one window.
 
-    Everything is read into one tensor. In the CPU's memory numpy reads it: most of what torch takes for a few hundred
-    elements is to find out how, and between two steps of a training none of that is in the processor's cache.
+    All samples and the window are read into one tensor; by numpy where they lie in the CPU's memory. For a few hundred
+    elements torch spends most of its time on choosing how to copy them, and numpy far less.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, windows: bool) -> None:
@@ -113,7 +113,7 @@ class _Group:
         return LaterComparison((now != noted).sum(dtype=torch.float64), changed_names)
 
     def _owners(self) -> list[int]:
-        """Return which parameter each part is of."""
+        """Return for each part, as `_parts` has them, the number of the parameter that it is a part of."""
         return [*range(len(self.names)), *(i for i, _ in self._windows[self._turn])]
 
     def _find_views(self) -> bool:
@@ -125,7 +125,7 @@ class _Group:
         self._places, self._views = places, [_sample_view(p) for p in self._parameters]
         self._window = None
         self._flat, self._arrays = None, []
-        if self._parameters and all(map(_is_in_numpy, self._parameters)):
+        if self._parameters and all(map(_numpy_can_read, self._parameters)):
             self._flat = [parameter.detach().view(-1).numpy() for parameter in self._parameters]
             self._arrays = [flat[:: max(1, len(flat) // SAMPLE)] for flat in self._flat]
             self._arrays += [self._flat[i][at] for i, at in self._windows[self._turn]]
@@ -152,10 +152,10 @@ class _Group:
         return samples + window
 
 
-def _is_in_numpy(parameter: Tensor) -> bool:
-    """Say whether numpy can read a parameter in its own memory."""
+def _numpy_can_read(parameter: Tensor) -> bool:
+    """Say whether numpy can read a parameter's elements where they lie in memory."""
     plain = parameter.is_cpu and parameter.layout is torch.strided and parameter.is_contiguous()
-    real = plain and not parameter.is_neg() and not parameter._is_zerotensor()  # or its memory holds other numbers
+    real = plain and not parameter.is_neg() and not parameter._is_zerotensor()  # else its memory holds other numbers
     return real and parameter.dtype in (torch.float32, torch.float64)
 
 

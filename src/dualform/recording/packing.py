@@ -56,7 +56,7 @@ class PackedLayout:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements on one axis; most have no other, and to ask torch for it takes a while."""
+    """Return a tensor's elements on one axis. Most tensors that are packed have one, and are returned as they are."""
     return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 

@@ -24,7 +24,7 @@ class JointSample:
 
 
 class ParameterSamples(Mapping[str, Tensor]):
-    """Parameter -> its sample, (n,); nothing changes it."""
+    """The sample of each parameter, (n,), by the parameter's name. The mapping never changes."""
 
     __slots__ = ("_cut", "_joined")
 

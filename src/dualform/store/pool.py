@@ -34,7 +34,7 @@ class Pool:
 
         Args:
             keys: (T, d_in)
-            look: is called with the keys too, part by part, so that they are read from memory once for both.
+            look: is called with each part of the keys after its digests are taken, while the processor's cache has it.
         """
         digests: list[bytes] = []
         for part in keys.contiguous().split(max(1, PART_BYTES // max(1, keys[:1].nbytes))):

@@ -329,7 +329,7 @@ class AccumulatedCalls:
         """Let go of the calls of some backwards."""
         gone = set(backwards)
         if {one.backward for one in self._records.values()} <= gone:
-            self.clear()
+            self.clear()  # the marks too: every call that was marked has a record
             return
         self._records = {number: one for number, one in self._records.items() if one.backward not in gone}
         self._call_marks.discard(backwards)
