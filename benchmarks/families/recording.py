@@ -27,7 +27,7 @@ LOOP = "recording overhead in the loop, MNIST network 784-800-800-10, batch 128,
         "cpu": "what the training thread spends inside of the recorder is in the details: reading samples of gradients "
         "and parameters before and after the step, hooks, and in few steps full checks and trials of rows. The rest "
         "is the writer, which looks keys up, finds their range, copies, sums and writes on the second of two cores, "
-        "which torch wants too: it splits a large operation over both cores, and waits for the one that the writer has.",
+        "which torch wants too: it splits large operations over both cores, and waits for the one that the writer has.",
         "cuda": "Python and launches: nearly all of a plain step is launching kernels, and recording launches as many "
         "again, for samples, norms and copies. With a disk the copies to page-locked memory come on top, and the "
         "writer's Python takes turns with the training's. What the training thread spends inside of the recorder is in "
