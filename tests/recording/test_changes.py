@@ -224,6 +224,24 @@ def test_a_weight_that_is_transposed_in_its_own_memory_is_refused(run: Path) -> 
             step()
 
 
+def test_a_layer_that_is_made_narrower_in_its_own_memory_is_refused(run: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model, momentum=0.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(next(iter(batches(1)))).square().mean().backward()
+        optimizer.step()
+
+    with dualform.record(model, optimizer, run):
+        step()
+        optimizer.zero_grad()
+        for parameter in model[2].parameters():
+            parameter.data = parameter.data[:1]
+        with pytest.raises(RefusedError, match="changed between step"):
+            step()
+
+
 def test_a_weight_whose_memory_holds_negated_numbers_is_recorded(run: Path) -> None:
     model = mlp()
     weight = model.get_parameter("2.weight")

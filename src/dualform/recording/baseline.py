@@ -56,7 +56,7 @@ class _Group:
         self._parameters = tuple(parameters.values())
         self._windows = _windows(self._parameters) if windows else [()]
         self._turn = -1  # which of the windows is noted
-        self._places: list[tuple[int, tuple[int, ...]]] = []  # where each parameter lies, and its strides
+        self._places: list[tuple[int, torch.Size, tuple[int, ...]]] = []  # each parameter's memory, shape and strides
         self._views: list[Tensor | None] = []  # each sample in the parameter's memory; None if it has to be copied
         self._window: list[Tensor] | None = None  # the parts of the window, once they were taken
         self._flat: list[Array] | None = None  # all elements of each parameter, where numpy reads them
@@ -118,7 +118,7 @@ class _Group:
 
     def _find_views(self) -> bool:
         """Look for parameters whose memory is another one by now, and say whether there are any."""
-        places = [(parameter.data_ptr(), parameter.stride()) for parameter in self._parameters]
+        places = [(one.data_ptr(), one.shape, one.stride()) for one in self._parameters]
         if places == self._places:
             return False
         # The views keep the old memory, so that no new memory can have an address of theirs.
