@@ -221,6 +221,30 @@ def test_keys_that_stay_on_a_device_give_the_same_answers(
     torch.testing.assert_close(ask(), plain, rtol=1e-5, atol=1e-5)
 
 
+def test_queries_that_have_the_number_of_others_get_their_own_answer_by_one_product(
+    wide: tuple[Path, nn.Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python numbers objects by their place in memory, which is used again when an object is gone."""
+    memory = dualform.open(wide[0])
+    asked = [{"": torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(seed))} for seed in (1, 2)]
+    plain = [memory.attend(queries=queries)[""].attention() for queries in asked]
+    monkeypatch.setattr("dualform.engine.local.fits_on_device", lambda size, device: True)
+    memory.attend(queries=asked[0])[""].attention()  # from here on the keys lie there
+    products = 0
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal products
+        products += 1
+        return attend(*arguments)
+
+    monkeypatch.setattr(local, "attend", counted)
+    monkeypatch.setattr(local, "id", lambda _: 7, raising=False)
+    spotlights = [memory.attend(queries=queries)[""] for queries in asked]
+    for spotlight, expected in zip(spotlights, plain, strict=True):
+        torch.testing.assert_close(spotlight.attention(), expected, rtol=1e-5, atol=1e-5)
+    assert products == 2
+
+
 @pytest.mark.parametrize("view", ["whole", "masked", "early"])
 def test_all_attention_to_keys_on_a_device_is_one_product(
     wide: tuple[Path, nn.Linear], view: str, monkeypatch: pytest.MonkeyPatch
