@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dualform
+from dualform.recording.check_schedule import FIRST_STEPS
 from helpers.loops import batches, counts, leftovers, loss_of, mlp, record, sgd, state, train
 
 STEPS = 12
@@ -278,7 +279,9 @@ def test_the_memory_of_gradients_can_still_be_given_back(run: Path) -> None:
     model = mlp()
     optimizer = sgd(model)
     with dualform.record(model, optimizer, run):
-        for x in batches(3):
+        for x in batches(
+            FIRST_STEPS + 10
+        ):  # beyond those that are checked in full, which read no elements by themselves
             loss_of(model(x)).backward()
             optimizer.step()
             for parameter in model.parameters():
